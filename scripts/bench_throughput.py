@@ -210,9 +210,9 @@ class StepWatch:
         worker._model.compute_logits = self._within_model(worker._model.compute_logits)
         worker._model.argmax_logits = self._within_model(worker._model.argmax_logits)
         if runner._sampler is not None:
-            runner._sampler.sample = self._within_model(self.timed("sample", runner._sampler.sample))
-            largest = self.timed("sample", runner._sampler.sample_argmax)
-            runner._sampler.sample_argmax = self._within_model(largest)
+            runner._sampler.launch = self._within_model(self.timed("sample", runner._sampler.launch))
+            largest = self.timed("sample", runner._sampler.launch_argmax)
+            runner._sampler.launch_argmax = self._within_model(largest)
         model_runner.build_batch = self._noting_rows(self.timed("prepare", model_runner.build_batch))
 
     def _noting_rows(self, build: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,11 @@ class ResolvedRun:
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
 
     @property
+    def num_steps_ahead(self) -> int:
+        """How many steps are decided before the ids of the oldest of them are read, beyond one for each stage."""
+        return int(_decides_ahead(self.config, self.model_config, self.device_type))
+
+    @property
     def model_folder(self) -> Path:
         """The Hugging Face model folder."""
         return self.location.folder
@@ -116,6 +121,7 @@ def resolve(
         config = _of_encoder(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     _check_quantization(config, model_config, device_type)
+    _decides_ahead(config, model_config, device_type)
     return ResolvedRun(
         config=config,
         model_config=model_config,
@@ -132,7 +138,9 @@ def resolve(
 def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRun:
     """The same run over ranks divided in another way; no file is read. Raises ConfigError."""
     layout = _layout(parallel, resolved.model_config)
-    return replace(resolved, config=replace(resolved.config, parallel=parallel), layout=layout)
+    config = replace(resolved.config, parallel=parallel)
+    _decides_ahead(config, resolved.model_config, resolved.device_type)
+    return replace(resolved, config=config, layout=layout)
 
 
 def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
@@ -233,6 +241,19 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
             f"{key} sums products of at most {MOST_INPUTS:,} inputs exactly, and config.json has layers of "
             f"{max(widest, model_config.hidden_size):,}: leave it out"
         )
+
+
+def _decides_ahead(config: RunConfig, model_config: ModelConfig, device_type: str) -> bool:
+    """See `SchedulerConfig`. Rows that are pooled take one step each. Raises ConfigError for what excludes it."""
+    wanted, num_stages = config.scheduler.async_scheduling, config.parallel.pipeline_parallel_size
+    if wanted and num_stages > 1:
+        raise ConfigError(
+            f"scheduler.async_scheduling=true needs token ids where they were sampled, and with "
+            f"parallel.pipeline_parallel_size={num_stages} the first stage has none; as many steps are in flight as "
+            f"there are stages in any case: leave scheduler.async_scheduling out"
+        )
+    is_wanted = device_type == "cuda" if wanted is None else wanted
+    return is_wanted and num_stages == 1 and model_config.pooling is None
 
 
 def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:

@@ -38,6 +38,14 @@ CASES = {
     "large blocks": {"block_size": 64, "num_blocks": 300},
     "without a prefix cache": {"enable_prefix_caching": False},
     "recomputed": {"num_blocks": 25, "max_num_batched_tokens": 96, "max_num_seqs": 14, "preemption_mode": "recompute"},
+    "a step ahead": {"async_scheduling": True},
+    "a step ahead, swapped": {
+        "num_blocks": 25,
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 14,
+        "preemption_mode": "swap",
+        "async_scheduling": True,
+    },
     "swapped": {"num_blocks": 25, "max_num_batched_tokens": 96, "max_num_seqs": 14, "preemption_mode": "swap"},
 }
 

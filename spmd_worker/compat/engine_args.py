@@ -66,6 +66,7 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "max_num_batched_tokens": "",
         "enable_chunked_prefill": "",
         "preemption_mode": "",
+        "async_scheduling": "",
     },
     RunConfig: {"device": "", "seed": ""},
 }

@@ -87,6 +87,11 @@ _ROWS: Final = (
     _same("enable_prefix_caching", True, values=_ON),
     _same("enable_chunked_prefill", True, values=_ON),
     _same(
+        "async_scheduling",
+        None,
+        "a step is launched before the ids of the one before it are read; None: on a GPU, with one stage",
+    ),
+    _same(
         "load_format",
         "auto",
         "`auto` reads safetensors; `dummy` is random weights",
@@ -199,7 +204,6 @@ _ROWS: Final = (
     ),
     *_none(
         "steps are planned another way, and an answer does not depend on the plan",
-        async_scheduling=None,
         max_num_partial_prefills=1,
         max_long_partial_prefills=1,
         long_prefill_token_threshold=0,

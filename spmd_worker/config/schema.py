@@ -249,7 +249,8 @@ class SchedulerConfig:
     """How much runs at once: sequences in a step, tokens in a step.
 
     Where the cache does not suffice, `preemption_mode` swap copies a sequence's blocks to the host, recompute drops
-    them, and auto takes the cheaper way by counting.
+    them, and auto takes the cheaper way by counting. With `async_scheduling` a step is decided and launched before the
+    token ids of the one before it are read; null does so on a GPU where the pipeline has one stage.
     """
 
     max_num_seqs: int = 256
@@ -257,6 +258,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     preemption_mode: str = "auto"
     policy: str = "fcfs"
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         """Check each key alone, and that every running sequence can have its token."""

@@ -157,7 +157,10 @@ class LLMEngine:
         self.weight_updates = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         # What the steps of a worker event ended: the next `step` hands it out.
         self._ended: list[SequenceGroup] = []
-        self._in_flight = StepPipeline(executor, channel, resolved.config.parallel.tensor_parallel_size)
+        parallel = resolved.config.parallel
+        self._in_flight = StepPipeline(
+            executor, channel, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
         # The executor must not hold the engine: the memory of a forgotten engine is free at once.
         self._executor_has_failed = threading.Event()
         executor.register_failure_callback(self._executor_has_failed.set)

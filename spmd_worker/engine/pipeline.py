@@ -1,7 +1,9 @@
-"""The steps that are agreed on and not taken in yet: one, or as many as a pipeline has stages.
+"""The steps that are agreed on and not taken in yet: one, as many as a pipeline has stages, or two where steps are
+decided ahead.
 
 Every rank agrees on a step at the same time; the ranks of stage s execute it s steps later, so that all stages compute
-at once.
+at once. With one stage a step is executed at once, and where steps are decided ahead its ids are read when the next one
+has been launched.
 """
 
 from collections import deque
@@ -27,9 +29,9 @@ class _StepInFlight:
 class StepPipeline:
     """Call `add` for each step, and `take_oldest` while `is_full`, or to leave nothing in flight."""
 
-    def __init__(self, executor: Executor, channel: ControlChannel, num_shards: int) -> None:
+    def __init__(self, executor: Executor, channel: ControlChannel, num_shards: int, num_stages: int) -> None:
         self._executor, self._channel = executor, channel
-        self._num_stages = num_stages = executor.max_concurrent_batches
+        self._most_steps = executor.max_concurrent_batches
         self._steps: deque[_StepInFlight] = deque()
         # An executor of all stages hands every step on at once.
         has_own_stage = num_stages > 1 and channel.size > 1
@@ -44,7 +46,7 @@ class StepPipeline:
     @property
     def is_full(self) -> bool:
         """Whether the oldest must be taken before another is added."""
-        return len(self._steps) == self._num_stages
+        return len(self._steps) == self._most_steps
 
     def add(self, agreed: AgreedStep) -> None:
         """Every rank's next step. Executes the one whose turn it is on this rank's stage, if there is one."""
@@ -72,7 +74,7 @@ class StepPipeline:
             self._executor.collective_rpc("expect_step", args=(step.agreed.plan.num_tokens,))
 
     def _execute(self, step: _StepInFlight) -> None:
-        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._num_stages > 1)
+        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._most_steps > 1)
 
     def _shared(self, result: StepResult) -> StepResult:
         """What the last stage sampled, on every rank."""

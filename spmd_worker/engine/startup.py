@@ -146,7 +146,7 @@ def _start(
         lockstep = Lockstep(
             _open_channel(config, channel, executor.environment),
             config.executor.digest_every,
-            config.parallel.pipeline_parallel_size,
+            scheduler.limits.num_in_flight,
         )
     except BaseException as error:
         # Before the groups are taken down, which may take a while.
@@ -246,6 +246,7 @@ def _new_replica(resolved: ResolvedRun, sizes: CacheSizes) -> Scheduler:
         PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens),
         WATERMARK_BLOCKS_PER_SEQUENCE,
         config.parallel.pipeline_parallel_size,
+        resolved.num_steps_ahead,
     )
     return new_scheduler(
         limits, sizes, config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer

@@ -214,7 +214,7 @@ class MultiprocExecutor(Executor):
         self._call(FrameKind.SETUP, "update_environment_variables", (variables,))
         kwargs = [self._worker_kwargs(RankEnvironment(rank, size, rank, size, True, LOOPBACK)) for rank in range(size)]
         self._call(FrameKind.SETUP, "init_worker", (kwargs,))
-        self._encoder = Encoder(self.layout.pipeline_parallel_size)
+        self._encoder = Encoder(self.max_concurrent_batches)
         self._sampled.clear()
         self.init_kv_output_aggregator()
         self.collective_rpc("init_device")
@@ -271,7 +271,7 @@ class MultiprocExecutor(Executor):
     def _submit_step(self, plan: StepPlan) -> list[Future[StepResult]]:
         """Coded once for all workers, against the plans before."""
         with self._step_lock:
-            sampled = self._sampled.pop(plan.step - self.layout.pipeline_parallel_size, SampledIds())
+            sampled = self._sampled.pop(plan.step - self.max_concurrent_batches, SampledIds())
             message = StepMessage(plan.step, (), plan, sampled.token_ids, b"", sampled.num_ids)
             payload = self._encoder.encode(message)
             return self._pool.submit(FrameKind.STEP, "step", payload)

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_worker.errors import ConfigError
 from spmd_worker.executor.executor import Executor, check_call_timeout
+from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 
@@ -48,6 +49,25 @@ class UniProcExecutor(Executor):
             return [call()]
         return [self._call_in_time(call, _name_of(method), timeout)]
 
+    def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
+        """See `Executor.execute_model`. Where steps are decided ahead, a future reads the step when it is asked for its
+        result, in the order of the calls.
+        """
+        if not (non_block and self.resolved.num_steps_ahead):
+            return super().execute_model(plan, non_block)
+        self._of_step("launch_step", plan)
+        return _LaunchedStep(self._read_step)
+
+    def _read_step(self) -> StepResult:
+        return self._aggregate([self._of_step("read_step")], 0)
+
+    def _of_step(self, method: str, *args: Any) -> Any:
+        try:
+            return self.collective_rpc(method, args=args)[0]
+        except BaseException as error:
+            self._fail_with(error)
+            raise
+
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """The worker allocates its cache."""
         self.collective_rpc("initialize_cache", args=(num_device_blocks, num_host_blocks))
@@ -83,6 +103,21 @@ class UniProcExecutor(Executor):
                 f"start them with torchrun and executor.backend=external_launcher, or on this node with "
                 f"executor.backend=multiproc"
             )
+
+
+class _LaunchedStep(Future[StepResult]):
+    """A step of which the device has all that it needs."""
+
+    def __init__(self, read: Callable[[], StepResult]) -> None:
+        super().__init__()
+        self._read: Callable[[], StepResult] | None = read
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """Waits for the device, however long that takes."""
+        read, self._read = self._read, None
+        if read is not None:
+            _run_into(self, read)
+        return super().result(timeout)
 
 
 def _run_into(future: Future[Any], call: Callable[[], Any]) -> None:

@@ -92,9 +92,9 @@ class WorkerTasks:
     def _set_up(self, method: str, *args: Any) -> None:
         assert method in _SETUP_METHODS, method
         if method == "init_worker":
-            layout = args[0][self._wrapper.rpc_rank]["resolved"].layout
-            self._output_rank = output_rank(layout)
-            self._decoder = Decoder(layout.pipeline_parallel_size)
+            resolved = args[0][self._wrapper.rpc_rank]["resolved"]
+            self._output_rank = output_rank(resolved.layout)
+            self._decoder = Decoder(resolved.layout.pipeline_parallel_size + resolved.num_steps_ahead)
         getattr(self._wrapper, method)(*args)
 
     def _step(self, payload: bytes) -> StepResult:

@@ -1,4 +1,6 @@
-"""Numbers of the host on their way to the device: the host does not wait until they are there."""
+"""Numbers on their way between host and device: the host does not wait until they are there."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,3 +16,23 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and numbers.device.type == "cpu":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
+
+
+def from_device(numbers: Tensor) -> Callable[[], Tensor]:
+    """Have numbers copied to the host when the device has made them: what is returned waits for that and gives them.
+
+    A copy from a CUDA device goes to pinned memory, and the wait is for what was queued until now; from any other the
+    host copies when it is asked.
+    """
+    if numbers.device.type != "cuda":
+        return numbers.cpu
+    there = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    event.record()
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return there
+
+    return wait

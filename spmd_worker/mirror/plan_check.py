@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from kv_cache.block import BlockId
-from spmd_worker.mirror.records import MirroredGroup, MirroredSequence, MirrorError
+from spmd_worker.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -21,13 +21,19 @@ from spmd_worker.sequence.step import StepPlan
 
 class PlanCheck:
     """One check of one plan against `groups`, which were last brought to step `step` (None: to none yet). Where there
-    are no blocks, sequences are computed whole.
+    are no blocks, sequences are computed whole. `last_rows` are that step's, where the next may go ahead of its ids.
     """
 
     def __init__(
-        self, groups: Mapping[RequestId, MirroredGroup], num_blocks: int, block_size: int, step: int | None
+        self,
+        groups: Mapping[RequestId, MirroredGroup],
+        num_blocks: int,
+        block_size: int,
+        step: int | None,
+        last_rows: Sequence[ScheduledSequence] = (),
     ) -> None:
         self._groups, self.num_blocks, self.block_size, self._step = groups, num_blocks, block_size, step
+        self._last_rows = last_rows
 
     def check(self, plan: StepPlan) -> list[MirroredSequence]:
         """Raise MirrorError unless the whole plan follows from what the mirror holds; returns the continuing rows."""
@@ -79,27 +85,44 @@ class PlanCheck:
                     _refuse_key(plan, keys[place], f"without a block for token {last}", "a block for it")
             sequences.append(sequence)
         self._check_listed_once(plan)
+        self._check_ahead(plan, sequences[: plan.num_ahead])
         return sequences
+
+    def _check_ahead(self, plan: StepPlan, sequences: list[MirroredSequence]) -> None:
+        """For each of these the step before samples the one id that it appends."""
+        if not sequences:
+            return
+        sampling = dict.fromkeys([row.sequence for row in self._last_rows if row.num_samples == 1])
+        for place, sequence in enumerate(sequences):
+            if sequence not in sampling:
+                rule = "one that the step before samples one id for"
+                _refuse_key(plan, plan.continuing[place], "ahead of its id", rule)
 
     def _check_continuing_ids(self, plan: StepPlan) -> tuple[int, ...]:
         """How many ids each appends; empty where each appends one."""
-        num_ids, num_keys = plan.continuing_num_ids, len(plan.continuing)
+        num_ids, num_keys = plan.continuing_num_ids, len(plan.continuing) - plan.num_ahead
+        if not 0 <= plan.num_ahead <= len(plan.continuing):
+            raise MirrorError(
+                f"step {plan.step}: field num_ahead is {plan.num_ahead}, the mirror expects from 0 to "
+                f"{len(plan.continuing)}, the sequences in continuing"
+            )
         if num_ids and (len(num_ids) != num_keys or min(num_ids) < 0):
             raise MirrorError(
                 f"step {plan.step}: field continuing_num_ids has {len(num_ids)} entries from {min(num_ids)} on, the "
                 f"mirror expects one, of 0 or more, for each of the {num_keys} sequences in continuing"
+                f"{_not_ahead(plan)}"
             )
         num_expected = sum(num_ids) if num_ids else num_keys
         if len(plan.continuing_token_ids) != num_expected:
             rule = (
                 f"the {num_expected} that continuing_num_ids shares out"
                 if num_ids
-                else f"one for each of the {num_keys} sequences in continuing"
+                else f"one for each of the {num_keys} sequences in continuing{_not_ahead(plan)}"
             )
             raise MirrorError(
                 f"step {plan.step}: field continuing_token_ids has {len(plan.continuing_token_ids)} entries, not {rule}"
             )
-        return num_ids
+        return (1,) * plan.num_ahead + num_ids if num_ids else ()
 
     def _check_continuing_blocks(self, plan: StepPlan) -> dict[int, int]:
         """How many blocks each (by index) takes: one at most where each appends one id."""
@@ -284,6 +307,10 @@ def _check_listing(
         for data in sequences:
             if (request_id, data.sample_index) in finished:
                 _refuse(plan, request_id, data, "sequences", "listed and in finished_sequences", "one or the other")
+
+
+def _not_ahead(plan: StepPlan) -> str:
+    return " that do not go ahead" if plan.num_ahead else ""
 
 
 def _refuse_key(plan: StepPlan, key: SequenceKey, value: str, expected: str) -> NoReturn:

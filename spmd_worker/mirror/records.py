@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from kv_cache.block import BlockId
 from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampled import NOT_READ
 
 
 class MirrorError(ValueError):
@@ -16,7 +17,8 @@ class MirroredSequence:
     """One sequence as of the last plan that listed it: `num_scheduled_tokens` computed from `num_computed_tokens` on.
 
     It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks is only ever added
-    to; where other blocks go, the record gets another list.
+    to; where other blocks go, the record gets another list. Of a sequence that has gone ahead of its id the last output
+    token is `NOT_READ` until the id is read; `sampled_id` is one that was read before the sequence goes on.
     """
 
     request: Request
@@ -25,6 +27,7 @@ class MirroredSequence:
     block_ids: list[BlockId]
     num_computed_tokens: int
     num_scheduled_tokens: int
+    sampled_id: int = NOT_READ
     decode_row: "ScheduledSequence" = field(init=False)
 
     def __post_init__(self) -> None:

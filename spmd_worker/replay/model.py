@@ -22,8 +22,9 @@ from spmd_worker.replay.step_log import StepLogHeader
 from spmd_worker.resolved import resolve_run
 from spmd_worker.sequence.events import Admit, CommitWeights, EndWorkerEvent, Event, SetWeightVersion, WorkerEvent
 from spmd_worker.sequence.sampled import SampledIds
+from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP
-from spmd_worker.sequence.step import StepResult
+from spmd_worker.sequence.step import StepPlan, StepResult
 
 _KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP})
 """Worker events that leave weights as they are, or are followed by a `CommitWeights`."""
@@ -55,6 +56,7 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
     and ReplayError at the first step after a change of weights or workers that is not in the log.
     """
     executor, changes = _start(header, model_path), _Changes()
+    last: ReplayedStep | None = None
     try:
         for step in steps:
             if step.plan.num_tokens and changes.last:
@@ -64,12 +66,28 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                 )
             changes.add(step)
             _check_runner(executor, step)
-            result = executor.execute_model(step.plan)
+            result = executor.execute_model(_with_ids(step.plan, last))
+            last = step
             assert isinstance(result, StepResult), type(result)
             if step.sampled is not None:
                 yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
     finally:
         executor.shutdown()
+
+
+def _with_ids(plan: StepPlan, last: ReplayedStep | None) -> StepPlan:
+    """The plan, with the log's ids for the sequences that went ahead of them in the run."""
+    if not plan.num_ahead:
+        return plan
+    assert last is not None, plan.step
+    assert last.sampled is not None, plan.step
+    known = dict(zip(last.places, last.sampled.rows(), strict=True))
+    by_key = {SequenceKey(place.request_id, place.sample_index): ids for place, ids in known.items()}
+    # One without an id has ended, and nobody reads what is computed of it.
+    own = [max(*by_key[key], 0) for key in plan.continuing[: plan.num_ahead]]
+    nums = (1,) * plan.num_ahead + plan.continuing_num_ids if plan.continuing_num_ids else ()
+    ids = (*own, *plan.continuing_token_ids)
+    return replace(plan, num_ahead=0, continuing_token_ids=ids, continuing_num_ids=nums)
 
 
 def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
@@ -144,6 +162,7 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
             max_num_seqs=header.max_num_seqs,
             max_num_batched_tokens=header.max_num_batched_tokens,
             enable_chunked_prefill=header.enable_chunked_prefill,
+            async_scheduling=False,
         ),
         device=header.device,
         seed=header.seed,

@@ -66,7 +66,7 @@ class Replay:
     def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
         """`tokenizer` finds stop strings; None where no request has any."""
         self.scheduler = _new_replica(header, tokenizer)
-        self.mirror = Mirror(header.num_blocks, header.block_size)
+        self.mirror = Mirror(header.num_blocks, header.block_size, header.num_steps_ahead)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0
@@ -79,7 +79,7 @@ class Replay:
     def steps(self, payloads: Iterable[bytes]) -> Iterator[ReplayedStep]:
         """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
         last_events: tuple[Event, ...] = ()
-        for message in read_messages(payloads, self._header.pipeline_parallel_size):
+        for message in read_messages(payloads, self._header.num_in_flight):
             yield from self._settle(message.sampled)
             self._plan(message, last_events)
             self._in_flight.append((message, self._mirror(message.plan)))
@@ -103,7 +103,7 @@ class Replay:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._in_flight) == self._header.pipeline_parallel_size
+        return len(self._in_flight) == self._header.num_in_flight
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
         """Plan the message's step and compare plan and digest."""
@@ -157,6 +157,7 @@ class Replay:
         if sampled.num_sequences != len(places):
             raise _wrong_count(plan.step, len(places), sampled.num_sequences)
         result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+        self.mirror.take_sampled(plan.step, sampled)
         ended = end_step(self.scheduler, plan, result, message.events, self._apply_event)
         return ReplayedStep(plan, message.events, places, sampled, tuple(ended))
 
@@ -178,8 +179,8 @@ def _wrong_count(step: int, num_samples: int, num_logged: int) -> ReplayDiverged
 
 
 def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
-    """Decode a log's messages in order, of a pipeline of `num_in_flight` stages. Raises ReplayError for one that does
-    not follow from those before.
+    """Decode a log's messages in order, of a run with `num_in_flight` steps in flight. Raises ReplayError for one that
+    does not follow from those before.
     """
     decoder = Decoder(num_in_flight)
     for number, payload in enumerate(payloads, start=1):
@@ -218,7 +219,7 @@ def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str])
     Of logs that begin at different steps (the last records of two ranks), the common steps are compared. Raises
     ReplayError where a log cannot be read on.
     """
-    depths = [log.header.pipeline_parallel_size for log in (first, other)]
+    depths = [log.header.num_in_flight for log in (first, other)]
     messages = [read_messages(log.messages(), depth) for log, depth in zip((first, other), depths)]
     last: StepMessage | None = None
     # Whose ids come with the next message, the oldest first.
@@ -297,6 +298,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
         header.watermark_blocks_per_sequence,
         header.pipeline_parallel_size,
+        header.num_steps_ahead,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
     return new_scheduler(limits, sizes, header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)

@@ -27,7 +27,7 @@ from zlib import crc32
 from spmd_worker.errors import StepLogError
 from spmd_worker.files import JsonError, parse_json_object
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -43,7 +43,8 @@ class StepLogHeader:
     swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda"), `dtype` and
     `quantization` are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say
     what has changed since; `tokenizer` is None for a folder without one. `runner`, `pooling_type` and
-    `classifier_from_token` are the settings that say whether rows generate or are pooled, and how.
+    `classifier_from_token` are the settings that say whether rows generate or are pooled, and how. With
+    `num_steps_ahead` of 1 a step was decided before the ids of the one before it were read.
     """
 
     code: str
@@ -74,7 +75,13 @@ class StepLogHeader:
     runner: str = "auto"
     pooling_type: str | None = None
     classifier_from_token: tuple[str, ...] | None = None
+    num_steps_ahead: int = 0
     format_version: int = FORMAT_VERSION
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were in flight at once: a message has the ids of the one so many steps before it."""
+        return self.pipeline_parallel_size + self.num_steps_ahead
 
 
 class StepLogWriter:

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.distributed.communicator import GroupHandle, Transfer
-from spmd_worker.grammar.step_masks import GrammarMasks
+from spmd_worker.grammar.step_masks import GrammarMasks, StepMasks
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.native.threads import torch_together
 from spmd_worker.runner.batch import Batch, build_batch, constrained_rows
 from spmd_worker.runner.batch_state import BatchState
+from spmd_worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.runner.prompt_logprobs import LaunchedPromptLogprobs, PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.read_back import Awaited, ReadBack
-from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sampling.sampler import LaunchedSample, Sampler
 from spmd_worker.sampling.token_masks import TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampled import SampledIds
@@ -35,20 +36,61 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 class _Forwarded:
     """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`.
     `pooled` are digests and vectors of rows that are pooled, of which nothing is chosen. `read_back` has what is read
-    beside the tokens.
+    beside the tokens. On a stage that sends its hidden states on, `is_sent`.
     """
 
     step: int
+    scheduled: Sequence[ScheduledSequence]
     batch: Batch
     logits: Tensor | None
     largest: tuple[Tensor, Tensor] | None
     prompt_logprobs: tuple[LaunchedPromptLogprobs, ...]
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
     read_back: ReadBack = field(default_factory=ReadBack)
+    is_sent: bool = False
 
     def collected(self) -> tuple[PromptLogprobs, ...]:
         """After the read-back."""
         return tuple(each.collect() for each in self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose result the host can read: `masks` are those of rows whose answers have a form."""
+
+    forwarded: _Forwarded
+    sample: LaunchedSample | None
+    masks: StepMasks | None
+    clock: StageClock
+    chosen: ChosenTokens
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Waits for the device, once."""
+        forwarded, step = self.forwarded, self.forwarded.step
+        forwarded.read_back.read()
+        if not forwarded.is_sent:
+            self.clock.end()
+        digests, vectors = forwarded.pooled
+        if vectors:
+            return StepResult(step, digests, vectors=vectors)
+        if self.sample is None:
+            return StepResult(step, digests, prompt_logprobs=forwarded.collected())
+        sampled, masks = self.sample.collect(), self.masks
+        self.chosen.note_read(step)
+        ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
+        if masks is not None and masks.forced:
+            ids = SampledIds.of(masks.taken(sampled.token_ids))
+            # Rows that asked for some take one token a step.
+            logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
+        return StepResult(
+            step,
+            ids.token_ids,
+            logprobs,
+            forwarded.collected(),
+            num_token_ids=ids.num_ids,
+            mask_checksums=() if masks is None else (masks.checksum,),
+        )
 
 
 class ModelRunner:
@@ -81,6 +123,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         is_kept = self._device.type != "cpu" if keeps_state is None else keeps_state
         self._state = BatchState(block_size, self._device) if is_kept and not model.model_config.is_encoder else None
+        self._chosen = ChosenTokens(self._device)
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
@@ -102,6 +145,7 @@ class ModelRunner:
             batch = self._state.build(scheduled)
         else:
             batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
+        batch = self._chosen.filled(batch, scheduled)
         if self._grammars is not None:
             self._grammars.begin(constrained_rows(scheduled))
         cache = self._cache_engine.device_cache
@@ -114,12 +158,12 @@ class ModelRunner:
         hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types)
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
-            self._pending = _Forwarded(step, batch, None, None, (), pooled)
+            self._pending = _Forwarded(step, scheduled, batch, None, None, (), pooled)
             return
         if self._sampler is None:
             self._send(hidden)
             self._clock.end()
-            self._pending = _Forwarded(step, batch, None, None, ())
+            self._pending = _Forwarded(step, scheduled, batch, None, None, (), is_sent=True)
             return
         sampled = hidden[batch.sample_rows]
         largest = None if batch.rows else self.model.argmax_logits(sampled)
@@ -128,46 +172,31 @@ class ModelRunner:
             read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
-        self._pending = _Forwarded(step, batch, logits, largest, reported, read_back=read_back)
+        self._pending = _Forwarded(step, scheduled, batch, logits, largest, reported, read_back=read_back)
+
+    def sample(self) -> StepResult:
+        """Choose the tokens of the last forward pass, and read them."""
+        return self.launch().collect()
 
     @torch.inference_mode()
-    def sample(self) -> StepResult:
-        """Choose the tokens of the last forward pass."""
+    def launch(self) -> "LaunchedStep":
+        """Choose the tokens of the last forward pass. The next may be launched before they are read: a sequence in it
+        whose last token is `NOT_READ` computes what is chosen now.
+        """
         pending, self._pending = self._pending, None
-        assert pending is not None, "sample follows forward"
-        if self._pooling is not None:
-            self._clock.end()
-            digests, vectors = pending.pooled
-            return StepResult(pending.step, digests, vectors=vectors)
-        if self._sampler is None:
-            return StepResult(pending.step)
-        if not len(pending.batch.sample_rows):
-            pending.read_back.read()
-            self._clock.end()
-            return StepResult(pending.step, prompt_logprobs=pending.collected())
-        masks = None
-        if pending.largest is not None:
-            sampled = self._sampler.sample_argmax(*pending.largest, pending.read_back)
-        else:
-            assert pending.logits is not None, pending.step
-            masks = self._grammars.end() if self._grammars is not None else None
-            rows = list(pending.batch.rows)
-            token_masks = TokenMasks.of_step(masks, self._device)
-            sampled = self._sampler.sample(pending.logits, rows, token_masks, pending.read_back)
-        self._clock.end()
-        ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
-        if masks is not None and masks.forced:
-            ids = SampledIds.of(masks.taken(sampled.token_ids))
-            # Rows that asked for some take one token a step.
-            logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
-        return StepResult(
-            pending.step,
-            ids.token_ids,
-            logprobs,
-            pending.collected(),
-            num_token_ids=ids.num_ids,
-            mask_checksums=() if masks is None else (masks.checksum,),
-        )
+        assert pending is not None, "launch follows forward"
+        sample, masks = None, None
+        if self._sampler is not None and self._pooling is None and len(pending.batch.sample_rows):
+            if pending.largest is not None:
+                sample = self._sampler.launch_argmax(*pending.largest, pending.read_back)
+            else:
+                assert pending.logits is not None, pending.step
+                masks = self._grammars.end() if self._grammars is not None else None
+                token_masks = TokenMasks.of_step(masks, self._device)
+                sample = self._sampler.launch(pending.logits, list(pending.batch.rows), token_masks, pending.read_back)
+            self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
+        pending.read_back.launch()
+        return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
 
     def forget(self, plan: StepPlan) -> None:
         """The sequences and requests that the plan says have ended."""

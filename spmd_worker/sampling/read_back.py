@@ -1,4 +1,5 @@
-"""What the host needs of a step's results, read in one copy: a read-back waits for all that the device has queued.
+"""What the host needs of a step's results, read in one copy: a read-back waits for what the device has queued before
+it, and once it is launched, not for what is queued after that.
 
 On the CPU looking at a value costs nothing, so there it is looked at as soon as it is known.
 """
@@ -10,7 +11,12 @@ from typing import Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from spmd_worker.kernels.host_copies import from_device
+
 Value = TypeVar("Value")
+
+_Taker = tuple[Callable[[tuple[Tensor, ...]], None], tuple[Tensor, ...]]
+"""Who is given the values of some tensors."""
 
 _FREE_ON = ("cpu",)
 _MOST_BYTES: Final = 1 << 26
@@ -46,8 +52,9 @@ class ReadBack:
     """
 
     def __init__(self) -> None:
-        self._takers: list[tuple[Callable[[tuple[Tensor, ...]], None], tuple[Tensor, ...]]] = []
+        self._takers: list[_Taker] = []
         self._num_bytes = 0
+        self._copies: list[tuple[list[_Taker], Callable[[], Tensor]]] = []
 
     def later(self, collect: Callable[..., Value], *tensors: Tensor) -> Awaited[Value]:
         """What `collect` makes of the tensors, float64 or int64 on one device, when they are on the host."""
@@ -57,25 +64,35 @@ class ReadBack:
             return awaited
         num_bytes = sum(_WORD * each.numel() for each in tensors)
         if self._num_bytes + num_bytes > _MOST_BYTES:
-            self.read()
+            self.launch()
         self._takers.append((awaited.take, tensors))
         self._num_bytes += num_bytes
         return awaited
 
+    def launch(self) -> None:
+        """Queue the copy of what was asked for so far behind what the device has to do for it."""
+        takers, self._takers, self._num_bytes = self._takers, [], 0
+        if takers:
+            words = torch.cat([_as_words(tensor) for _, tensors in takers for tensor in tensors])
+            self._copies.append((takers, from_device(words)))
+
     def read(self) -> None:
         """The values asked for so far. The host waits once; where none is outstanding it does not."""
-        takers, self._takers, self._num_bytes = self._takers, [], 0
-        if not takers:
-            return
-        words = torch.cat([_as_words(tensor) for _, tensors in takers for tensor in tensors]).cpu()
-        start = 0
-        for take, tensors in takers:
-            own = []
-            for tensor in tensors:
-                stop = start + prod(tensor.shape)
-                own.append(words[start:stop].view(tensor.dtype).view(tensor.shape))
-                start = stop
-            take(tuple(own))
+        self.launch()
+        copies, self._copies = self._copies, []
+        for takers, wait in copies:
+            _share_out(wait(), takers)
+
+
+def _share_out(words: Tensor, takers: list[_Taker]) -> None:
+    start = 0
+    for take, tensors in takers:
+        own = []
+        for tensor in tensors:
+            stop = start + prod(tensor.shape)
+            own.append(words[start:stop].view(tensor.dtype).view(tensor.shape))
+            start = stop
+        take(tuple(own))
 
 
 def _as_words(tensor: Tensor) -> Tensor:

@@ -55,11 +55,36 @@ class _Choice(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """Some rows of a step, numbered in it by `indices`: their tokens, and of some of them what is reported."""
+    """Some rows of a step, numbered in it by `indices`: their tokens, int64 [K] where they were chosen, and once they
+    are read; and of some of them what is reported.
+    """
 
     indices: list[int]
+    chosen: Tensor
     token_ids: Awaited[list[int]]
     reports: list[tuple[list[int], Awaited[list[TokenLogprobs]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSample:
+    """Tokens of a step where they were chosen, int64 [R], before the host has read them."""
+
+    chosen: Tensor
+    parts: tuple[_Launched, ...]
+
+    def collect(self) -> Sampled:
+        """After the read-back. Rows that are in no part could take no token."""
+        token_ids = [FORM_FAILED] * len(self.chosen)
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        for part in self.parts:
+            for index, token_id in zip(part.indices, part.token_ids.value, strict=True):
+                token_ids[index] = token_id
+            for named, entries in part.reports:
+                for place, entry in zip(named, entries.value, strict=True):
+                    if token_ids[part.indices[place]] != NON_FINITE:
+                        logprobs[part.indices[place]] = entry
+        has_logprobs = any(entry is not None for entry in logprobs)
+        return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
 
 
 class Sampler:
@@ -84,6 +109,13 @@ class Sampler:
         """[R, Vs] and a row each; of those in `masks` the logits may change. Every rank of the group calls this with
         the same rows and masks. The host waits once for the device, for what `read_back` has to read as well.
         """
+        read_back = read_back or ReadBack()
+        launched = self.launch(logits, rows, masks, read_back)
+        read_back.read()
+        return launched.collect()
+
+    def launch(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack) -> LaunchedSample:
+        """As `sample`; the host has the tokens once `read_back` has read."""
         simple: list[int] = []
         others: list[int] = []
         for index, row in enumerate(rows):
@@ -92,8 +124,7 @@ class Sampler:
             # What is reported of a row with a mask is not what it is chosen by.
             is_whole = row.sampling.needs_logprobs and index in masks.places
             (others if row.needs_all_logits or is_whole else simple).append(index)
-        read_back = read_back or ReadBack()
-        launched = []
+        launched: list[_Launched] = []
         if simple:
             shards, their_masks = _rows_of(logits, simple), masks.of(simple)
             self._forbid(shards, their_masks)
@@ -102,18 +133,16 @@ class Sampler:
             gathered, their_masks = _rows_of(logits, others), masks.of(others)
             theirs = [rows[index] for index in others]
             launched.append(self._launch_gathered(gathered, others, theirs, their_masks, read_back))
-        read_back.read()
-        return _sampled(launched, len(rows))
+        return LaunchedSample(_in_row_order(launched, len(rows), logits.device), tuple(launched))
 
-    def sample_argmax(self, values: Tensor, columns: Tensor, read_back: ReadBack | None = None) -> Sampled:
-        """As `sample` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
+    def launch_argmax(self, values: Tensor, columns: Tensor, read_back: ReadBack) -> LaunchedSample:
+        """As `launch` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
         column in this rank's shard.
         """
         best_values, best_ids = self._best(values, columns, self._group)
-        read_back = read_back or ReadBack()
-        token_ids = _listed(_where_finite(best_values, best_ids), read_back)
-        read_back.read()
-        return Sampled(tuple(token_ids.value), ())
+        chosen = _where_finite(best_values, best_ids)
+        part = _Launched(list(range(len(chosen))), chosen, _listed(chosen, read_back), [])
+        return LaunchedSample(chosen, (part,))
 
     def gather(self, logits: Tensor) -> Tensor:
         """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
@@ -162,7 +191,7 @@ class Sampler:
         """[K, Vs], of rows that need no more than maxima and sums."""
         choice = self._choose(logits, rows, self._group)
         reports = self._report(logits, rows, choice, self._group, read_back)
-        return _Launched(indices, _listed(choice.token_ids, read_back), reports)
+        return _Launched(indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
 
     def _launch_gathered(
         self, logits: Tensor, indices: list[int], rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack
@@ -181,7 +210,7 @@ class Sampler:
         is_processed = self._logprobs_mode == "processed_logprobs"
         source, group = (whole, alone) if is_processed else (logits, self._group)
         reports = self._report(source, rows, choice, group, read_back)
-        return _Launched(indices, _listed(choice.token_ids, read_back), reports)
+        return _Launched(indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
 
     def _report(
         self, logits: Tensor, rows: list[SampleRow], choice: _Choice, group: GroupHandle, read_back: ReadBack
@@ -333,16 +362,11 @@ def _listed(token_ids: Tensor, read_back: ReadBack) -> Awaited[list[int]]:
     return read_back.later(methodcaller("tolist"), token_ids)
 
 
-def _sampled(launched: list[_Launched], num_rows: int) -> Sampled:
-    """What was read back, in the order of the step's rows. Rows that are nowhere could take no token."""
-    token_ids = [FORM_FAILED] * num_rows
-    logprobs: list[TokenLogprobs | None] = [None] * num_rows
-    for indices, ids, reports in launched:
-        for index, token_id in zip(indices, ids.value, strict=True):
-            token_ids[index] = token_id
-        for named, entries in reports:
-            for place, entry in zip(named, entries.value, strict=True):
-                if token_ids[indices[place]] != NON_FINITE:
-                    logprobs[indices[place]] = entry
-    has_logprobs = any(entry is not None for entry in logprobs)
-    return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
+def _in_row_order(launched: list[_Launched], num_rows: int, device: torch.device) -> Tensor:
+    """The tokens of all parts, int64 [R]."""
+    if len(launched) == 1 and len(launched[0].indices) == num_rows:
+        return launched[0].chosen
+    chosen = torch.full((num_rows,), FORM_FAILED, dtype=torch.int64, device=device)
+    for part in launched:
+        chosen.index_copy_(0, _places(part.indices, device), part.chosen)
+    return chosen

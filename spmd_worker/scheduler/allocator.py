@@ -176,7 +176,8 @@ class Allocator:
             self._counters.num_cached_prompt_tokens += num_found
 
     def _name_full_blocks(self, sequence: Sequence, *, num_written_tokens: int) -> None:
-        num_full = sequence.num_computed_tokens // self._cache.block_size
+        # A token that is computed ahead of its id has no part in a name.
+        num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self._cache.block_size
         if num_full <= sequence.num_named_blocks or not self._enable_prefix_caching:
             return
         hashes = self._hashes(sequence, num_full)

@@ -20,7 +20,8 @@ def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_
     assert expected == running, ([each.key for each in expected], [each.key for each in running])
     assert len(running) <= max_num_seqs, (len(running), max_num_seqs)
     for sequence in running:
-        assert sequence.num_computed_tokens <= sequence.num_tokens, sequence.key
+        num_ahead = sequence.num_computed_tokens - sequence.num_tokens
+        assert num_ahead <= (len(sequence.output_token_ids) < sequence.num_outputs_ahead), sequence.key
     for sequence in waiting:
         is_swapped = sequence.status is SequenceStatus.SWAPPED
         num_computed, host_table = sequence.num_computed_tokens, sequence.host_table

@@ -29,7 +29,9 @@ class SchedulerLimits:
     """How much one step may hold, and what is preempted. Without `enable_chunked_prefill` a prompt is computed in one
     piece. Who joins leaves `watermark_blocks_per_sequence` free for each sequence that runs: with none, sequences that
     decode would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves the cache's own
-    watermark alone. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences.
+    watermark alone. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences. With
+    `num_steps_ahead` of 1 there is one stage, and a step is decided before the ids that the one before it samples are
+    read: sequences in decoding go ahead of theirs.
     """
 
     max_num_seqs: int
@@ -39,6 +41,12 @@ class SchedulerLimits:
     preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
     watermark_blocks_per_sequence: int = 0
     num_virtual_engines: int = 1
+    num_steps_ahead: int = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that may be decided before what the oldest of them samples is applied."""
+        return self.num_virtual_engines + self.num_steps_ahead
 
 
 def _service_order_of(decision: Decision) -> tuple[int, int]:
@@ -52,11 +60,23 @@ class Planner:
     With several steps in flight, a sequence whose next token is being sampled cannot go on and is not preempted: its
     token would come for one that is no longer there. All others can, whatever is in flight: stages execute steps in
     order, so what a later step reads has been written.
+
+    One step ahead, a sequence whose next token is being sampled goes on all the same, for its id is where it is
+    computed; unless it may be known already to end with it, or what it samples next depends on which token that is.
+    Where it ends with it after all, what the step samples for it is dropped. Where the blocks do not suffice nobody
+    goes ahead: when the ids are there everybody can be preempted.
     """
 
     def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, allocator: Allocator) -> None:
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
         self._least_watermark_blocks = cache.watermark_blocks
+        self._allows_ahead = limits.num_steps_ahead > 0
+
+    def has_ready(self) -> bool:
+        """Whether a step could compute something before more is known of those in flight."""
+        running = self._queues.running
+        may_join = len(running) < self._limits.max_num_seqs and bool(self._queues.waiting)
+        return may_join or any(self._num_ready(sequence) for sequence in running)
 
     def decide(self) -> Decisions:
         """Decide and account for it: blocks are taken, sequences moved, tokens counted as computed."""
@@ -90,9 +110,12 @@ class Planner:
     def _make_room(self, num_tokens: int) -> bool:
         """Preempt until all that still run find the blocks for this step; whether there were too few."""
         num_running = len(self._queues.running)
+        self._allows_ahead = self._limits.num_steps_ahead > 0
         # Each takes at most its tokens' blocks, and one more where they begin or end inside one.
         if self._cache.num_free_blocks >= num_tokens // self._cache.block_size + 2 * num_running:
             return False
+        if self._allows_ahead and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
+            self._allows_ahead = False
         while self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
             ready = [sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens]
             if len(ready) == 1:
@@ -102,7 +125,14 @@ class Planner:
             self._queues.running.remove(victim)
             self._allocator.preempt(victim, self._queues.group_of(victim))
             self._queues.waiting.give_back(victim)
-        return len(self._queues.running) < num_running
+        is_short = self._limits.num_steps_ahead > 0 and not self._allows_ahead
+        return is_short or len(self._queues.running) < num_running
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that a step could compute now."""
+        num_tokens = sequence.num_uncomputed_tokens
+        goes_ahead = self._allows_ahead and len(sequence.output_token_ids) < sequence.num_outputs_ahead
+        return 1 if not num_tokens and goes_ahead else num_tokens
 
     def _num_wanted_blocks(self, num_left: int) -> int:
         """Free blocks that the running sequences take in a step of `num_left` tokens; sequences that just forked count
@@ -111,7 +141,7 @@ class Planner:
         cache, num_wanted = self._cache, 0
         for sequence in self._served():
             first = sequence.num_computed_tokens
-            num_tokens = min(sequence.num_uncomputed_tokens, num_left)
+            num_tokens = min(self._num_ready(sequence), num_left)
             num_left -= num_tokens
             needs_asking = first % cache.block_size == 0 or sequence.shares_tail or sequence.repeats_last
             if num_tokens > 1 or (num_tokens and needs_asking):
@@ -138,7 +168,7 @@ class Planner:
         return served
 
     def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
-        block_size = self._cache.block_size
+        block_size, allows_ahead = self._cache.block_size, self._allows_ahead
         for sequence in self._served():
             if not budget.num_tokens:
                 break
@@ -152,21 +182,33 @@ class Planner:
                 decisions.continuing.append(sequence)
             elif num_tokens:
                 self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
+            elif allows_ahead and num_outputs < sequence.num_outputs_ahead:
+                if sequence.num_computed_tokens % block_size:
+                    sequence.num_computed_tokens += 1
+                    budget.num_tokens -= 1
+                    decisions.ahead.append(sequence)
+                elif self._finds_room(sequence, 1, budget):
+                    self._go_ahead(sequence, budget, decisions)
+
+    def _go_ahead(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
+        """The token that is being sampled is the first of a block."""
+        num_blocks = sequence.table.num_blocks
+        change = self._allocator.extend(sequence, 1)
+        budget.spend(1)
+        assert change.first_index == num_blocks, (sequence.key, change)
+        decisions.ahead_blocks.extend((len(decisions.ahead), block_id) for block_id in change.block_ids)
+        decisions.ahead.append(sequence)
 
     def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
         """Who computes just what it was given continues, if its table only grows; a copied block needs a delta."""
-        first, num_ids = sequence.num_computed_tokens, len(sequence.output_token_ids) - sequence.num_sent_tokens
+        num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
         is_all = num_tokens == sequence.num_uncomputed_tokens
         if is_all and not budget.may_sample(sequence):
             # It has just forked, or come to the end of its prompt.
             budget.has_skipped = True
             return
         continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
-        # Tokens of one that was skipped are left for others, whose blocks nobody has counted.
-        is_counted = self._limits.num_virtual_engines == 1 and not budget.has_skipped
-        may_lack_room = len(self._queues.running) == 1 or not is_counted
-        if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
-            # Nobody is left to be preempted: transfers or steps in flight hold the blocks, and end by themselves.
+        if not self._finds_room(sequence, num_tokens, budget):
             return
         num_blocks = sequence.table.num_blocks
         decision = self._take(sequence, num_tokens, budget)
@@ -177,6 +219,17 @@ class Planner:
             decisions.continuing.append(sequence)
         else:
             decisions.others.append(decision)
+
+    def _finds_room(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> bool:
+        """Whether there are blocks for the next tokens. False where nobody is left to be preempted: transfers or steps
+        in flight hold the blocks, and end by themselves.
+        """
+        # Tokens of one that was skipped are left for others, whose blocks nobody has counted.
+        is_counted = self._limits.num_in_flight == 1 and not budget.has_skipped
+        if is_counted and len(self._queues.running) > 1:
+            return True
+        first = sequence.num_computed_tokens
+        return self._cache.can_extend(sequence.table, first, first + num_tokens)
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
         # Those that have not forked yet will be more than themselves.

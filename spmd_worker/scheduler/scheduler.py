@@ -74,6 +74,11 @@ class Scheduler:
         return bool(self.queues.groups)
 
     @property
+    def waits_for_ids(self) -> bool:
+        """Whether steps are decided ahead of their ids, and none could compute anything before there are some."""
+        return self.limits.num_steps_ahead > 0 and not self._planner.has_ready()
+
+    @property
     def running(self) -> list[Sequence]:
         """Those that hold blocks, in service order."""
         return self.queues.running
@@ -106,7 +111,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide the next step and account for it; `apply` must be called for each plan with rows, in order, before as
-        many more are decided as there are virtual engines.
+        many more are decided as may be in flight (`SchedulerLimits.num_in_flight`).
         """
         self._step += 1
         self.counters.num_steps += 1
@@ -116,6 +121,7 @@ class Scheduler:
             self._in_flight.append(decisions)
         self.counters.num_computed_tokens += num_tokens
         block_ops = self.cache.take_block_ops()
+        continuing, continuing_blocks = decisions.all_continuing()
         continuing_ids, continuing_num_ids = given_ids(decisions)
         self.counters.num_stored_blocks += len(block_ops.store)
         self.counters.num_loaded_blocks += len(block_ops.load)
@@ -126,10 +132,11 @@ class Scheduler:
             finished_sequences=tuple(self._ended_sequences),
             finished_request_ids=tuple(self._ended_requests),
             num_tokens=num_tokens,
-            continuing=tuple([sequence.key for sequence in decisions.continuing]),
+            continuing=tuple([sequence.key for sequence in continuing]),
             continuing_token_ids=continuing_ids,
             continuing_num_ids=continuing_num_ids,
-            continuing_blocks=tuple(decisions.blocks),
+            continuing_blocks=tuple(continuing_blocks),
+            num_ahead=len(decisions.ahead),
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
@@ -140,8 +147,9 @@ class Scheduler:
 
         A sequence whose logits were not finite, or whose form has no next token, ends; others of its request go on, so
         that the request's error does not depend on the order of steps.
-        Of several ids, those after the one that ends a sequence are dropped. A sequence that was given none computes
-        its last token again.
+        Of several ids, those after the one that ends a sequence are dropped, and so is what a step samples for a
+        sequence that has gone ahead of the id that ended it. A sequence that was given none computes its last token
+        again.
         """
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
@@ -153,7 +161,7 @@ class Scheduler:
                 self.queues.groups[request_id].vector = vector
         decisions = self._in_flight.popleft()
         # In the order of `sampled.sampling_keys`, by the sequences themselves.
-        sampling = chain(decisions.continuing, self._sampling(decisions.others))
+        sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
         reported = logprobs or (None,) * len(token_ids)
         if result.num_token_ids:
             ids = SampledIds(token_ids, result.num_token_ids)
@@ -237,6 +245,7 @@ class Scheduler:
         assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"
         fork = fork_of(parent, sample_index, self.cache.fork(parent.table))
         parent.shares_tail = True
+        parent.num_outputs_ahead = fork.num_outputs_ahead = self._num_outputs_ahead(group.request)
         group.sequences.append(fork)
         position = self.running.index(parent) + sample_index
         self.running.insert(position, fork)
@@ -260,7 +269,16 @@ class Scheduler:
         assert request.request_id not in self.queues.groups, request.request_id
         group = new_group(request)
         self.queues.groups[request.request_id] = group
+        if group.is_forked:
+            group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
         self.queues.waiting.arrive(group.sequences[0])
+
+    def _num_outputs_ahead(self, request: Request) -> int:
+        """Of each of a request's sequences, once they have forked: see `Sequence`. Who is pooled samples once."""
+        if not self.limits.num_steps_ahead or request.sampling.needs_output_ids or request.pooling is not None:
+            return 0
+        # With its last token a sequence ends, whichever it is.
+        return self._stop_checker.most_output_tokens(request) - 1
 
     def _abort(self, request_id: RequestId) -> SequenceGroup | None:
         group = self.queues.groups.get(request_id)

@@ -1,8 +1,8 @@
 """When a step in flight ends, and what follows from it: the order that every replica keeps, in an engine and a replay.
 
-A pipeline of d stages has d steps in flight. What a step sampled, and then its events, are applied when the oldest has
-to end: before a d-th step is followed by another, and at once where nobody waits for what is in flight, or workers
-change after the newest.
+A pipeline of d stages has d steps in flight, and an engine that decides one step ahead has two. What a step sampled,
+and then its events, are applied when the oldest has to end: before as many are followed by another, and at once where
+nobody waits for what is in flight, where nothing can go on without it, or where workers change after the newest.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ def must_end_oldest(
     num_in_flight: int, is_full: bool, newest_events: tuple[Event, ...], scheduler: Scheduler, is_closed: bool
 ) -> bool:
     """Whether the oldest step in flight has to end before another is decided; ask again once it has. `is_full`: as many
-    are in flight as the pipeline has stages. `newest_events`: of the newest in flight.
+    are in flight as may be. `newest_events`: of the newest in flight.
     """
-    is_idle = is_closed or not scheduler.has_unfinished
+    is_idle = is_closed or not scheduler.has_unfinished or scheduler.waits_for_ids
     return is_full or (num_in_flight > 0 and (is_idle or concern_workers(newest_events)))
 
 

@@ -7,6 +7,7 @@ it grows, also across token boundaries; only sequences that have them are decode
 from collections.abc import Callable
 from typing import Protocol
 
+from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceKey
 
 
@@ -37,6 +38,11 @@ class StopChecker:
         self._max_model_len = max_model_len
         self._new_decoder = new_decoder
         self._decoders: dict[SequenceKey, TextDecoder] = {}
+
+    def most_output_tokens(self, request: Request) -> int:
+        """How many tokens an answer can have."""
+        most, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
+        return most if max_tokens is None else min(most, max_tokens)
 
     def has_ended(self, sequence: Sequence) -> bool:
         """Look at the last token. Call once for each token, in order."""

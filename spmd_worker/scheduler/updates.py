@@ -36,10 +36,13 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """A whole step: sequences that continue by the ids they were given, the blocks some of them took (index, block),
-    and all others. `uneven` says, by index, how many ids those of the continuing were given that were not given one.
+    """A whole step: sequences that go ahead of their ids, those that continue by the ids they were given, the blocks
+    some of either took (index in its list, block), and all others. `uneven` says, by index, how many ids those of the
+    continuing were given that were not given one.
     """
 
+    ahead: list[Sequence] = field(default_factory=list)
+    ahead_blocks: list[tuple[int, BlockId]] = field(default_factory=list)
     continuing: list[Sequence] = field(default_factory=list)
     blocks: list[tuple[int, BlockId]] = field(default_factory=list)
     others: list[Decision] = field(default_factory=list)
@@ -49,11 +52,24 @@ class Decisions:
     def num_tokens(self) -> int:
         """Tokens computed."""
         num_more = sum([max(num_ids - 1, 0) for num_ids in self.uneven.values()])
-        return len(self.continuing) + num_more + sum(decision.num_tokens for decision in self.others)
+        num_others = sum(decision.num_tokens for decision in self.others)
+        return len(self.ahead) + len(self.continuing) + num_more + num_others
+
+    def all_continuing(self) -> tuple[list[Sequence], list[tuple[int, BlockId]]]:
+        """`StepPlan.continuing`, those that go ahead first, and the blocks that they take."""
+        if not self.ahead:
+            return self.continuing, self.blocks
+        num_ahead = len(self.ahead)
+        blocks = [(num_ahead + index, block_id) for index, block_id in self.blocks]
+        return self.ahead + self.continuing, self.ahead_blocks + blocks
 
 
 def given_ids(decisions: Decisions) -> SampledIds:
-    """What each continuing sequence appends. Marks it as sent."""
+    """What each continuing sequence appends that does not go ahead. Marks it as sent, and what those append that do:
+    the mirrors have it from the devices.
+    """
+    for sequence in decisions.ahead:
+        sequence.num_sent_tokens += 1
     if decisions.uneven:
         rows = [sequence.output_token_ids[sequence.num_sent_tokens :] for sequence in decisions.continuing]
         for sequence, row in zip(decisions.continuing, rows):

@@ -21,6 +21,10 @@ FORM_FAILED: Final = -2
 """As `NON_FINITE`, of a sequence whose form lets no token follow, or takes more than the limits of its engine."""
 
 
+NOT_READ: Final = -3
+"""Stands where an id belongs that a step in flight samples: the device has it, or will, and the host has not."""
+
+
 def sample_indices(sample_index: int, num_samples: int) -> range:
     """The samples of a request that a row samples for: its own, and its forks', where it forks now."""
     return range(sample_index, sample_index + num_samples)

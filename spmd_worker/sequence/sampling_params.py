@@ -224,6 +224,11 @@ class SamplingParams(_Freezable):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
+    def needs_output_ids(self) -> bool:
+        """Whether what is sampled next depends on which tokens the answer has, not only on how many."""
+        return self.has_penalties or bool(self.bad_words_ids) or self.structured_outputs is not None
+
+    @property
     def forbids_tokens(self) -> bool:
         """Whether some tokens may not be sampled, or are made less likely, at some place of the answer."""
         waits = self.min_tokens > 0 and bool(self.stop_token_ids)

@@ -58,7 +58,9 @@ class Sequence:
     it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
     `repeats_last`: it sampled and was given no id, so its last token is computed again, though the mirrors have it.
     `is_new_fork`: it forked and the mirrors were never sent it. `begins_form`: its answer has a form, which the workers
-    compile when it next samples.
+    compile when it next samples. While it has fewer output tokens than `num_outputs_ahead`, the step after the one that
+    samples for it may compute the token before anybody has read it: then `num_computed_tokens` counts one token more
+    than it has.
     """
 
     request: Request
@@ -77,6 +79,7 @@ class Sequence:
     is_known: bool = False
     is_new_fork: bool = False
     num_sent_tokens: int = 0
+    num_outputs_ahead: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     text: str | None = None
@@ -98,7 +101,9 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose keys and values are still to be computed; 1 while it decodes."""
+        """Tokens whose keys and values are still to be computed; 1 while it decodes, 0 while its next token is being
+        sampled, and -1 where that token is computed already (`num_outputs_ahead`).
+        """
         return self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:

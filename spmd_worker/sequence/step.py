@@ -20,8 +20,10 @@ class StepPlan:
 
     `continuing` are the sequences that continue by the ids they were given when they last sampled: each appends these,
     computes them and samples; where it was given none, it computes its last token again. `continuing_token_ids` are the
-    ids, one sequence's after another's, and `continuing_num_ids` how many each has, empty where each has one.
-    `continuing_blocks` are the blocks that some of them take for it, as (index in `continuing`, block). Whatever else
+    ids, one sequence's after another's, and `continuing_num_ids` how many each has, empty where each has one. The first
+    `num_ahead` of them go ahead of their ids: each appends the one id that the step before samples for it, which nobody
+    has read yet, so that these two lists are of the others. `continuing_blocks` are the blocks that some of them take
+    for it, as (index in `continuing`, block). Whatever else
     is computed is in `groups`, each group at most once; a sequence is in one of the two. Rows are computed and sampled
     in this order: `continuing`, then `groups` (`sampled.py`).
 
@@ -39,6 +41,7 @@ class StepPlan:
     continuing_token_ids: tuple[int, ...] = ()
     continuing_num_ids: tuple[int, ...] = ()
     continuing_blocks: tuple[tuple[int, BlockId], ...] = ()
+    num_ahead: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -144,6 +144,7 @@ def print_run(log: StepLog) -> None:
     print(
         f"  {header.num_blocks} blocks of {header.block_size} tokens; at most {header.max_num_seqs} sequences and "
         f"{header.max_num_batched_tokens} tokens a step, prompts {chunks}, {header.max_model_len} tokens a sequence"
+        f"{', steps decided ahead of ids' if header.num_steps_ahead else ''}"
     )
     print(
         f"  prefix caching {'on' if header.enable_prefix_caching else 'off'}, preemption by {header.preemption_mode}, "
@@ -271,7 +272,7 @@ def print_table(rows: list[tuple[object, ...]], heads: tuple[str, ...]) -> None:
 
 def with_history(log: StepLog, key: str, replay: Replay, steps: Iterator[ReplayedStep]) -> Iterator[ReplayedStep]:
     """The same steps; what they did to the request is printed as they go by. Raises ReplayError for an unknown key."""
-    request = find_request(read_messages(log.messages(), log.header.pipeline_parallel_size), key, log.header.seed)
+    request = find_request(read_messages(log.messages(), log.header.num_in_flight), key, log.header.seed)
     if request is None:
         raise ReplayError(
             f"--row {key}: no such request. Give its custom_id, or index:N for row N of the input if it has none; or "

@@ -60,8 +60,9 @@ from spmd_worker.native.library import TeamCounters, thread_waits
 from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.runner.largest_step import largest_step, longest_chunk, prepared_step
-from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.weights.checkpoint import Checkpoint
@@ -240,7 +241,7 @@ class Worker(WorkerBase):
         self._cache_engine = engine
         engine.allocate(host_reserve.offered())
         host_reserve.offer(None)
-        self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
+        self._mirror = Mirror(num_device_blocks, self.config.cache.block_size, self.resolved.num_steps_ahead)
         self.model_runner = self._new_runner(engine, self._clock)
         # What was measured met experts too.
         self._forget_expert_loads()
@@ -287,6 +288,31 @@ class Worker(WorkerBase):
         assert self.model_runner is not None, "execute_model comes first"
         with self._threads():
             result = self.model_runner.sample()
+        return self._noted(result)
+
+    def launch_step(self, plan: StepPlan) -> None:
+        """See `WorkerBase.launch_step`."""
+        if type(self).sample_tokens is not Worker.sample_tokens:
+            # What a class of somebody else's does there is not left out.
+            super().launch_step(plan)
+            return
+        result: StepResult | LaunchedStep | None = self.execute_model(plan)
+        if result is None:
+            assert self.model_runner is not None, "initialize_cache comes first"
+            with self._threads():
+                result = self.model_runner.launch()
+        self._launched = (*self._launched, result)
+
+    def read_step(self) -> StepResult:
+        """See `WorkerBase.read_step`."""
+        launched, *rest = self._launched
+        self._launched = tuple(rest)
+        return launched if isinstance(launched, StepResult) else self._noted(launched.collect())
+
+    def _noted(self, result: StepResult) -> StepResult:
+        """What was sampled, which this worker needs too where the next plan goes ahead of it."""
+        assert self._mirror is not None, "initialize_cache comes first"
+        self._mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
         return replace(result, finished_transfers=self._take_finished_transfers())
 
     def _threads(self) -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,8 @@
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
 `initialize_host_tier` if at all, `compile_or_warm_up_model`, then for each step `execute_model` and, when that returned
-nothing, `sample_tokens`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last.
+nothing, `sample_tokens`, or, where a step is launched before the one before it is read, `launch_step` and later
+`read_step`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last.
 Names follow vLLM's. Imports no torch when it runs, so that a process can learn its environment before torch reads it.
 
 A worker event NAME is up to three methods of the worker, its own or an extension's:
@@ -47,6 +48,8 @@ class WorkerBase(ABC):
     """What runs the model, where the worker has such a part; its `model` takes new weights (`load_weights`)."""
     _prepared: tuple[str, Any] | None = None
     """The open worker event's name and what it staged."""
+    _launched: tuple[Any, ...] = ()
+    """Results of steps that were launched and not read, the oldest first."""
 
     @abstractmethod
     def init_device(self) -> None:
@@ -188,6 +191,20 @@ class WorkerBase(ABC):
     def get_peak_memory_bytes(self) -> int:
         """The most host memory that this worker's process ever had."""
         return host.peak_resident_bytes()
+
+    def launch_step(self, plan: StepPlan) -> None:
+        """Execute a step whose result `read_step` returns later; the next may be launched before. A worker that waits
+        for its device in `execute_model` and `sample_tokens` waits here.
+        """
+        result = self.execute_model(plan)
+        self._launched = (*self._launched, self.sample_tokens() if result is None else result)
+
+    def read_step(self) -> StepResult:
+        """The result of the oldest step that was launched and not read."""
+        result, *rest = self._launched
+        self._launched = tuple(rest)
+        assert isinstance(result, StepResult), type(result)
+        return result
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What this worker can be asked for."""

@@ -24,7 +24,7 @@ PLUGIN_GROUP: Final = "spmd_worker.plugins"
 built.
 """
 
-_STEP_METHODS: Final = ("execute_model", "sample_tokens")
+_STEP_METHODS: Final = ("execute_model", "launch_step", "read_step", "sample_tokens")
 
 
 class WorkerWrapper:

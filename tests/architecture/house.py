@@ -231,7 +231,6 @@ MAY_READ_BACK = {
     "spmd_worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
     "spmd_worker.sampling.logprobs": {"nonzero": (1, _READ), "tolist": (2, _READ)},
     "spmd_worker.sampling.processors": {"unique": (2, _OF_HOST)},
-    "spmd_worker.sampling.read_back": {"cpu": (1, "the read-back of a step")},
     "spmd_worker.sampling.sampler": {"tolist": (2, _READ)},
     "spmd_worker.sampling.shard_logprobs": {"tolist": (4, _READ)},
 }

@@ -28,7 +28,9 @@ def test_a_rank_that_samples_keeps_the_checksum_of_its_own_masks(rank: int, own:
         assert (payload is not None, source) == (rank == 2, 2)
         return encode_result(SAMPLED)
 
-    pipeline = StepPipeline(executor, SimpleNamespace(rank=rank, size=4, broadcast=broadcast), num_shards=2)
+    pipeline = StepPipeline(
+        executor, SimpleNamespace(rank=rank, size=4, broadcast=broadcast), num_shards=2, num_stages=2
+    )
     pipeline.add(AgreedStep(PLAN, ()))
     _, result = pipeline.take_oldest()
     assert (result.token_ids, result.mask_checksums) == ((5,), expected)

@@ -22,6 +22,7 @@ from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter, read_step_
 from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.scheduler.step_order import must_end_oldest
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import (
     Abort,
@@ -31,7 +32,6 @@ from spmd_worker.sequence.events import (
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
-    concern_workers,
 )
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sampled import SampledIds, sampling_keys
@@ -137,6 +137,7 @@ class LoggedRun:
             PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
             header.watermark_blocks_per_sequence,
             header.pipeline_parallel_size,
+            header.num_steps_ahead,
         )
         cache = CacheManager(
             header.num_blocks,
@@ -150,7 +151,7 @@ class LoggedRun:
         self.ended: list[SequenceGroup] = []
         self.aborted: list[tuple[RequestId, SequenceStatus]] = []
         self._has_digests, self._nums_of_ids = has_digests, nums_of_ids
-        self._max_under_way = header.pipeline_parallel_size
+        self._max_under_way = header.num_in_flight
         self._in_flight: deque[tuple[StepPlan, SampledIds, tuple[Event, ...]]] = deque()
         self._encoder, self._digest = Encoder(self._max_under_way), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
@@ -173,9 +174,12 @@ class LoggedRun:
         self.plans.append(plan)
         self._last_events, self._sampled = events, SampledIds()
         self._in_flight.append((plan, self._sample(plan), events))
-        leaves_none = concern_workers(events) or not self.scheduler.has_unfinished
-        while self._in_flight and (len(self._in_flight) == self._max_under_way or leaves_none):
+        while self._must_settle(events):
             self._settle(*self._in_flight.popleft())
+
+    def _must_settle(self, events: tuple[Event, ...]) -> bool:
+        is_full = len(self._in_flight) == self._max_under_way
+        return must_end_oldest(len(self._in_flight), is_full, events, self.scheduler, is_closed=False)
 
     def _settle(self, plan: StepPlan, sampled: SampledIds, events: tuple[Event, ...]) -> None:
         self._sampled = self._sampled.joined(sampled)

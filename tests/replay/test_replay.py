@@ -106,10 +106,12 @@ def test_a_replay_with_another_policy_parts_from_the_run_and_names_the_field(tmp
     assert replay.num_steps > 0
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize(
+    "depth", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}, {"num_steps_ahead": 1}], ids=str
+)
 @pytest.mark.parametrize("write", [write_log, write_pressure_log])
-def test_a_pipeline_s_run_replays_with_as_many_steps_under_way_as_it_had(tmp_path: Path, write, num_stages: int):
-    run = write(tmp_path / "log", pipeline_parallel_size=num_stages)
+def test_a_run_replays_with_as_many_steps_under_way_as_it_had(tmp_path: Path, write, depth: dict[str, int]):
+    run = write(tmp_path / "log", **depth)
     log = read_step_log(tmp_path / "log")
     replay = Replay(log.header, None)
     steps = list(replay.steps(log.messages()))
@@ -119,8 +121,9 @@ def test_a_pipeline_s_run_replays_with_as_many_steps_under_way_as_it_had(tmp_pat
     assert replay.scheduler.counters == run.scheduler.counters
     assert run.scheduler.counters.num_preemptions > 0
     # Negative control: taking what was sampled in at once leads elsewhere.
+    at_once = replace(log.header, pipeline_parallel_size=1, num_steps_ahead=0)
     with pytest.raises(ReplayError):
-        list(Replay(replace(log.header, pipeline_parallel_size=1), None).steps(log.messages()))
+        list(Replay(at_once, None).steps(log.messages()))
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
@@ -189,6 +192,7 @@ def test_the_steps_of_a_replay_are_the_run_s_plans_events_ids_and_ended_groups(t
             "enable_prefix_caching": st.booleans(),
             "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
             "block_copy_tokens": st.sampled_from([0.0, 3.7]),
+            "num_steps_ahead": st.sampled_from([0, 1]),
         }
     ),
     rows=st.lists(

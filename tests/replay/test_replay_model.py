@@ -35,7 +35,13 @@ def log_of_moves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_logged(tmp_path_factory.mktemp("moves"), cache, "swap")
 
 
-def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str) -> Path:
+@pytest.fixture(scope="module")
+def log_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The job's log where steps were decided before the ids of the last were read."""
+    return run_logged(tmp_path_factory.mktemp("ahead"), CacheConfig(num_blocks=16), "auto", is_async=True)
+
+
+def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str, *, is_async: bool | None = None) -> Path:
     lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:10]
     rows = [json.loads(line) for line in lines]
     rows = [{**row, "temperature": number % 2, "max_tokens": 24} for number, row in enumerate(rows)]
@@ -49,7 +55,7 @@ def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str) -> Path:
     config = RunConfig(
         model=ModelOptions(path=str(DEMO / "model")),
         cache=cache,
-        scheduler=SchedulerConfig(max_num_seqs=16, preemption_mode=preemption_mode),
+        scheduler=SchedulerConfig(max_num_seqs=16, preemption_mode=preemption_mode, async_scheduling=is_async),
         sampling=SamplingConfig(),
         job=job,
         device="cpu",
@@ -86,6 +92,20 @@ def test_every_token_of_a_run_that_moved_blocks_is_computed_again(log_of_moves: 
     code, output, _ = run_script(log_of_moves, "--with-model")
     assert code == 0
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_every_token_of_a_run_that_was_a_step_ahead_is_computed_again(log_ahead: Path, run_script):
+    log = read_step_log(log_ahead)
+    assert sum(message.plan.num_ahead for message in read_messages(log.messages(), log.header.num_in_flight)) > 50
+    code, output, _ = run_script(log_ahead, "--with-model")
+    assert code == 0
+    assert "steps decided ahead of ids" in output
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+    # Negative control: of other weights each other token is named once, for the next step goes on by the log's.
+    other = with_header(log_ahead, log_ahead.parent / "dummy", load_format="dummy")
+    code, output, _ = run_script(other, "--with-model")
+    assert code == 1
+    assert re.search(r"\n  step \d+, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n", output)
 
 
 def test_blocks_that_did_not_move_are_noticed(log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch):

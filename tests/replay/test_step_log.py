@@ -228,7 +228,7 @@ def test_unknown_keys_other_versions_and_other_json_are_refused():
     with pytest.raises(StepLogError, match="header's shoe_size is missing, unknown"):
         header_from_json({**value, "shoe_size": 43})
     with pytest.raises(
-        StepLogError, match="format version 2; this code reads version 4: replay the log with the version"
+        StepLogError, match="format version 2; this code reads version 5: replay the log with the version"
     ):
         header_from_json({**value, "format_version": 2})
     with pytest.raises(StepLogError, match="num_blocks"):

@@ -22,6 +22,7 @@ from spmd_worker.kernels import reference
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.filters import factors_of
+from spmd_worker.sampling.read_back import ReadBack
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -471,11 +472,12 @@ def test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighb
 
 
 def argmax_of(group: GroupHandle, logits: torch.Tensor) -> Sampled:
-    """What `sample_argmax` says of a rank's shard."""
+    """What `launch_argmax` says of a rank's shard."""
     shard = VocabularyShard(VOCAB_SIZE, group.size, group.rank)
     mine = torch.full((len(logits), shard.size), -torch.inf)
     mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
-    return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_argmax(*mine.max(dim=1))
+    sampler = Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs")
+    return sampler.launch_argmax(*mine.max(dim=1), ReadBack()).collect()
 
 
 def test_the_tests_see_a_sampler_that_takes_what_comes(monkeypatch: pytest.MonkeyPatch):

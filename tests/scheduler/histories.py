@@ -57,8 +57,9 @@ limits = st.fixed_dictionaries(
         "num_tier_blocks": st.sampled_from([0, 1, 4, 30]),
         "transfer_steps": st.integers(0, 4),
         "virtual_engines": st.sampled_from([1, 1, 2, 3, 4]),
+        "ahead": st.sampled_from([0, 1]),
     }
-)
+).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 
 
 def new_run(limits: dict[str, Any], kind: type[Run] = Run) -> Run:

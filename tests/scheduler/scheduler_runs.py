@@ -16,9 +16,11 @@ from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.scheduler.step_order import must_end_oldest
 from spmd_worker.scheduler.stop import DecoderFactory, StopChecker
 from spmd_worker.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -62,6 +64,7 @@ class Run:
         num_tier_blocks: int = 0,
         transfer_steps: int = 2,
         virtual_engines: int = 1,
+        ahead: int = 0,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
@@ -71,11 +74,10 @@ class Run:
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens)
-        self.limits = SchedulerLimits(
-            max_num_seqs, max_num_batched_tokens, chunked, caching, policy, watermark_per_sequence, virtual_engines
-        )
+        counts = (watermark_per_sequence, virtual_engines, ahead)
+        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
         self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
-        self.mirror = Mirror(num_blocks, block_size)
+        self.mirror = Mirror(num_blocks, block_size, ahead)
         self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)
         self.ended: dict[int, SequenceGroup] = {}
         self.last_plan = StepPlan(0)
@@ -131,6 +133,8 @@ class Run:
                 named = SequenceKey(key.request_id, key.sample_index + offset)
                 token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
         assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
+        # The devices have what they sampled, whenever the scheduler is told.
+        self.mirror.take_sampled(plan.step, SampledIds(tuple(token_ids)))
         self._in_flight.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
         self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
@@ -142,8 +146,8 @@ class Run:
 
     def _settle(self) -> None:
         """What the engine does: the oldest step in flight ends, and all where nobody waits for them."""
-        depth = self.limits.num_virtual_engines
-        while self._in_flight and (len(self._in_flight) == depth or not self.scheduler.has_unfinished):
+        depth, scheduler = self.limits.num_in_flight, self.scheduler
+        while must_end_oldest(len(self._in_flight), len(self._in_flight) == depth, (), scheduler, is_closed=False):
             result = self._in_flight.popleft()
             for group in self.scheduler.apply(result) if result is not None else []:
                 self.ended[group.request.request_id] = group

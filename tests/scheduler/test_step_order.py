@@ -25,13 +25,19 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 def test_a_step_ends_when_its_turn_has_come_or_nobody_waits(
     num_in_flight: int, is_full: bool, has_unfinished: bool, is_closed: bool, must_end: bool
 ):
-    scheduler: Any = SimpleNamespace(has_unfinished=has_unfinished)
+    scheduler: Any = SimpleNamespace(has_unfinished=has_unfinished, waits_for_ids=False)
     assert must_end_oldest(num_in_flight, is_full, (ResetPrefixCache(),), scheduler, is_closed) is must_end
+
+
+def test_the_oldest_ends_where_nothing_can_go_on_without_its_ids():
+    scheduler: Any = SimpleNamespace(has_unfinished=True, waits_for_ids=True)
+    assert must_end_oldest(1, False, (), scheduler, False)
+    assert not must_end_oldest(0, False, (), scheduler, False)
 
 
 @pytest.mark.parametrize("event", [WorkerEvent(1, "sleep", b""), EndWorkerEvent(1, "")], ids=["prepare", "end"])
 def test_no_step_is_in_flight_when_workers_change(event: Any):
-    scheduler: Any = SimpleNamespace(has_unfinished=True)
+    scheduler: Any = SimpleNamespace(has_unfinished=True, waits_for_ids=False)
     assert must_end_oldest(1, False, (event,), scheduler, False)
     assert not must_end_oldest(0, False, (event,), scheduler, False)
 

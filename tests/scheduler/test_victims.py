@@ -190,7 +190,7 @@ class WatchedRun(Run):
 
 def play_watched(limits: dict[str, Any], operations: list[Operation]) -> None:
     # With several steps in flight, those whose tokens are being sampled are not preempted either.
-    play(new_run({**limits, "virtual_engines": 1}, WatchedRun), operations)
+    play(new_run({**limits, "virtual_engines": 1, "ahead": 0}, WatchedRun), operations)
 
 
 @settings(max_examples=50)

@@ -75,4 +75,5 @@ def step_log_header(engine: LLMEngine) -> StepLogHeader:
         runner=config.model.runner,
         pooling_type=config.model.pooling_type,
         classifier_from_token=None if tokens is None else tuple(tokens),
+        num_steps_ahead=resolved.num_steps_ahead,
     )

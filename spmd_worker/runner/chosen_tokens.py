@@ -1,0 +1,73 @@
+"""The tokens that the last step chose, where it chose them: for a step that computes them before the host has read
+them.
+
+T: tokens of a step; R: its samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spmd_worker.kernels.host_copies import to_device
+from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.runner.batch import Batch
+from spmd_worker.sequence.sampled import NOT_READ
+
+
+class ChosenTokens:
+    """Of one model runner, whose device it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._step = self._read_step = -1
+        self._scheduled: Sequence[ScheduledSequence] = ()
+        self._chosen = torch.empty(0, dtype=torch.int64, device=device)
+
+    def keep(self, step: int, scheduled: Sequence[ScheduledSequence], chosen: Tensor) -> None:
+        """A step's rows, in plan order, and what was chosen for them, int64 [R]."""
+        self._step, self._scheduled, self._chosen = step, scheduled, chosen
+
+    def note_read(self, step: int) -> None:
+        """The host has what the step chose."""
+        self._read_step = step
+
+    def filled(self, batch: Batch, scheduled: Sequence[ScheduledSequence]) -> Batch:
+        """The batch with the tokens that the host has not read."""
+        if self._step == self._read_step:
+            return batch
+        unread = [row for row, each in enumerate(scheduled) if _is_unread(each.sequence)]
+        if not unread:
+            return batch
+        # A row that was given no id ends with that, and nobody reads what is computed of it.
+        chosen = self._chosen.clamp(min=0)
+        sequences = [scheduled[row].sequence for row in unread]
+        if len(unread) == len(scheduled) and sequences == self._last_sequences():
+            return replace(batch, token_ids=chosen)
+        starts, samples = batch.attention.query_starts, self._sample_of()
+        # The last token of each: of one that goes ahead there is no other.
+        places = torch.tensor([starts[row + 1] - 1 for row in unread], dtype=torch.int64)
+        sources = torch.tensor([samples[sequence] for sequence in sequences], dtype=torch.int64)
+        places, sources = to_device(torch.stack((places, sources)), self._device)
+        return replace(batch, token_ids=batch.token_ids.index_copy(0, places, chosen.index_select(0, sources)))
+
+    def _last_sequences(self) -> list[MirroredSequence] | None:
+        """Whose the tokens are; None where not each row of the step has one."""
+        if any(each.num_samples != 1 for each in self._scheduled):
+            return None
+        return [each.sequence for each in self._scheduled]
+
+    def _sample_of(self) -> dict[MirroredSequence, int]:
+        """Which of the tokens is whose."""
+        found, index = {}, 0
+        for sequence, _, num_samples in self._scheduled:
+            if num_samples == 1:
+                found[sequence] = index
+            index += num_samples
+        return found
+
+
+def _is_unread(sequence: MirroredSequence) -> bool:
+    outputs = sequence.output_token_ids
+    return bool(outputs) and outputs[-1] == NOT_READ
