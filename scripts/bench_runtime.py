@@ -1,5 +1,5 @@
 """What the control path costs: admission and preemption, the cache's bookkeeping, agreeing on a step, the journal,
-log-probabilities, the masks of forms, the batches of a device.
+log-probabilities, the masks of forms, the batches of a device, the host's part of a step.
 
     python scripts/bench_runtime.py admission [--share 0.3] [--rows 256]
     python scripts/bench_runtime.py cache [--blocks 1000,1000000] [--rounds 400]
@@ -8,6 +8,7 @@ log-probabilities, the masks of forms, the batches of a device.
     torchrun --nproc-per-node 2 scripts/bench_runtime.py logprobs MODEL [--logprobs 0] [--rows 256] [--pairs N]
     python scripts/bench_runtime.py masks MODEL [KEY=VALUE...] [--rows 256] [--steps 40] [--turns 5]
     python scripts/bench_runtime.py batches [--sequences 256] [--contexts 400,4096] [--steps 60] [--turns 6]
+    python scripts/bench_runtime.py host [--sequences 256] [--context 400] [--steps 40] [--turns 6]
 
 Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal`,
 `logprobs` and `masks` run a model.
@@ -22,6 +23,7 @@ from pathlib import Path
 from control_path.admission import bench_admission
 from control_path.batches import bench_batches
 from control_path.cache import bench_cache
+from control_path.host import bench_host
 from control_path.journal import bench_journal
 from control_path.lockstep import bench_lockstep
 from control_path.logprobs import bench_logprobs
@@ -80,6 +82,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     batches.add_argument("--contexts", type=parse_sizes, default=[400, 4096], help="tokens of each (default 400,4096)")
     batches.add_argument("--steps", type=int, default=60, help="steps measured in each turn (default 60)")
     batches.add_argument("--turns", type=int, default=6, help="turns of both ways (default 6)")
+    host = add("host", bench_host)
+    host.add_argument("--sequences", type=int, default=256, help="that decode (default 256)")
+    host.add_argument("--context", type=int, default=400, help="tokens of each prompt (default 400)")
+    host.add_argument("--steps", type=int, default=40, help="steps measured in each turn (default 40)")
+    host.add_argument("--turns", type=int, default=6, help="turns of both ways (default 6)")
     return parser.parse_args(arguments)
 
 

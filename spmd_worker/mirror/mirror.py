@@ -5,6 +5,7 @@ was.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,11 +25,23 @@ SequenceState = tuple[tuple[int, ...], tuple[BlockId, ...], int]
 
 
 class _Sampling(NamedTuple):
-    """A step whose ids are not read yet: whom it samples one for, and how many output tokens these had."""
+    """A step whose ids are not read yet: its rows, their lists of output tokens, and how many these had. `is_single`:
+    each row samples one id.
+    """
 
     step: int
     rows: tuple[ScheduledSequence, ...]
+    outputs: list[list[int]]
     nums_outputs: list[int]
+    is_single: bool
+
+
+class _Decoding(NamedTuple):
+    """A step of sequences that continue by one id each, and of nothing else."""
+
+    keys: tuple[SequenceKey, ...]
+    sequences: list[MirroredSequence]
+    scheduled: tuple[ScheduledSequence, ...]
 
 
 class Mirror:
@@ -45,6 +58,10 @@ class Mirror:
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         self._sampling: deque[_Sampling] = deque()
+        self._decoding: _Decoding | None = None
+        """The last step, where it was such a one."""
+        self._read_ids: dict[MirroredSequence, int] = {}
+        """Of sequences that go on later than their ids are read."""
 
     def __len__(self) -> int:
         """How many requests the mirror holds."""
@@ -64,10 +81,49 @@ class Mirror:
         return state
 
     def apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
-        """Bring the mirror to the plan's step and return what it computes, in plan order.
+        """Bring the mirror to the plan's step and return what it computes, in plan order: the tuple of the step before,
+        where it takes just the sequences of that one a token further.
 
         Raises MirrorError, and changes nothing, where the plan does not follow from the plans before it.
         """
+        decoding = self._decoding
+        if decoding is None or not self._goes_on(plan, decoding):
+            return self._apply(plan)
+        self._step = plan.step
+        self._continue(plan, decoding.sequences)
+        if self._num_steps_ahead:
+            self._await(plan.step, decoding.scheduled)
+        return decoding.scheduled
+
+    def _goes_on(self, plan: StepPlan, last: _Decoding) -> bool:
+        """Whether the plan takes the sequences of the last one a token further, and nothing else: then it follows if
+        each has a block for it. Nearly every step is such a one.
+        """
+        num_rows, num_new = len(last.sequences), {}
+        if (
+            plan.step != (self._step or 0) + 1
+            or plan.groups
+            or plan.finished_sequences
+            or plan.finished_request_ids
+            or plan.continuing_num_ids
+            or not plan.block_ops.is_empty
+            or not plan.num_tokens == num_rows == len(plan.continuing_token_ids) + plan.num_ahead
+            or plan.num_ahead < 0
+            or plan.continuing != last.keys
+        ):
+            return False
+        if plan.continuing_blocks:
+            num_new = PlanCheck(self._groups, self.num_blocks, self.block_size, self._step).check_blocks(plan)
+        size = self.block_size
+        lacking = [
+            place
+            for place, each in enumerate(last.sequences)
+            if each.num_computed_tokens + each.num_scheduled_tokens >= len(each.block_ids) * size
+        ]
+        return all(place in num_new for place in lacking)
+
+    def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
+        """As `apply`, of any plan."""
         last_rows = self._sampling[-1].rows if self._sampling and self._sampling[-1].step == self._step else ()
         check = PlanCheck(self._groups, self.num_blocks, self.block_size, self._step, last_rows)
         continuing = check.check(plan)
@@ -84,6 +140,8 @@ class Mirror:
         columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
         others = map(ScheduledSequence._make, zip(*columns, strict=True))
         scheduled = (*continuing_rows, *others)
+        is_decoding = bool(continuing) and not plan.groups and not plan.continuing_num_ids
+        self._decoding = _Decoding(plan.continuing, continuing, scheduled) if is_decoding else None
         if self._num_steps_ahead:
             self._await(plan.step, scheduled)
         return scheduled
@@ -98,23 +156,31 @@ class Mirror:
             self._sampling.popleft()
         if not self._sampling or self._sampling[0].step > step:
             return
-        awaited, given = self._sampling[0], iter(sampled.rows())
-        for row, num_outputs in zip(awaited.rows, awaited.nums_outputs):
-            token_ids = [each[0] for each in islice(given, row.num_samples) if len(each) == 1]
-            if row.num_samples != 1 or not token_ids:
-                continue
-            # One that is given no id ends with that, and nobody reads what is computed of it meanwhile.
-            token_id, outputs = max(token_ids[0], 0), row.sequence.output_token_ids
-            if len(outputs) == num_outputs:
-                row.sequence.sampled_id = token_id
-            elif outputs[num_outputs] == NOT_READ:
-                outputs[num_outputs] = token_id
+        awaited = self._sampling[0]
+        if awaited.is_single and not sampled.num_ids:
+            rows: Iterable[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
+        else:
+            given = iter(sampled.rows())
+            # Forks, and those that take none or several at once, go on by what the plan says.
+            rows = [
+                tuple([each[0] for each in islice(given, row.num_samples) if len(each) == row.num_samples == 1])
+                for row in awaited.rows
+            ]
+        for row, outputs, num_outputs, token_ids in zip(
+            awaited.rows, awaited.outputs, awaited.nums_outputs, rows, strict=True
+        ):
+            for token_id in token_ids:
+                # One that is given no id ends with that, and nobody reads what is computed of it meanwhile.
+                if len(outputs) > num_outputs:
+                    outputs[num_outputs] = token_id if token_id > 0 else 0
+                else:
+                    self._read_ids[row.sequence] = max(token_id, 0)
 
     def _await(self, step: int, scheduled: tuple[ScheduledSequence, ...]) -> None:
-        for row in scheduled:
-            row.sequence.sampled_id = NOT_READ
-        nums_outputs = [len(row.sequence.output_token_ids) for row in scheduled]
-        self._sampling.append(_Sampling(step, scheduled, nums_outputs))
+        self._read_ids.clear()
+        outputs = [row.sequence.output_token_ids for row in scheduled]
+        is_single = self._decoding is not None
+        self._sampling.append(_Sampling(step, scheduled, outputs, list(map(len, outputs)), is_single))
         # One that is read and one that is not, and what was never read of a step that failed.
         while len(self._sampling) > 1 + self._num_steps_ahead:
             self._sampling.popleft()
@@ -123,8 +189,9 @@ class Mirror:
         for index, block_id in plan.continuing_blocks:
             continuing[index].block_ids.append(block_id)
         ahead = continuing[: plan.num_ahead]
+        read_ids = self._read_ids
         for sequence in ahead:
-            _go_on(sequence, sequence.sampled_id)
+            _go_on(sequence, read_ids.get(sequence, NOT_READ) if read_ids else NOT_READ)
         rows = [sequence.decode_row for sequence in ahead]
         others = continuing[plan.num_ahead :] if ahead else continuing
         if plan.continuing_num_ids:
@@ -156,7 +223,7 @@ class Mirror:
         group = self._groups.setdefault(request.request_id, MirroredGroup(request))
         group.request = request
         for sequence in group.sequences.values():
-            sequence.request = request
+            sequence.take_request(request)
         for data in update.sequences:
             sequence = MirroredSequence(
                 request=request,

@@ -66,7 +66,7 @@ class PlanCheck:
         """The continuing sequences, each of which the mirror must hold with all its tokens computed."""
         keys, groups, block_size = plan.continuing, self._groups, self.block_size
         num_ids = self._check_continuing_ids(plan)
-        num_new_blocks = self._check_continuing_blocks(plan)
+        num_new_blocks = self.check_blocks(plan)
         sequences: list[MirroredSequence] = []
         for place, (request_id, sample_index) in enumerate(keys):
             group = groups.get(request_id)
@@ -124,8 +124,10 @@ class PlanCheck:
             )
         return (1,) * plan.num_ahead + num_ids if num_ids else ()
 
-    def _check_continuing_blocks(self, plan: StepPlan) -> dict[int, int]:
-        """How many blocks each (by index) takes: one at most where each appends one id."""
+    def check_blocks(self, plan: StepPlan) -> dict[int, int]:
+        """How many blocks each continuing sequence (by index) takes: one at most where each appends one id. Raises
+        MirrorError for blocks, or sequences, that there are not.
+        """
         num_new_blocks: dict[int, int] = {}
         for place, _ in plan.continuing_blocks:
             num_new_blocks[place] = num_new_blocks.get(place, 0) + 1

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from kv_cache.block import BlockId
 from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sampled import NOT_READ
 
 
 class MirrorError(ValueError):
@@ -18,7 +17,7 @@ class MirroredSequence:
 
     It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks is only ever added
     to; where other blocks go, the record gets another list. Of a sequence that has gone ahead of its id the last output
-    token is `NOT_READ` until the id is read; `sampled_id` is one that was read before the sequence goes on.
+    token is `NOT_READ` until the id is read. `is_plain`: of its logits it needs the largest alone, at every token.
     """
 
     request: Request
@@ -27,12 +26,19 @@ class MirroredSequence:
     block_ids: list[BlockId]
     num_computed_tokens: int
     num_scheduled_tokens: int
-    sampled_id: int = NOT_READ
     decode_row: "ScheduledSequence" = field(init=False)
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         # What a step computes of a sequence that was given one id: always the same, so it is made once.
         self.decode_row = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
+        self.take_request(self.request)
+
+    def take_request(self, request: Request) -> None:
+        """The request as it was sent last."""
+        sampling = request.sampling
+        is_plain = sampling.needs_largest_alone and not sampling.min_tokens and sampling.prompt_logprobs is None
+        self.request, self.is_plain = request, is_plain
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ T: tokens of the step; S: sequences; R: rows that sample.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from spmd_worker.sequence.sampled import sample_indices
 from spmd_worker.sequence.sequence import SequenceKey
 
 Integers = NDArray[np.int64]
+
+_IS_PLAIN = attrgetter("sequence.is_plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
 
 def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, ...]:
     """See `Batch.rows`. Sequences often share their parameters, so that it is cheap to find that none is needed."""
+    if all(map(_IS_PLAIN, scheduled)):
+        return ()
     samplings = [each.sequence.request.sampling for each in scheduled if each.num_samples]
     kinds = {id(sampling): sampling for sampling in samplings}.values()
     may_need_one = any(kind.min_tokens or not kind.needs_largest_alone for kind in kinds)

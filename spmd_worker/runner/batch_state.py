@@ -51,9 +51,11 @@ class _Layout:
     `row_of_token`, `positions`, `rope_regimes` [T], `sample_rows` [R]; int32: `starts` [S + 1], `lengths` [S].
     """
 
+    scheduled: Sequence[ScheduledSequence]
     sequences: list[MirroredSequence]
     firsts: list[int]
     is_decode: bool
+    own_slots: list[_Slot]
     query_starts: tuple[int, ...]
     slots: Tensor
     row_of_token: Tensor
@@ -63,9 +65,10 @@ class _Layout:
     starts: Tensor
     lengths: Tensor
 
-    def one_further(self, firsts: list[int]) -> "_Layout":
+    def one_further(self, scheduled: Sequence[ScheduledSequence], firsts: list[int]) -> "_Layout":
         """Of a step in which every sequence has gone on by its one token."""
-        return replace(self, firsts=firsts, positions=self.positions + 1, lengths=self.lengths + 1)
+        positions, lengths = self.positions + 1, self.lengths + 1
+        return replace(self, scheduled=scheduled, firsts=firsts, positions=positions, lengths=lengths)
 
 
 class BatchState:
@@ -83,25 +86,29 @@ class BatchState:
         self.num_bytes_sent = 0
         """To the device, for the last batch."""
 
-    def build(self, scheduled: Sequence[ScheduledSequence]) -> Batch:
-        """Lay out a step. `scheduled` comes from the mirror, in plan order."""
-        sequences = [each.sequence for each in scheduled]
+    def build(self, scheduled: Sequence[ScheduledSequence], *, has_ids: bool = True) -> Batch:
+        """Lay out a step. `scheduled` comes from the mirror, in plan order. Without `has_ids`, of a step that takes the
+        rows of the last one further, the host does not know their tokens, and the batch has none.
+        """
+        layout = self._layout
+        if layout is not None and scheduled is layout.scheduled:
+            sequences, is_decode = layout.sequences, layout.is_decode
+        else:
+            sequences = [each.sequence for each in scheduled]
+            is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
         firsts = [sequence.num_computed_tokens for sequence in sequences]
-        is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
         width = max([len(sequence.block_ids) for sequence in sequences])
         self._make_room(len(sequences), width)
-        layout = self._layout
         if layout is not None and is_decode and _goes_on(layout, sequences, firsts):
-            slots = [self._slots[sequence] for sequence in sequences]
-            last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences])
-            ids, places, blocks = self._send(last_ids, *self._new_blocks(sequences, slots))
-            layout = layout.one_further(firsts)
+            last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
+            ids, places, blocks = self._send(last_ids, *self._new_blocks(sequences, layout.own_slots))
+            layout = layout.one_further(scheduled, firsts)
         else:
             slots = self._take_slots(sequences)
             ids, places, blocks, *numbers = self._send(
                 token_ids(scheduled), *self._new_blocks(sequences, slots), *_numbers(scheduled, slots)
             )
-            layout = _laid_out(scheduled, sequences, firsts, is_decode, numbers)
+            layout = _laid_out(scheduled, sequences, firsts, is_decode, slots, numbers)
         self._layout = layout
         if len(places):
             self._tables.view(-1)[places.long()] = blocks
@@ -177,14 +184,15 @@ class BatchState:
         width = self._tables.shape[1]
         places: list[int] = []
         blocks: list[BlockId] = []
-        for sequence, slot in zip(sequences, slots):
-            table = sequence.block_ids
+        tables = [sequence.block_ids for sequence in sequences]
+        for table, slot in zip(tables, slots):
+            if table is slot.table and len(table) == slot.num_known:
+                continue
             known = slot.num_known if slot.table is table else 0
             assert known <= len(table), (known, len(table))
-            if known < len(table):
-                places += range(slot.index * width + known, slot.index * width + len(table))
-                blocks += table[known:]
-                slot.table, slot.num_known = table, len(table)
+            places += range(slot.index * width + known, slot.index * width + len(table))
+            blocks += table[known:]
+            slot.table, slot.num_known = table, len(table)
         return np.array(places, dtype=np.int64), np.array(blocks, dtype=np.int64)
 
     def _send(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
@@ -226,6 +234,7 @@ def _laid_out(
     sequences: list[MirroredSequence],
     firsts: list[int],
     is_decode: bool,
+    own_slots: list[_Slot],
     numbers: list[Tensor],
 ) -> _Layout:
     """`numbers` are those of `_numbers`, on the device."""
@@ -233,9 +242,11 @@ def _laid_out(
     row_of_token = row_of_token.long()
     offsets = (first_positions - starts[:-1]).long()
     return _Layout(
+        scheduled=scheduled,
         sequences=sequences,
         firsts=firsts,
         is_decode=is_decode,
+        own_slots=own_slots,
         query_starts=(0, *accumulate(each.num_scheduled_tokens for each in scheduled)),
         slots=slots.long(),
         row_of_token=row_of_token,

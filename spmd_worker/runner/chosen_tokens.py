@@ -13,7 +13,6 @@ from torch import Tensor
 from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.runner.batch import Batch
-from spmd_worker.sequence.sampled import NOT_READ
 
 
 class ChosenTokens:
@@ -33,30 +32,24 @@ class ChosenTokens:
         """The host has what the step chose."""
         self._read_step = step
 
-    def filled(self, batch: Batch, scheduled: Sequence[ScheduledSequence]) -> Batch:
-        """The batch with the tokens that the host has not read."""
-        if self._step == self._read_step:
-            return batch
-        unread = [row for row, each in enumerate(scheduled) if _is_unread(each.sequence)]
-        if not unread:
+    def are_all(self, scheduled: Sequence[ScheduledSequence], num_ahead: int) -> bool:
+        """Whether a step takes just the rows of the last one further, before anybody has read their tokens."""
+        return num_ahead == len(scheduled) and self._step != self._read_step and scheduled == self._scheduled
+
+    def filled(self, batch: Batch, scheduled: Sequence[ScheduledSequence], num_ahead: int) -> Batch:
+        """The batch with the tokens that the host has not read, which are those of the first `num_ahead` rows."""
+        if not num_ahead or self._step == self._read_step:
             return batch
         # A row that was given no id ends with that, and nobody reads what is computed of it.
         chosen = self._chosen.clamp(min=0)
-        sequences = [scheduled[row].sequence for row in unread]
-        if len(unread) == len(scheduled) and sequences == self._last_sequences():
+        if self.are_all(scheduled, num_ahead):
             return replace(batch, token_ids=chosen)
+        # Of one that goes ahead there is no other token.
         starts, samples = batch.attention.query_starts, self._sample_of()
-        # The last token of each: of one that goes ahead there is no other.
-        places = torch.tensor([starts[row + 1] - 1 for row in unread], dtype=torch.int64)
-        sources = torch.tensor([samples[sequence] for sequence in sequences], dtype=torch.int64)
+        places = torch.tensor(starts[:num_ahead], dtype=torch.int64)
+        sources = torch.tensor([samples[each.sequence] for each in scheduled[:num_ahead]], dtype=torch.int64)
         places, sources = to_device(torch.stack((places, sources)), self._device)
         return replace(batch, token_ids=batch.token_ids.index_copy(0, places, chosen.index_select(0, sources)))
-
-    def _last_sequences(self) -> list[MirroredSequence] | None:
-        """Whose the tokens are; None where not each row of the step has one."""
-        if any(each.num_samples != 1 for each in self._scheduled):
-            return None
-        return [each.sequence for each in self._scheduled]
 
     def _sample_of(self) -> dict[MirroredSequence, int]:
         """Which of the tokens is whose."""
@@ -66,8 +59,3 @@ class ChosenTokens:
                 found[sequence] = index
             index += num_samples
         return found
-
-
-def _is_unread(sequence: MirroredSequence) -> bool:
-    outputs = sequence.output_token_ids
-    return bool(outputs) and outputs[-1] == NOT_READ

@@ -133,21 +133,25 @@ class ModelRunner:
         self._expected.append(self._receiving(num_tokens))
 
     @torch.inference_mode()
-    def forward(self, step: int, scheduled: Sequence[ScheduledSequence], *, is_fused: bool = True) -> None:
+    def forward(
+        self, step: int, scheduled: Sequence[ScheduledSequence], num_ahead: int = 0, *, is_fused: bool = True
+    ) -> None:
         """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample.
 
-        `is_fused`, the same on every rank of a step: see `DecoderStack.forward`.
+        The first `num_ahead` rows compute what the last step chose for them. `is_fused`, the same on every rank of a
+        step: see `DecoderStack.forward`.
         """
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
         is_encoder = self.model.model_config.is_encoder
         if self._state is not None:
-            batch = self._state.build(scheduled)
+            has_ids = not self._chosen.are_all(scheduled, num_ahead)
+            batch = self._state.build(scheduled, has_ids=has_ids)
         else:
             batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
-        batch = self._chosen.filled(batch, scheduled)
+        batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None:
-            self._grammars.begin(constrained_rows(scheduled))
+            self._grammars.begin(constrained_rows(scheduled) if batch.rows else [])
         cache = self._cache_engine.device_cache
         if is_encoder:
             # What a layer writes, it alone reads, in this step: all use the same memory.

@@ -4,6 +4,7 @@ K: positions; T: tokens of the step.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from spmd_worker.sampling.read_back import Awaited
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import RequestId
 
+_IS_PLAIN = attrgetter("sequence.is_plain")
 _ROWS_AT_ONCE = 64
 """Logits of this many positions are held at a time: a vocabulary of 150,000 ids takes 37 MiB."""
 
@@ -46,6 +48,8 @@ def prompt_logprobs(
     report: Report,
 ) -> tuple[LaunchedPromptLogprobs, ...]:
     """`hidden` is [T, hidden]."""
+    if all(map(_IS_PLAIN, scheduled)):
+        return ()
     return tuple(
         _of_sequence(each, hidden[start:end], report)
         for each, start, end in zip(scheduled, query_starts, query_starts[1:])

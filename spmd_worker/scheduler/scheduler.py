@@ -169,10 +169,16 @@ class Scheduler:
                 self._append_row(sequence, row_ids, row_logprobs, ended)
         else:
             for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
-                if sequence.status is SequenceStatus.RUNNING:
+                if sequence.status is not SequenceStatus.RUNNING:
+                    self.counters.num_output_tokens -= 1
+                    continue
+                # The hot line: nearly every token is one more of an answer that goes on.
+                outputs = sequence.output_token_ids
+                may_end = len(outputs) + 1 >= sequence.num_outputs_plain or token_id in sequence.end_ids
+                if may_end or token_id < 0 or token_logprobs is not None:
                     self._append(sequence, token_id, token_logprobs, ended)
                 else:
-                    self.counters.num_output_tokens -= 1
+                    outputs.append(token_id)
         self.counters.num_output_tokens += len(token_ids)
         self.queues.drop_ended()
         return ended
@@ -246,6 +252,7 @@ class Scheduler:
         fork = fork_of(parent, sample_index, self.cache.fork(parent.table))
         parent.shares_tail = True
         parent.num_outputs_ahead = fork.num_outputs_ahead = self._num_outputs_ahead(group.request)
+        self._stop_checker.prepare(fork)
         group.sequences.append(fork)
         position = self.running.index(parent) + sample_index
         self.running.insert(position, fork)
@@ -271,6 +278,7 @@ class Scheduler:
         self.queues.groups[request.request_id] = group
         if group.is_forked:
             group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
+        self._stop_checker.prepare(group.sequences[0])
         self.queues.waiting.arrive(group.sequences[0])
 
     def _num_outputs_ahead(self, request: Request) -> int:

@@ -44,6 +44,17 @@ class StopChecker:
         most, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
         return most if max_tokens is None else min(most, max_tokens)
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Work out once what `Sequence.num_outputs_plain` and `end_ids` say: `has_ended` need not be asked of a token
+        that they rule out.
+        """
+        request, sampling = sequence.request, sequence.request.sampling
+        if sampling.stop or sampling.structured_outputs is not None or request.pooling is not None:
+            return
+        sequence.num_outputs_plain = self.most_output_tokens(request)
+        eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids
+        sequence.end_ids = (*eos_token_ids, *sampling.stop_token_ids)
+
     def has_ended(self, sequence: Sequence) -> bool:
         """Look at the last token. Call once for each token, in order."""
         sampling, outputs = sequence.request.sampling, sequence.output_token_ids

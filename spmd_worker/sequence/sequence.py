@@ -60,7 +60,7 @@ class Sequence:
     `is_new_fork`: it forked and the mirrors were never sent it. `begins_form`: its answer has a form, which the workers
     compile when it next samples. While it has fewer output tokens than `num_outputs_ahead`, the step after the one that
     samples for it may compute the token before anybody has read it: then `num_computed_tokens` counts one token more
-    than it has.
+    than it has. While it has fewer than `num_outputs_plain`, only one of `end_ids` can end it.
     """
 
     request: Request
@@ -80,6 +80,8 @@ class Sequence:
     is_new_fork: bool = False
     num_sent_tokens: int = 0
     num_outputs_ahead: int = 0
+    num_outputs_plain: int = 0
+    end_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     text: str | None = None

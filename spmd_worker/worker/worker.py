@@ -279,7 +279,7 @@ class Worker(WorkerBase):
         if not scheduled:
             return StepResult(plan.step, finished_transfers=self._take_finished_transfers())
         with self._threads():
-            self.model_runner.forward(plan.step, scheduled)
+            self.model_runner.forward(plan.step, scheduled, plan.num_ahead)
         return None
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:

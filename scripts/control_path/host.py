@@ -1,0 +1,111 @@
+"""What a decode step costs the host beside what the device computes: the whole engine around a model that computes
+nothing.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from kv_cache.cache_engine import CacheEngine
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.metrics.stage_times import StageClock
+from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.sampling import read_back
+from spmd_worker.worker.worker import Worker
+
+MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+WORKER = f"{__name__}.HollowWorker"
+_NUM_WARM_UP_STEPS = 4
+
+
+class HollowModel(nn.Module):
+    """Stands for kernels and graphs: hidden states and largest logits that are there already. All else is the real
+    model's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.real = model
+        num_rows = 4096
+        self._hidden = torch.zeros(num_rows, model.model_config.hidden_size)
+        self._values, self._columns = torch.ones(num_rows), torch.full((num_rows,), 7)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the real model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("real"), name)
+
+    def forward(self, token_ids: Tensor, *others: Any, **named: Any) -> Tensor:
+        del others, named
+        return self._hidden[: len(token_ids)]
+
+    def argmax_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self._values[: len(hidden)], self._columns[: len(hidden)]
+
+
+class HollowWorker(Worker):
+    """Keeps batches on the device, which here is the CPU: an operation on 256 numbers takes what its launch would."""
+
+    keeps_state = True
+
+    def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
+        runner = super()._new_runner(engine, clock)
+        runner.model = HollowModel(runner.model)
+        return runner
+
+
+def bench_host(options: argparse.Namespace) -> int:
+    """What a decode step costs the host beside kernels and graphs: median and p90 microseconds of `LLMEngine.step`.
+
+    `sequences` decode behind prompts of `context` tokens, greedy, in an engine whose model computes nothing: planning,
+    agreement (records, digest, message), mirror, batch, choice of tokens, read-back and outputs are the real ones.
+    With a step ahead and one at a time, in turns. The device's own time is not in it: operations on the CPU stand for
+    launches.
+    """
+    times: dict[str, list[float]] = {"ahead": [], "one at a time": []}
+    for turn in range(options.turns):
+        for kind in list(times) if turn % 2 == 0 else list(times)[::-1]:
+            times[kind] += _steps(options, is_async=kind == "ahead")
+    results = {}
+    print("                 median us   p90 us   us a sequence")
+    for kind, seconds in times.items():
+        median, p90 = (1e6 * statistics.quantiles(seconds, n=10)[place] for place in (4, 8))
+        results[kind] = {"median_us": round(median, 1), "p90_us": round(p90, 1)}
+        print(f"{kind:15s} {median:11.1f} {p90:8.1f} {median / options.sequences:15.2f}")
+    print(json.dumps({"sequences": options.sequences, "context": options.context, "results": results}))
+    return 0
+
+
+def _steps(options: argparse.Namespace, *, is_async: bool) -> list[float]:
+    """Seconds of each step in which all sequences decode."""
+    num_sequences, num_steps = options.sequences, options.steps + _NUM_WARM_UP_STEPS
+    num_blocks = num_sequences * (-(-(options.context + num_steps) // 16) + 1)
+    settings = {"max_num_seqs": num_sequences, "max_num_batched_tokens": 4096, "num_blocks": num_blocks}
+    with (
+        # As on a GPU, where a look at a value waits.
+        mock.patch.object(read_back, "_FREE_ON", ()),
+        LLM(MODEL, dtype="float32", device="cpu", worker_cls=WORKER, async_scheduling=is_async, **settings) as llm,
+    ):
+        engine, seconds = llm.llm_engine, []
+        engine.lockstep.on_message = lambda payload: None
+        params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True, detokenize=False)
+        for row in range(num_sequences):
+            ids = [3 + (row * 31 + place * 17) % 100 for place in range(options.context)]
+            engine.add_request(ids, params)
+        while engine.has_unfinished_requests():
+            before = engine.counters.num_computed_tokens
+            began_s = time.thread_time()
+            engine.step()
+            ended_s = time.thread_time()
+            if engine.counters.num_computed_tokens - before == num_sequences and engine.has_unfinished_requests():
+                seconds.append(ended_s - began_s)
+    return seconds[_NUM_WARM_UP_STEPS // 2 : -2]
