@@ -64,8 +64,8 @@ def slow_device(read_s: float = 0.0) -> Iterator[type[SlowDevice]]:
         SlowDevice.events.append(("decided", plan.step))
         return plan
 
-    def filled(self: ChosenTokens, batch: Any, scheduled: Any) -> Any:
-        made = fill(self, batch, scheduled)
+    def filled(self: ChosenTokens, batch: Any, *given: Any) -> Any:
+        made = fill(self, batch, *given)
         SlowDevice.num_filled += made is not batch
         return made
 

@@ -89,7 +89,7 @@ def _steps(options: argparse.Namespace, *, is_async: bool) -> list[float]:
     """Seconds of each step in which all sequences decode."""
     num_sequences, num_steps = options.sequences, options.steps + _NUM_WARM_UP_STEPS
     num_blocks = num_sequences * (-(-(options.context + num_steps) // 16) + 1)
-    settings = {"max_num_seqs": num_sequences, "max_num_batched_tokens": 4096, "num_blocks": num_blocks}
+    settings = {"max_num_seqs": num_sequences, "max_num_batched_tokens": 4096, "num_blocks": max(num_blocks, 64)}
     with (
         # As on a GPU, where a look at a value waits.
         mock.patch.object(read_back, "_FREE_ON", ()),

@@ -108,7 +108,7 @@ class Mirror:
             or plan.continuing_num_ids
             or not plan.block_ops.is_empty
             or not plan.num_tokens == num_rows == len(plan.continuing_token_ids) + plan.num_ahead
-            or plan.num_ahead < 0
+            or not 0 <= plan.num_ahead <= num_rows * self._num_steps_ahead
             or plan.continuing != last.keys
         ):
             return False

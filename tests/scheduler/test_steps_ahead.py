@@ -3,12 +3,14 @@ depends on it.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 from scheduler_runs import EOS, PLAIN_TOKEN, Row, Run
 
 from kv_cache.block import BlockId
 from spmd_worker.mirror.mirror import Mirror, MirrorError
+from spmd_worker.mirror.plan_check import PlanCheck
 from spmd_worker.scheduler.planner import Planner
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
@@ -230,3 +232,76 @@ def test_a_plan_goes_ahead_of_nothing_but_what_the_step_before_samples():
         mirrored().apply(
             StepPlan(2, num_tokens=1, continuing=ahead(2).continuing, continuing_token_ids=(7,), num_ahead=1)
         )
+
+
+# What a plan that only goes on is not checked for again.
+
+
+def decoding_mirror() -> Mirror:
+    """Two sequences that have decoded for two steps; the next token of both needs a block."""
+    mirror = Mirror(8, 4)
+    groups = []
+    for number in range(2):
+        request = Request(RequestId(number), (1,) * 6, SamplingParams(max_tokens=9), number)
+        blocks = (BlockId(2 * number), BlockId(2 * number + 1))
+        groups.append(SequenceGroupMetadata(request, (SequenceData(0, (), blocks, 0, 6, 1),)))
+    mirror.apply(StepPlan(1, tuple(groups), num_tokens=12))
+    for step in (2, 3):
+        mirror.apply(further(step))
+    return mirror
+
+
+def further(step: int) -> StepPlan:
+    keys = tuple([SequenceKey(RequestId(number), 0) for number in range(2)])
+    plan = StepPlan(step, num_tokens=2, continuing=keys, continuing_token_ids=(7, 8))
+    if step == 4:
+        plan = replace(plan, continuing_blocks=((0, BlockId(4)), (1, BlockId(5))))
+    return plan
+
+
+KEYS = further(4).continuing
+OTHER_PLANS = {
+    "no block": {"continuing_blocks": ((0, BlockId(4)),)},
+    "a block that is none": {"continuing_blocks": ((0, BlockId(4)), (1, BlockId(8)))},
+    "a sequence that is none": {"continuing_blocks": ((0, BlockId(4)), (2, BlockId(5)))},
+    "two blocks": {"continuing_blocks": ((0, BlockId(4)), (0, BlockId(6)), (1, BlockId(5)))},
+    "too few ids": {"continuing_token_ids": (7,)},
+    "too many ids": {"continuing_token_ids": (7, 8, 9)},
+    "a wrong count": {"num_tokens": 3},
+    "another step": {"step": 5},
+    "a negative number ahead": {"num_ahead": -1, "continuing_token_ids": (7, 8, 9)},
+    "ahead": {"num_ahead": 1, "continuing_token_ids": (8,)},
+    "an ended sequence": {"finished_sequences": KEYS[:1]},
+    "an ended request": {"finished_request_ids": (RequestId(1),)},
+    "twice": {"continuing": (KEYS[0], KEYS[0])},
+    "unknown": {"continuing": (KEYS[0], SequenceKey(RequestId(5), 0))},
+    "uneven ids": {"continuing_num_ids": (2, -1)},
+}
+
+
+@pytest.mark.parametrize("changes", OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_a_plan_that_looks_like_the_last_one_is_refused_for_what_it_would_be_refused_for(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+):
+    said, states = [], []
+    for _ in range(2):
+        mirror = decoding_mirror()
+        before = mirror.state()
+        with pytest.raises(MirrorError) as refused:
+            mirror.apply(replace(further(4), **changes))
+        said.append(str(refused.value))
+        assert mirror.state() == before
+        mirror.apply(further(4))
+        states.append(mirror.state())
+        monkeypatch.setattr(Mirror, "_goes_on", lambda self, plan, last: False)
+    assert said[0] == said[1]
+    assert states[0] == states[1]
+
+
+def test_a_plan_that_only_goes_on_is_not_looked_at_closely():
+    mirror = decoding_mirror()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanCheck, "check", None)
+        rows = mirror.apply(further(4))
+    assert [row.sequence.output_token_ids for row in rows] == [[7, 7, 7], [8, 8, 8]]
+    assert mirror.apply(further(5)) is rows

@@ -170,6 +170,15 @@ def test_batches_are_compared_with_those_laid_out_anew(monkeypatch: pytest.Monke
         assert 4 * 8 <= each["bytes"]["kept"] < each["bytes"]["anew"]
 
 
+def test_the_host_s_part_of_a_step_is_timed_with_a_step_ahead_and_without(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sizes = ("--sequences", "3", "--context", "20", "--steps", "6", "--turns", "2")
+    assert import_module("bench_runtime").main(["host", *sizes]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(figures["results"]) == ["ahead", "one at a time"]
+    assert all(0 < each["median_us"] <= each["p90_us"] for each in figures["results"].values())
+
+
 @pytest.mark.matrix
 def test_log_probabilities_are_compared_on_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
