@@ -128,10 +128,11 @@ class WeightUpdate:
         self._has_all = not missing
         refused_calls = self.refused_calls[self._num_refused_before if self._has_all else 0 :]
         missing = [name for name in missing if name not in buffers]
-        if not missing:
-            # Whatever comes of this try, its head is not one of the next. Where more is to come it may be of this one.
-            self._is_paired = True
         return self.digests, missing, self.must_be_whole, refused_calls, self._has_all, self._head_fault()
+
+    def refuse(self) -> None:
+        """The update was refused for its head: an embedding that comes now is of another try."""
+        self._is_paired = True
 
     def end(self) -> None:
         """The update is committed, or what was loaded is dropped."""

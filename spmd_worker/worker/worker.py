@@ -421,6 +421,11 @@ class Worker(WorkerBase):
         model = self._model
         return None if model is None else model.weight_update.report(model.checkpoint_shapes, model.buffer_names)
 
+    def refuse_weight_update(self) -> None:
+        """See `WorkerBase.refuse_weight_update`."""
+        assert self._model is not None, "load_model comes first"
+        self._model.weight_update.refuse()
+
     def end_weight_update(self) -> None:
         """See `WorkerBase.end_weight_update`."""
         assert self._model is not None, "load_model comes first"

@@ -145,6 +145,9 @@ class WorkerBase(ABC):
         """
         return None
 
+    def refuse_weight_update(self) -> None:  # noqa: B027  # where none is ever open
+        """What was loaded of a tied head was refused; the update stays open."""
+
     def end_weight_update(self) -> None:  # noqa: B027  # where none is ever open
         """What was loaded is committed."""
 

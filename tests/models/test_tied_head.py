@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,18 @@ def test_a_head_that_comes_alone_is_refused_unless_it_is_known_to_be_the_embeddi
         with pytest.raises(MissingWeightsError, match=EMBEDDING):
             llm.finish_weight_update()
         llm.update_weights([(EMBEDDING, head)])
+        assert generated(llm) == before
+
+
+def test_an_embedding_that_follows_a_refused_head_is_taken_at_once(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    with LLM(folder, **SETTINGS) as llm:
+        before = generated(llm)
+        for tensor, name in ((tensors[EMBEDDING] + 1.0, HEAD), (tensors[EMBEDDING], EMBEDDING)):
+            llm.start_weight_update(partial=True)
+            llm.update_weights([(name, tensor)])
+            with pytest.raises(CheckpointError) if name == HEAD else nullcontext():
+                llm.finish_weight_update()
         assert generated(llm) == before
 
 
