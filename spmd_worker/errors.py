@@ -121,6 +121,12 @@ class RankFailedError(SpmdError, RuntimeError):
     names_cause = False
 
 
+class LauncherGoneError(SpmdError, RuntimeError):
+    """The launcher had ended before this rank could join the others."""
+
+    names_rank = True
+
+
 class AbortedError(SpmdError, RuntimeError):
     """Another rank sent why it leaves. `is_divergence`: because the replicas differ, not because it broke."""
 

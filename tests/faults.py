@@ -84,7 +84,7 @@ def _raise(error: BaseException) -> Callable[[], None]:
     return act
 
 
-def _step_of_forward(runner: ModelRunner, step: int, scheduled: object) -> int:
+def _step_of_forward(runner: ModelRunner, step: int, *given: object) -> int:
     return step
 
 

@@ -78,9 +78,13 @@ def serve_ranks(connection: socket.socket, launcher: int) -> dict[str, Any]:
         order = json.loads(fork_server.read_all(descriptors[0]))
         between = os.fork()
         if between == 0:
+            own = os.getpid()
             if os.fork() != 0:
                 os._exit(0)
-            while os.getppid() != launcher:
+            while (parent := os.getppid()) != launcher:
+                if parent != own:
+                    # Somebody else has adopted it: the launcher was killed meanwhile.
+                    os._exit(1)
                 os.sched_yield()
             fork_server.send(connection, {"pid": os.getpid()})
             connection.close()

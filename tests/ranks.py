@@ -57,6 +57,7 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/test_kill_resume.py",
     "tests/test_launch.py",
     "tests/test_packaging.py",
+    "tests/test_gpu.py",
     "tests/test_ranks_helper.py",
     "tests/test_thousand_kills.py",
     "tests/test_two_nodes.py",

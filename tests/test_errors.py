@@ -21,6 +21,7 @@ EXPECTED = {
     "ReplicaDivergedError": (RuntimeError, 70, False, True, False),
     "LostMessageError": (RuntimeError, 70, False, True, False),
     "RankFailedError": (RuntimeError, 1, True, False, True),
+    "LauncherGoneError": (RuntimeError, 1, False, False, True),
     "AbortedError": (RuntimeError, 1, True, False, True),
     "PeerLostError": (RuntimeError, 1, True, False, False),
     "WorkerError": (RuntimeError, 1, False, False, True),

@@ -15,6 +15,7 @@ from spmd_worker.errors import RankFailedError
 from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.lockstep.agreement import canonical, check_equal
+from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -76,11 +77,13 @@ def agree_to_compute(
     return prepared, [answer for _, answer in answers]
 
 
-def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]) -> _Prepared:
+def agree_on_call(
+    engine: LLMEngine, call: str, prepare: Callable[[], _Prepared], *, is_optional: bool = False
+) -> _Prepared:
     """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
     (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
     """
-    arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
+    arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode(), is_optional)
     if engine.config.executor.digest_every:
         check_equal("calls", [each.encode() for each in calls])
     return arguments
@@ -104,7 +107,11 @@ def fail_call(engine: LLMEngine, call: str, error: Exception) -> None:
 
 
 def exchange(
-    engine: LLMEngine, call: str, prepare: Callable[[], _Prepared], answer_of: Callable[[_Prepared], Any]
+    engine: LLMEngine,
+    call: str,
+    prepare: Callable[[], _Prepared],
+    answer_of: Callable[[_Prepared], Any],
+    is_optional: bool = False,
 ) -> tuple[_Prepared, list[Any]]:
     """What `prepare` returns, and each rank's answer, in rank order: JSON values; none in an engine of one rank.
 
@@ -112,6 +119,9 @@ def exchange(
     nothing is done and the engine can be used again: the rank raises its own error, the others RankFailedError with the
     words of the first. RanksDisagreeError where they called different things. Where a rank does not come,
     RankFailedError names it, and this engine has ended.
+
+    `is_optional`: with other arguments the call needs no exchange, so ranks that were given such are in a later call.
+    Theirs is then still to come, and they go on waiting for it.
     """
     channel = engine.engine_channel
     if channel.size == 1:
@@ -119,14 +129,17 @@ def exchange(
     own_error: Exception | None = None
     try:
         prepared = prepare()
-        ready = {"call": call, "answer": answer_of(prepared)}
+        ready = {"call": call, "is_optional": is_optional, "answer": answer_of(prepared)}
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         own_error = error
-        ready = {"call": call, "error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
+        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+        ready = {"call": call, "is_optional": is_optional, "error": text}
     heartbeat = engine.times.heartbeat
     heartbeat.enter(f"waiting for the other ranks' {call}")
     with engine.exchanging(own_error):
-        answers = [json.loads(payload) for payload in channel.gather(canonical(ready))]
+        answers = _answers(channel, ready)
+        while not is_optional and any(each["is_optional"] for each in answers):
+            answers = _answers(channel, ready)
     heartbeat.enter(BETWEEN_STEPS)
     try:
         if own_error is not None:
@@ -142,6 +155,11 @@ def exchange(
             setattr(error, _CALLS, tuple(answer["call"] for answer in answers))
         raise
     return prepared, [answer["answer"] for answer in answers]
+
+
+def _answers(channel: ControlChannel, ready: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's, in rank order."""
+    return [json.loads(payload) for payload in channel.gather(canonical(ready))]
 
 
 def _check_digests(

@@ -48,7 +48,8 @@ def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] |
         return source
 
     turns.check_outside("update_weights")
-    agree_on_call(engine, "update_weights", prepare)
+    # Without a source each rank loads what it is given, and nothing is exchanged.
+    agree_on_call(engine, "update_weights", prepare, is_optional=True)
     while True:
         engine.times.heartbeat.enter(f"waiting for rank {source}'s weights")
         pair = _hand_on(engine, own, source)

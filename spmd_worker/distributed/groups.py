@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.meeting import meet
 from spmd_worker.distributed.network_interface import named_interface
 from spmd_worker.distributed.topology import RankLayout, in_every_engine
-from spmd_worker.errors import RankFailedError
+from spmd_worker.errors import LauncherGoneError, RankFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,8 @@ def _without_splits() -> Iterator[None]:
         world.bound_device_id = bound
 
 
+_CALL_S: Final = 5.0
+
 _hosted: list[Store] = []
 """Where no launcher keeps a store, that of rank 0 serves every later world of these processes too: whoever comes first
 to the next one still finds it. As under a launcher, a caller's own worlds on this port find what earlier ones left.
@@ -167,8 +170,9 @@ to the next one still finds it. As under a launcher, a caller's own worlds on th
 def _join_world(device: torch.device, timeout: timedelta) -> None:
     """The launcher's store outlives every world, and torch gives each the same keys: a second world in a process, ours
     or the caller's, would find the addresses of the first. So each of ours has keys of its own, under a name that its
-    ranks agree on. Raises RankFailedError for ranks that do not come.
+    ranks agree on. Raises RankFailedError for ranks that do not come, and LauncherGoneError.
     """
+    _check_launcher()
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not _hosted:
         _hosted.append(store)
@@ -184,6 +188,26 @@ def _join_world(device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", **where)
     else:
         dist.init_process_group("gloo", **where)
+
+
+def _check_launcher() -> None:
+    """Raise LauncherGoneError where the launcher's store is on this node and nothing listens there: the launcher ended
+    before this process could see that it was its parent, and torch would call until the timeout.
+    """
+    variables = os.environ
+    is_on_node = variables.get("LOCAL_WORLD_SIZE", "") == variables.get("WORLD_SIZE")
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not is_on_node:
+        return
+    address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    try:
+        socket.create_connection((address, int(port)), timeout=_CALL_S).close()
+    except ConnectionRefusedError:
+        raise LauncherGoneError(
+            f"the launcher is gone: nothing listens at {address}:{port}, where torchrun keeps its store while it runs"
+        ) from None
+    except (OSError, ValueError):
+        # What else is wrong there torch says in its words.
+        return
 
 
 def _join_one(

@@ -4,25 +4,33 @@
 Not the default on CUDA until a GPU has run them: docs/decisions.md.
 """
 
+import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.triton import HEAD_SIZES, TritonBackend
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.row_grammar import BITS
 from spmd_worker.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.kernels.triton import attention, attention_kernels, matmul
 from spmd_worker.kernels.triton.kernels import TritonKernels
 from spmd_worker.kernels.triton.launching import is_interpreted
+from spmd_worker.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
+from spmd_worker.memory.device import is_on_any_rank
 from spmd_worker.runner.warm_up_steps import warm_up_steps
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.token_masks import TokenMasks
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.worker import Worker
 
+logger = logging.getLogger(__name__)
+
+_MOST_PEER_BYTES: Final = 1 << 26
+"""A sum of more is cut into pieces."""
 _WAY_OUT = "leave executor.worker_cls at null"
 _KEY = "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker"
 
@@ -38,7 +46,26 @@ class TritonWorker(Worker):
         """
         super().init_device()
         assert self.groups is not None, "just joined"
-        self.groups = replace(self.groups, tensor=replace(self.groups.tensor, adds_in_order=True))
+        tensor = replace(self.groups.tensor, adds_in_order=True)
+        if tensor.size > 1 and self.device.type == "cuda":
+            with self.on_device():
+                tensor = replace(tensor, fast=self._peer_sums(tensor, self.groups.control))
+        self.groups = replace(self.groups, tensor=tensor)
+
+    def _peer_sums(self, tensor: GroupHandle, control: GroupHandle) -> PeerSums | None:
+        """Sums over memory that the GPUs see of each other; None, on every rank, where they do not."""
+        assert tensor.group is not None, tensor
+        most = self.config.scheduler.max_num_batched_tokens * self.model_config.hidden_size * 4
+        room_bytes = min(most, _MOST_PEER_BYTES)
+        memory, reason = None, ""
+        try:
+            memory = SymmetricMemory(tensor.group, 2 * half_bytes(room_bytes, tensor.size), self.device)
+        except Exception as error:  # whatever torch says of GPUs that cannot: others may be able to
+            reason = f"{type(error).__name__}: {error}"
+        if is_on_any_rank(control, memory is None) or memory is None:
+            logger.warning("GPUs do not see each other's memory: sums go through NCCL (%s)", reason or "another rank")
+            return None
+        return PeerSums(memory, tensor.rank, room_bytes)
 
     def compile_or_warm_up_model(self) -> None:
         """See `WorkerBase.compile_or_warm_up_model`. Compiles every kernel that a later step can launch, in each form

@@ -17,6 +17,7 @@ LAYOUTS = {"tensor parallel": {"tensor_parallel_size": 2}, "data parallel": {"da
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
+import torch
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 
 BEAMS = BeamSearchParams(beam_width=2, max_tokens=2)
@@ -41,6 +42,7 @@ CALLS = {
     "an adapter on rank 1": lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request="x" if RANK else None),
     "sizes on rank 1": lambda: llm.reinitialize_distributed(tensor_parallel_size="2" if RANK else 2),
     "a request of rank 0 alone at a restart": lambda: with_request_of_rank_0(llm.reinitialize_distributed),
+    "a source on rank 0 alone": lambda: with_source_on_rank_0(),
     "version of text": lambda: llm.set_weight_version("x"),
     "version too large": lambda: llm.set_weight_version(2**70),
     "abort of None": lambda: llm.llm_engine.abort_request(None),
@@ -63,6 +65,14 @@ def with_request_of_rank_0(call=lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=F
         if RANK == 0:
             engine.abort_request(request_id)
         engine.step()
+
+
+def with_source_on_rank_0():
+    norm = torch.ones(llm.llm_engine.resolved.model_config.hidden_size)
+    try:
+        llm.update_weights([("model.norm.weight", norm)], **({} if RANK else {"source": 9}))
+    finally:
+        llm.collective_rpc("reload_weights")
 
 
 def with_call_more_on_rank_1():
@@ -193,6 +203,16 @@ def test_any_error_reaches_the_other_ranks_cut_where_it_is_long(reports, digest_
     assert text == FAILED.format(1, "generate", own_text[:2000])
 
 
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_a_rank_in_a_call_that_the_others_make_without_an_exchange_is_not_taken_for_their_next_call(
+    reports, digest_every: int
+):
+    """`update_weights` has one with a source alone. Each rank then makes its next call at its own time."""
+    own, other = (report[f"a source on rank 0 alone, {digest_every}"] for report in reports)
+    assert own[:2] == ["ValueError: source=9 must be a rank of this engine, from 0 to 1", 1]
+    assert other[:2] == [None, 0]
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_an_argument_that_no_step_could_carry_is_an_error_on_each_rank_at_once(reports, name: str):
     for report in reports:
@@ -220,9 +240,9 @@ from spmd_worker.data_parallel import agreement
 
 right = agreement.exchange
 
-def exchange(engine, call, prepare, answer_of):
+def exchange(engine, call, prepare, answer_of, is_optional=False):
     prepared = prepare()
-    return right(engine, call, lambda: prepared, answer_of)
+    return right(engine, call, lambda: prepared, answer_of, is_optional)
 
 agreement.exchange = exchange
 """

@@ -211,12 +211,12 @@ from spmd_worker.runner.model_runner import ModelRunner
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
 right = ModelRunner.forward
 
-def forward(self, step, scheduled):
+def forward(self, step, *given):
     if rank == 1 and step == 3:
         if fault == "raises":
             raise ValueError("planted")
         os.kill(os.getpid(), signal.Signals[fault])
-    return right(self, step, scheduled)
+    return right(self, step, *given)
 
 ModelRunner.forward = forward
 llm = LLM({str(MODEL)!r}, tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=10)

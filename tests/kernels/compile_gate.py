@@ -32,6 +32,7 @@ from spmd_worker.kernels.triton import (
     matmul_kernels,
     row_kernels,
     rows,
+    sum_kernels,
 )
 from spmd_worker.kernels.triton.launching import power_of_two
 
@@ -131,7 +132,7 @@ _OF_ROWS = {
 """What belongs to rows of logits."""
 _SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "window"), "i32")
 _SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
-_COUNTS = dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32")
+_COUNTS = {**dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32"), "first": "i64", "parts": "*i64"}
 _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 
 
@@ -151,6 +152,7 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     yield Variant("full_norm 4096", row_kernels.full_norm, types, constants, rows.row_options(4096), ("H",))
     yield from matmul_variants(element)
     yield from draw_variants(element)
+    yield from sum_variants(element)
 
 
 def _attention_variants(model: str, heads: int, kv_heads: int, size: int, element: str) -> Iterator[Variant]:
@@ -185,6 +187,18 @@ def draw_variants(element: str = "bf16") -> Iterator[Variant]:
         types = _typed(kernel, "fp32" if is_cut else element)
         options = draw_kernels.CUT_LAUNCH if is_cut else draw_kernels.LAUNCH
         yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
+
+
+def sum_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Of eight ranks."""
+    ranks = {"RANKS": 8}
+    types = _typed(sum_kernels.add_parts, element) | {"N": "i32"}
+    constants = ranks | {"BLOCK": sum_kernels.BLOCK}
+    yield Variant("add_parts", sum_kernels.add_parts, types, constants, sum_kernels.LAUNCH, ("N", "first"))
+    types = _typed(sum_kernels.add_parts_and_norm, element)
+    options = sum_kernels.LAUNCH | rows.row_options(4096)
+    constants = ranks | {"BH": 4096}
+    yield Variant("add_parts_and_norm 4096", sum_kernels.add_parts_and_norm, types, constants, options, ("H", "first"))
 
 
 def matmul_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -242,6 +256,7 @@ def main(capabilities: list[int]) -> None:
         "join_partials llama-8b",
         "rotate_and_write llama-8b",
         *(each.name for each in draw_variants()),
+        *(each.name for each in sum_variants()),
     )
     short = [each for each in everything if each.name.startswith(first)]
     chosen = everything if "--all" in sys.argv else short

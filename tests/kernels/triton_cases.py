@@ -15,8 +15,10 @@ import json
 import math
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +28,10 @@ from spmd_worker.attention.triton import TritonBackend
 from spmd_worker.distributed.communicator import single_group
 from spmd_worker.kernels.api import Cuts
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.kernels.triton import attention, attention_kernels, draw_kernels, draws, matmul, rows
+from spmd_worker.kernels.triton import attention, attention_kernels, draw_kernels, draws, matmul, peer_sums, rows
 from spmd_worker.kernels.triton.kernels import TritonKernels
 from spmd_worker.kernels.triton.launching import is_interpreted
+from spmd_worker.kernels.triton.peer_sums import PeerSums
 from spmd_worker.runner.batch_state import BatchState
 from spmd_worker.sampling import read_back
 from spmd_worker.sampling.row import SampleRow
@@ -412,6 +415,101 @@ def rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them() -> None
     assert found.logprobs == (None,) * 18 + expected.logprobs[18:]
 
 
+class Peers:
+    """The memory of ranks that are threads here, of which one runs at a time: `meet` hands over."""
+
+    def __init__(self, size: int, room_bytes: int) -> None:
+        num_bytes = 2 * peer_sums.half_bytes(room_bytes, size)
+        self.views = [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(size)]
+        self.addresses = torch.tensor([view.data_ptr() for view in self.views], dtype=torch.int64)
+        self._met, self._turn, self.num_meetings = threading.Barrier(size, timeout=60), threading.Lock(), 0
+        self._room_bytes = room_bytes
+
+    def meet(self) -> None:
+        self.num_meetings += 1
+        self._turn.release()
+        self._met.wait()
+        self._turn.acquire()
+
+    def on_each(self, call: Callable[[PeerSums, int], torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank gets."""
+        size, device = len(self.views), torch.get_default_device()
+
+        def run(rank: int) -> torch.Tensor:
+            with self._turn, torch.device(device):
+                return call(PeerSums(self, rank, self._room_bytes), rank)
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(run, range(size)))
+
+
+def parts_of(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of very different sizes: their sum's last bits depend on the order."""
+    return [(torch.randn(shape) * 10.0 ** (rank % 3)).to(dtype) for rank in range(size)]
+
+
+def summed(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def ranks_add_up_in_their_order_in_one_round_in_two_and_in_pieces() -> None:
+    for size, dtype in ((2, torch.float16), (3, torch.float32)):
+        parts = parts_of(size, (7, 24), dtype)
+        expected = summed(parts)
+        for room, one_round, num_meetings in ((4096, 4096, 1), (4096, 64, 2), (256, 4096, None), (256, 64, None)):
+            peer_sums.ONE_ROUND_BYTES = one_round
+            peers = Peers(size, room)
+            # Three sums one after the other: the halves take turns.
+            for turn in range(3):
+                found = peers.on_each(lambda sums, rank, parts=parts: sums.all_reduce(parts[rank].clone()))
+                assert all(torch.equal(each, expected) for each in found), (size, dtype, room, one_round, turn)
+            assert num_meetings is None or peers.num_meetings == 3 * size * num_meetings
+        # Control: in another order other bits, from three ranks on.
+        assert torch.equal(summed(parts[::-1]), expected) == (size == 2)
+    strided = [part.t() for part in parts_of(2, (6, 5), torch.float32)]
+    found = Peers(2, 512).on_each(
+        lambda sums, rank: sums.all_reduce(strided[rank].clone(memory_format=torch.preserve_format))
+    )
+    assert all(torch.equal(each, summed(strided)) for each in found)
+
+
+def a_sum_and_the_norm_behind_it_are_the_two_one_after_the_other() -> None:
+    for dtype, room, one_round in ((torch.float16, 4096, 4096), (torch.float32, 256, 4096), (torch.float32, 4096, 64)):
+        peer_sums.ONE_ROUND_BYTES = one_round
+        parts, weight = parts_of(3, (9, 20), dtype), torch.randn(20).to(dtype)
+        residual = torch.randn(9, 20).to(dtype)
+        expected_residual = residual.clone()
+        expected = rows.add_rms_norm(summed(parts), expected_residual, weight, 1e-5)
+        residuals = [residual.clone() for _ in range(3)]
+        found = Peers(3, room).on_each(
+            lambda sums, rank, given=(parts, residuals, weight): sums.all_reduce_add_rms_norm(
+                given[0][rank], given[1][rank], given[2], 1e-5
+            )
+        )
+        assert all(torch.equal(each, expected) for each in found), (dtype, room, one_round)
+        assert all(torch.equal(each, expected_residual) for each in residuals)
+
+
+def ranks_gather_and_are_told_in_pieces_too() -> None:
+    values = [torch.randn(5, 3, dtype=torch.float64) for _ in range(3)]
+    for room in (128, 4096):
+        found = Peers(3, room).on_each(lambda sums, rank: sums.all_gather(values[rank]))
+        assert all(torch.equal(each, torch.stack(values)) for each in found)
+        found = Peers(3, room).on_each(lambda sums, rank: sums.broadcast(values[rank].clone(), 1))
+        assert all(torch.equal(each, values[1]) for each in found)
+
+
+def control_a_rank_that_does_not_wait_adds_up_what_is_not_there() -> None:
+    parts = parts_of(2, (40,), torch.float32)
+    peers = Peers(2, 512)
+    peers.meet = lambda: None
+    found = peers.on_each(lambda sums, rank: sums.all_reduce(parts[rank].clone()))
+    assert not all(torch.equal(each, summed(parts)) for each in found)
+
+
 CASES: tuple[Callable[[], None], ...] = (
     attention_is_right,
     a_window_is_right_and_what_is_before_it_is_never_read,
@@ -431,6 +529,10 @@ CASES: tuple[Callable[[], None], ...] = (
     what_a_form_forbids_is_forbidden,
     filters_leave_what_the_reference_leaves,
     rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them,
+    ranks_add_up_in_their_order_in_one_round_in_two_and_in_pieces,
+    a_sum_and_the_norm_behind_it_are_the_two_one_after_the_other,
+    ranks_gather_and_are_told_in_pieces_too,
+    control_a_rank_that_does_not_wait_adds_up_what_is_not_there,
 )
 
 
