@@ -151,8 +151,10 @@ def exchange(
                 raise failed
         check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
     except Exception as error:
+        # Ranks that go on waiting have heard nothing in the calls that they are in.
+        heard_in = [answer["call"] for answer in answers if not is_optional or answer["is_optional"]]
         with suppress(AttributeError):  # of errors that take none
-            setattr(error, _CALLS, tuple(answer["call"] for answer in answers))
+            setattr(error, _CALLS, tuple(heard_in))
         raise
     return prepared, [answer["answer"] for answer in answers]
 
