@@ -4,6 +4,7 @@ When the caller has initialised torch.distributed already, its world is used, su
 only those are destroyed.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -200,14 +201,24 @@ def _check_launcher() -> None:
         return
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
     try:
-        socket.create_connection((address, int(port)), timeout=_CALL_S).close()
-    except ConnectionRefusedError:
+        places = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        # What is wrong there torch says in its words.
+        return
+    if places and all(_is_refused(family, kind, place) for family, kind, _, _, place in places):
         raise LauncherGoneError(
             f"the launcher is gone: nothing listens at {address}:{port}, where torchrun keeps its store while it runs"
-        ) from None
-    except (OSError, ValueError):
-        # What else is wrong there torch says in its words.
-        return
+        )
+
+
+def _is_refused(family: int, kind: int, place: Any) -> bool:
+    try:
+        with socket.socket(family, kind) as caller:
+            caller.settimeout(_CALL_S)
+            return caller.connect_ex(place) == errno.ECONNREFUSED
+    except OSError:
+        # A family of addresses that this machine does not have.
+        return True
 
 
 def _join_one(
