@@ -8,7 +8,7 @@ log-probabilities, the masks of forms, the batches of a device, the host's part 
     torchrun --nproc-per-node 2 scripts/bench_runtime.py logprobs MODEL [--logprobs 0] [--rows 256] [--pairs N]
     python scripts/bench_runtime.py masks MODEL [KEY=VALUE...] [--rows 256] [--steps 40] [--turns 5]
     python scripts/bench_runtime.py batches [--sequences 256] [--contexts 400,4096] [--steps 60] [--turns 6]
-    python scripts/bench_runtime.py host [--sequences 256] [--context 400] [--steps 40] [--turns 6]
+    python scripts/bench_runtime.py host [--sequences 256] [--context 200] [--steps 40] [--turns 6]
 
 Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal`,
 `logprobs` and `masks` run a model.
@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     batches.add_argument("--turns", type=int, default=6, help="turns of both ways (default 6)")
     host = add("host", bench_host)
     host.add_argument("--sequences", type=int, default=256, help="that decode (default 256)")
-    host.add_argument("--context", type=int, default=400, help="tokens of each prompt (default 400)")
+    host.add_argument("--context", type=int, default=200, help="tokens of each prompt (default 200)")
     host.add_argument("--steps", type=int, default=40, help="steps measured in each turn (default 40)")
     host.add_argument("--turns", type=int, default=6, help="turns of both ways (default 6)")
     return parser.parse_args(arguments)
