@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -40,6 +41,36 @@ def test_our_kernels_say_what_the_cpu_says_whole_and_in_pieces():
     expected = token_ids("cpu", prompts)
     assert token_ids("cuda", prompts, worker_cls=worker) == expected
     assert token_ids("cuda", prompts, worker_cls=worker, max_num_seqs=8, max_num_batched_tokens=16) == expected
+
+
+@pytest.mark.gpu
+def test_steps_as_graphs_say_what_steps_kernel_by_kernel_say():
+    prompts, worker = mixed_prompts(64), "spmd_worker.worker.triton_worker.TritonWorker"
+    params = SamplingParams(temperature=0.0, max_tokens=32, logprobs=1)
+    settings = {"device": "cuda", "num_blocks": 512, "worker_cls": worker, "max_num_seqs": 24}
+
+    def answers(llm: LLM) -> list[object]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    with LLM(MODEL, enforce_eager=True, **settings) as llm:
+        assert llm.collective_rpc(num_graphs) == [0]
+        expected = answers(llm)
+    with LLM(MODEL, enable_sleep_mode=True, **settings) as llm:
+        # Of 8, 16 and 24 rows, layers and head, before the first step.
+        assert llm.collective_rpc(num_graphs) == [6]
+        assert answers(llm) == expected
+        assert llm.collective_rpc(num_graphs)[0] > 6
+        llm.sleep(level=1)
+        assert llm.collective_rpc(num_graphs) == [0]
+        llm.wake_up()
+        assert answers(llm) == expected
+
+
+def num_graphs(worker: Any) -> int:
+    """Recorded by now."""
+    graphs = worker.model_runner.graphs
+    return 0 if graphs is None else graphs.num_recorded
 
 
 @pytest.mark.gpu

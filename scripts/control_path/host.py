@@ -6,6 +6,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +15,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from kv_cache.block import num_blocks_for
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.runner.step_graphs import StepGraphs
 from spmd_worker.sampling import read_back
 from spmd_worker.worker.worker import Worker
 
@@ -36,6 +41,7 @@ class HollowModel(nn.Module):
         num_rows = 4096
         self._hidden = torch.zeros(num_rows, model.model_config.hidden_size)
         self._values, self._columns = torch.ones(num_rows), torch.full((num_rows,), 7)
+        self.plan: Callable[[], object] = _nothing
 
     def __getattr__(self, name: str) -> Any:
         """Of the real model."""
@@ -46,20 +52,44 @@ class HollowModel(nn.Module):
 
     def forward(self, token_ids: Tensor, *others: Any, **named: Any) -> Tensor:
         del others, named
+        self.plan()
         return self._hidden[: len(token_ids)]
 
     def argmax_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self._values[: len(hidden)], self._columns[: len(hidden)]
 
 
+def _nothing() -> None:
+    return
+
+
+class HollowGraph:
+    """Stands for a step's graph, which one call of the driver launches."""
+
+    def record(self, launch: Callable[[], None]) -> None:
+        del launch
+
+    def replay(self) -> None:
+        return
+
+
 class HollowWorker(Worker):
-    """Keeps batches on the device, which here is the CPU: an operation on 256 numbers takes what its launch would."""
+    """Keeps batches on the device, which here is the CPU: an operation on 256 numbers takes what its launch would. What
+    graphs read is filled for each step, attention's plan too.
+    """
 
     keeps_state = True
 
     def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
         runner = super()._new_runner(engine, clock)
-        runner.model = HollowModel(runner.model)
+        model = HollowModel(runner.model)
+        runner.model = model
+        scheduler, spec, block_size = self.config.scheduler, engine.spec, self.config.cache.block_size
+        most, max_seqs, length = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.max_model_len
+        attention = TritonFixedAttention(most, max_seqs, num_blocks_for(length, block_size), block_size, self.device)
+        shape = TritonBackend().block_shape(spec.num_kv_heads, block_size, spec.head_size)
+        model.plan = partial(attention.plan, torch.empty(1, *shape), self.model_config.num_heads, 0)
+        runner.graphs = StepGraphs(model, attention, HollowGraph, most, max_seqs)
         return runner
 
 

@@ -27,6 +27,17 @@ class JoinedLayers(Protocol):
         """
 
 
+class FixedAttention(Protocol):
+    """What attention reads of a step, in tensors that stay where they are: for kernels that are recorded once and
+    launched again for other steps.
+    """
+
+    def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
+        """Take over a step, filled up to `num_tokens` with tokens that are nobody's: they write nothing and attend to
+        nothing. The metadata to compute it with is the same object for every step of as many.
+        """
+
+
 class AttentionBackend(Protocol):
     """Passed as an argument to the attention layers."""
 

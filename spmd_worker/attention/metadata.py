@@ -17,7 +17,8 @@ class AttentionMetadata:
     `block_tables` int64 or int32 [S, B], behind a sequence's blocks anything; `token_blocks` and `token_offsets` int64
     [T]: the block that takes a token's key and value, and the place inside it. `sees_later`: tokens see those behind
     them too, and a window is as wide to that side; rows are whole then. `starts` [S + 1] and `lengths` [S] are the two
-    tuples as int32 on the device, where they are there.
+    tuples as int32 on the device, where they are there. `fixed` is the backend's own, of steps whose tensors stay where
+    they are (`attention.backend.FixedAttention`): nothing else but `sees_later` is looked at then.
     """
 
     query_starts: tuple[int, ...]
@@ -28,3 +29,4 @@ class AttentionMetadata:
     sees_later: bool = False
     starts: Tensor | None = None
     lengths: Tensor | None = None
+    fixed: object | None = None

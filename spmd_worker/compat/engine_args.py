@@ -52,6 +52,7 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "timeout_s": "",
         "worker_cls": "",
         "worker_extension_cls": "",
+        "enforce_eager": "",
     },
     CacheConfig: {
         "block_size": "",

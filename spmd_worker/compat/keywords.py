@@ -138,6 +138,11 @@ _ROWS: Final = (
     ),
     _same("worker_cls", None, "a `WorkerBase` class or its qualified name", {"auto": None, "": None}),
     _same("worker_extension_cls", None, "a class or its qualified name", {"": None}),
+    _same(
+        "enforce_eager",
+        False,
+        "CUDA graphs are `TritonWorker`'s, on a GPU; elsewhere every kernel is launched by itself in any case",
+    ),
     _renamed("num_gpu_blocks_override", "num_blocks", "a cache of a fixed number of blocks"),
     _renamed("expert_placement_strategy", "expert_placement", "which rank has which experts"),
     _renamed("distributed_timeout_seconds", "timeout_s", "no rank waits for another longer"),
@@ -159,9 +164,8 @@ _ROWS: Final = (
         "downloads use what huggingface_hub reads: HF_TOKEN, HF_HOME, HF_HUB_CACHE", hf_token=None, download_dir=None
     ),
     *_none("this name is for servers", served_model_name=None),
-    *_none("there are no CUDA graphs and nothing is compiled: every step is eager", enforce_eager=False),
     *_none(
-        "there are no CUDA graphs and nothing is compiled",
+        "CUDA graphs are recorded for sizes of our own, where there are some, and nothing is compiled",
         max_seq_len_to_capture=8192,
         cuda_graph_sizes=None,
         cudagraph_capture_sizes=None,

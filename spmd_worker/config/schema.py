@@ -190,7 +190,8 @@ class ExecutorConfig:
 
     The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
     than `timeout_s` seconds. `worker_cls` is the qualified name of another worker class, `worker_extension_cls` of one
-    whose methods every worker gets beside its own.
+    whose methods every worker gets beside its own. `enforce_eager` has every kernel launched by itself where a worker
+    would launch whole steps as CUDA graphs (`TritonWorker` on a GPU): the same bits, and nothing is recorded.
     """
 
     backend: str = "auto"
@@ -198,6 +199,7 @@ class ExecutorConfig:
     timeout_s: float = 300.0
     worker_cls: str | None = None
     worker_extension_cls: str | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         """Check each key alone."""

@@ -24,6 +24,7 @@ from spmd_worker.runner.batch_state import BatchState
 from spmd_worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.runner.prompt_logprobs import LaunchedPromptLogprobs, PromptLogprobs, prompt_logprobs
+from spmd_worker.runner.step_graphs import StepGraphs
 from spmd_worker.sampling.read_back import Awaited, ReadBack
 from spmd_worker.sampling.sampler import LaunchedSample, Sampler
 from spmd_worker.sampling.token_masks import TokenMasks
@@ -124,6 +125,8 @@ class ModelRunner:
         is_kept = self._device.type != "cpu" if keeps_state is None else keeps_state
         self._state = BatchState(block_size, self._device) if is_kept and not model.model_config.is_encoder else None
         self._chosen = ChosenTokens(self._device)
+        self.graphs: StepGraphs | None = None
+        """What steps are launched by, where it is there; None: kernel by kernel."""
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
@@ -157,21 +160,30 @@ class ModelRunner:
             # What a layer writes, it alone reads, in this step: all use the same memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
-        tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
-        types = batch.token_types
-        hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types)
+        graphs = self.graphs if self.graphs is not None and is_fused and self.graphs.takes(batch) else None
+        if graphs is not None:
+            hidden = graphs.forward(batch, cache, incoming)
+        else:
+            tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
+            types = batch.token_types
+            hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types)
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, None, None, (), pooled)
             return
         if self._sampler is None:
-            self._send(hidden)
+            # A graph's own is the next step's too, which may come before the tensor has left.
+            self._send(hidden if graphs is None else hidden.clone())
             self._clock.end()
             self._pending = _Forwarded(step, scheduled, batch, None, None, (), is_sent=True)
             return
-        sampled = hidden[batch.sample_rows]
-        largest = None if batch.rows else self.model.argmax_logits(sampled)
-        logits = self.model.compute_logits(sampled) if batch.rows else None
+        logits = largest = None
+        if batch.rows:
+            logits = self.model.compute_logits(hidden[batch.sample_rows])
+        elif graphs is not None:
+            largest = graphs.argmax(hidden, batch.sample_rows)
+        else:
+            largest = self.model.argmax_logits(hidden[batch.sample_rows])
         with torch_together():
             read_back = ReadBack()
             report = partial(self._report, read_back)

@@ -29,16 +29,30 @@ def warm_up_steps(
     and the others write into one of them.
     """
     pooled = None if pooling is None else taken_pooling(PoolingParams(), pooling)
-
-    def sequence(index: int, sampling: SamplingParams) -> ScheduledSequence:
-        length = 1 if index else num_keys
-        request = Request(RequestId(index), (0,) * length, sampling, stream=index, pooling=pooled)
-        blocks = [BlockId(number % num_blocks) for number in range(num_blocks_for(length, block_size))]
-        return ScheduledSequence(MirroredSequence(request, 0, [], blocks, length - 1, 1), 1, num_samples=1)
-
     ways = _WAYS if pooling is None else _WAYS[:1]
     counts = (num_tokens, min(num_tokens, len(_WAYS)))
-    return tuple(
-        tuple(sequence(index, ways[index] if index < len(ways) else _WAYS[0]) for index in range(count))
-        for count in counts
-    )
+
+    def sequence(index: int) -> ScheduledSequence:
+        sampling = ways[index] if index < len(ways) else _WAYS[0]
+        return _last_token(index, 1 if index else num_keys, sampling, pooled, block_size, num_blocks)
+
+    return tuple(tuple(map(sequence, range(count))) for count in counts)
+
+
+def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[ScheduledSequence, ...]:
+    """A step of so many sequences, each of one token and greedy."""
+    return tuple(_last_token(index, 1, _WAYS[0], None, block_size, num_blocks) for index in range(num_sequences))
+
+
+def _last_token(
+    index: int,
+    length: int,
+    sampling: SamplingParams,
+    pooling: PoolingParams | None,
+    block_size: int,
+    num_blocks: int,
+) -> ScheduledSequence:
+    """Of a sequence of `length` tokens that is computed but for it."""
+    request = Request(RequestId(index), (0,) * length, sampling, stream=index, pooling=pooling)
+    blocks = [BlockId(number % num_blocks) for number in range(num_blocks_for(length, block_size))]
+    return ScheduledSequence(MirroredSequence(request, 0, [], blocks, length - 1, 1), 1, num_samples=1)

@@ -5,14 +5,20 @@ Not the default on CUDA until a GPU has run them: docs/decisions.md.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
+from kv_cache.block import num_blocks_for
+from kv_cache.cache_engine import CacheEngine
+from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.attention.triton import HEAD_SIZES, TritonBackend
+from spmd_worker.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.row_grammar import BITS
 from spmd_worker.kernels.api import Kernels, QuantisedKernels
@@ -21,10 +27,13 @@ from spmd_worker.kernels.triton.kernels import TritonKernels
 from spmd_worker.kernels.triton.launching import is_interpreted
 from spmd_worker.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
 from spmd_worker.memory.device import is_on_any_rank
-from spmd_worker.runner.warm_up_steps import warm_up_steps
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.runner.step_graphs import CudaGraphs, StepGraph, StepGraphs
+from spmd_worker.runner.warm_up_steps import greedy_step, warm_up_steps
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.token_masks import TokenMasks
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.sleep import GoingToSleep
 from spmd_worker.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -39,6 +48,11 @@ class TritonWorker(Worker):
     """On CUDA; on the CPU where TRITON_INTERPRET=1 was set before Triton was imported, for tests."""
 
     keeps_state = True
+
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        super().__init__(resolved, environment)
+        self._graphs: StepGraphs | None = None
+        """What this worker's steps are launched by, once the cache is there."""
 
     def init_device(self) -> None:
         """See `Worker.init_device`. Ranks add up in their order, so that a row's answer depends on the row alone with
@@ -86,6 +100,98 @@ class TritonWorker(Worker):
             runner.sample()
         self._warm_up_masks()
         self._forget_expert_loads()
+        self._record_decoding()
+
+    def _record_decoding(self) -> None:
+        """The graphs of steps in which rows decode and no more, the largest first: smaller ones find its memory. Other
+        steps' are recorded when they are met.
+        """
+        if self._graphs is None:
+            return
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        runner = self._new_runner(self._cache_engine)
+        runner.graphs = self._graphs
+        most, block_size = self.config.scheduler.max_num_seqs, self.config.cache.block_size
+        counts = [size for size in self._graphs.sizes if size < most]
+        for number, count in enumerate((most, *reversed(counts))):
+            runner.forward(number, greedy_step(count, block_size, self._cache_engine.num_device_blocks))
+            runner.sample()
+
+    def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
+        """See `Worker.commit_sleep`. Graphs go: what wakes up is elsewhere in the device's memory."""
+        if self._graphs is not None:
+            self._graphs.forget()
+        return super().commit_sleep(staged)
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
+        """See `Worker.apply_model`."""
+        try:
+            return super().apply_model(function)
+        finally:
+            self._look_at_addresses()
+
+    def end_weight_update(self) -> None:
+        """See `Worker.end_weight_update`."""
+        super().end_weight_update()
+        self._look_at_addresses()
+
+    def reload_weights(self, folder: str | None = None) -> None:
+        """See `Worker.reload_weights`."""
+        super().reload_weights(folder)
+        self._look_at_addresses()
+
+    def get_model(self) -> nn.Module:
+        """See `Worker.get_model`. Who has it may put weights elsewhere."""
+        self._look_at_addresses()
+        return super().get_model()
+
+    def shutdown(self) -> None:
+        """See `Worker.shutdown`."""
+        self._graphs = None
+        super().shutdown()
+
+    def _look_at_addresses(self) -> None:
+        if self._graphs is not None:
+            self._graphs.look_at_addresses()
+
+    def _start_on(self, engine: CacheEngine, num_device_blocks: int) -> None:
+        super()._start_on(engine, num_device_blocks)
+        new_graph = self._new_graph() if self._can_record() else None
+        if new_graph is None:
+            return
+        assert isinstance(self._attention, TritonBackend), self._attention
+        assert self.groups is not None, "init_device comes first"
+        assert self._model is not None, "load_model comes first"
+        assert self.model_runner is not None, "just made"
+        scheduler, block_size, fast = self.config.scheduler, self.config.cache.block_size, self.groups.tensor.fast
+        most, max_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        max_blocks = num_blocks_for(self.max_model_len, block_size)
+        attention = TritonFixedAttention(most, max_seqs, max_blocks, block_size, self.device)
+        start_anew = fast.start_anew if isinstance(fast, PeerSums) else None
+        self._graphs = StepGraphs(self._model, attention, new_graph, most, max_seqs, start_anew)
+        self.model_runner.graphs = self._graphs
+
+    def _new_graph(self) -> Callable[[], StepGraph] | None:
+        """What makes graphs; None where kernels are interpreted, which is no device's work."""
+        return CudaGraphs() if self.device.type == "cuda" else None
+
+    def _can_record(self) -> bool:
+        """Whether steps launch the same, whatever is in them. Experts are called one by one, after their tokens were
+        counted; sums through NCCL may wait on the host; what pools is computed in large chunks, which keep a GPU busy.
+        """
+        if self.config.executor.enforce_eager or self.model_config.pooling is not None:
+            return False
+        has_experts = any(layer.experts is not None for layer in self.model_config.layers)
+        assert self.groups is not None, "init_device comes first"
+        tensor = self.groups.tensor
+        return not has_experts and (tensor.size == 1 or isinstance(tensor.fast, PeerSums))
+
+    def _measure(self) -> MemoryMeasurement:
+        """What graphs hold beside: the memory of the largest step that is recorded, at most as much as was measured."""
+        measurement = super()._measure()
+        if not self._can_record():
+            return measurement
+        return replace(measurement, activation_bytes=2 * measurement.activation_bytes)
 
     def _warm_up_masks(self) -> None:
         """What a form forbids: two greedy rows, one reported, so that shards and whole rows are met."""

@@ -181,6 +181,7 @@ def test_true_is_no_one_and_one_is_not_true():
         ({"worker_cls": Worker}, "executor", "worker_cls", "spmd_worker.worker.worker.Worker"),
         ({"worker_cls": "auto"}, "executor", "worker_cls", None),
         ({"worker_extension_cls": ""}, "executor", "worker_extension_cls", None),
+        ({"enforce_eager": True}, "executor", "enforce_eager", True),
         ({"num_gpu_blocks_override": 77}, "cache", "num_blocks", 77),
         ({"num_gpu_blocks_override": 77, "num_blocks": 77}, "cache", "num_blocks", 77),
         ({"distributed_timeout_seconds": 9}, "executor", "timeout_s", 9.0),
@@ -240,10 +241,11 @@ def test_what_is_without_effect_is_said_once_and_at_debug_level(caplog: pytest.L
     keywords._said.clear()
     with caplog.at_level(logging.DEBUG, logger="spmd_worker.compat.keywords"):
         for _ in range(3):
-            config(enforce_eager=True, max_seq_len_to_capture=8192, revision=None)
+            config(max_cudagraph_capture_size=64, max_seq_len_to_capture=8192, revision=None)
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
-    assert record.getMessage().startswith("LLM: enforce_eager=True is without effect here: there are no CUDA graphs")
+    words = "LLM: max_cudagraph_capture_size=64 is without effect here: CUDA graphs are recorded for sizes of our own"
+    assert record.getMessage().startswith(words)
 
 
 def test_engine_args_are_fields_that_can_be_listed_set_and_taken_apart():

@@ -130,7 +130,7 @@ _OF_ROWS = {
     "allowed": "*i32",
 }
 """What belongs to rows of logits."""
-_SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "window"), "i32")
+_SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "stride_key", "stride_value", "window"), "i32")
 _SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
 _COUNTS = {**dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32"), "first": "i64", "parts": "*i64"}
 _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
@@ -171,6 +171,10 @@ def _attention_variants(model: str, heads: int, kv_heads: int, size: int, elemen
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": size, "HALF": size // 2, "BLOCK": 16}
     options = row_kernels.LAUNCH | {"num_warps": 1}
     yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, strides)
+    types = _typed(row_kernels.write_rows, element)
+    constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
+    strides = ("stride_key", "stride_value", "stride_page")
+    yield Variant(f"write_rows {model}", row_kernels.write_rows, types, constants, options, strides)
 
 
 def draw_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -255,6 +259,7 @@ def main(capabilities: list[int]) -> None:
         "attend llama-8b",
         "join_partials llama-8b",
         "rotate_and_write llama-8b",
+        "write_rows llama-8b",
         *(each.name for each in draw_variants()),
         *(each.name for each in sum_variants()),
     )

@@ -50,6 +50,14 @@ def test_kernels_compile_for_sm_90_without_spills_pipelined_on_the_tensor_cores(
         assert any(word in each for each in wrong), (word, wrong)
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_steps_that_are_replayed_have_the_bits_of_steps_that_are_launched(tmp_path: Path):
+    found = run_alone("triton_graphs.py", cache=tmp_path, interpret=True)
+    assert len(found) == 13
+    assert [name for name, is_so in found.items() if not is_so] == []
+
+
 @pytest.mark.stress
 def test_the_whole_engine_interpreted_answers_as_the_cpu_does_and_a_rows_bits_are_its_own(tmp_path: Path):
     found = run_alone("triton_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)

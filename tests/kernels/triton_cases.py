@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from decoding_steps import decoding
 
-from spmd_worker.attention.triton import TritonBackend
+from spmd_worker.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.distributed.communicator import single_group
 from spmd_worker.kernels.api import Cuts
 from spmd_worker.kernels.reference import ReferenceKernels
@@ -234,6 +234,29 @@ def a_plan_that_is_taken_over_gives_the_same_bits() -> None:
     assert 2 < made.count(True) < 18, made
 
 
+def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
+    """Filled up, over the end of a segment, with a window and without; with room for all partial results, and for two,
+    where rows stay whole.
+    """
+    device, most = torch.get_default_device(), attention._MOST_FIXED_PARTIALS
+    num_heads, num_kv_heads, size = 4, 2, 16
+    num_joined = []
+    for room, window in ((most, 0), (most, 20), (2, 0)):
+        state, backend = BatchState(BLOCK, device), TritonBackend()
+        fixed = TritonFixedAttention(6, 4, 8, BLOCK, device)
+        cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
+        attention._MOST_FIXED_PARTIALS = room
+        for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 9):
+            metadata, queries = state.build(scheduled).attention, torch.randn(5, num_heads, size)
+            expected = TritonBackend().attend(queries[:3], cache, metadata, size**-0.5, window)
+            found = backend.attend(queries, cache, fixed.fill(metadata, 5), size**-0.5, window)
+            assert torch.equal(found[:3], expected), (room, window)
+        (plan,) = fixed._plans.values()
+        num_joined.append(int(plan.num_joins))
+    attention._MOST_FIXED_PARTIALS = most
+    assert num_joined == [3, 3, 0]
+
+
 def control_other_cuts_give_other_bits() -> None:
     step = Step([70], (3, 1, 16), torch.float32)
     (one,) = step.attend([(0, 69, 70)])
@@ -306,6 +329,10 @@ def queries_and_keys_are_turned_and_written_as_the_reference_does() -> None:
                 expected[slot // BLOCK, 1, :, slot % BLOCK] = v[row]
         rows.rotate_and_write(projected, cos, sin, cache, slots, num_heads)
         assert torch.equal(projected[:, : num_heads * size], turned.flatten(1))
+        assert torch.equal(cache, expected)
+        # Those that are not turned, or are turned before; keys in one piece, values among others.
+        cache.zero_()
+        rows.write_rows(keys, v, cache, slots)
         assert torch.equal(cache, expected)
 
 
@@ -502,6 +529,26 @@ def ranks_gather_and_are_told_in_pieces_too() -> None:
         assert all(torch.equal(each, values[1]) for each in found)
 
 
+def what_is_launched_again_finds_both_halves_free() -> None:
+    """Sums in a graph are in the halves that they were in when it was recorded, however many there were before."""
+    parts = parts_of(2, (40,), torch.float32)
+    peers = Peers(2, 512)
+
+    def sum_twice(sums: PeerSums, rank: int) -> torch.Tensor:
+        turns = []
+        for num_sums in (1, 2):
+            for _ in range(num_sums):
+                total = sums.all_reduce(parts[rank].clone())
+            sums.start_anew()
+            turns.append(sums._turn)
+        assert turns == [0, 0]
+        return total
+
+    assert all(torch.equal(each, summed(parts)) for each in peers.on_each(sum_twice))
+    # A meeting for each sum, and one where all start anew: nobody reads any more what is written next.
+    assert peers.num_meetings == 2 * (3 + 2)
+
+
 def control_a_rank_that_does_not_wait_adds_up_what_is_not_there() -> None:
     parts = parts_of(2, (40,), torch.float32)
     peers = Peers(2, 512)
@@ -518,6 +565,7 @@ CASES: tuple[Callable[[], None], ...] = (
     only_the_lone_query_of_a_sequence_is_split,
     items_are_all_the_work_there_is,
     a_plan_that_is_taken_over_gives_the_same_bits,
+    a_plan_in_tensors_that_stay_gives_the_same_bits,
     control_other_cuts_give_other_bits,
     control_a_key_too_many_is_found,
     matmuls_are_right,
@@ -532,6 +580,7 @@ CASES: tuple[Callable[[], None], ...] = (
     ranks_add_up_in_their_order_in_one_round_in_two_and_in_pieces,
     a_sum_and_the_norm_behind_it_are_the_two_one_after_the_other,
     ranks_gather_and_are_told_in_pieces_too,
+    what_is_launched_again_finds_both_halves_free,
     control_a_rank_that_does_not_wait_adds_up_what_is_not_there,
 )
 

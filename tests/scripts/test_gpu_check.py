@@ -12,6 +12,7 @@ from ranks import REPOSITORY
 from waiting import LIMIT_S
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_check.sh"
+BENCHMARKS = ("benchmark tiny", "benchmark tiny, triton", "benchmark tiny, eager triton")
 # Stands for an interpreter: notes what it is asked for.
 FAKE_PYTHON = '#!/bin/sh\necho "$@" >>"$NOTES"\necho "path $PYTHONPATH" >>"$NOTES"\n'
 
@@ -155,7 +156,7 @@ def test_a_part_whose_packages_are_missing_is_named_and_the_check_is_not_ok(tmp_
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformers" else name)
     # Of a part that is not there a JSON object says nothing, so these do.
     said = {"tests": ["3 passed in 1s"], "kernels": {"right": ""}}
-    said |= {key: {"error_rows": 0, "output_tokens": 6} for key in ("benchmark tiny", "benchmark tiny, triton")}
+    said |= {key: {"error_rows": 0, "output_tokens": 6} for key in BENCHMARKS}
     monkeypatch.setattr(
         check,
         "run",
@@ -167,13 +168,13 @@ def test_a_part_whose_packages_are_missing_is_named_and_the_check_is_not_ok(tmp_
     assert check.main() == 1
     out, err = capsys.readouterr()
     report = json.loads(out.splitlines()[-1])
-    assert ran == ["probe", "kernels", "benchmark tiny", "benchmark tiny, triton"]
+    assert ran == ["probe", "kernels", *BENCHMARKS]
     assert (report["failed"], report["is_ok"]) == ([], False)
     assert report["not_run"] == {key: ["transformers"] for key in ("tests", "compare", "compare, triton")}
     assert "gpu_check: compare does not run without transformers" in err
     monkeypatch.setattr(check, "find_spec", lambda name: name)
     assert check.main() == 0
-    assert len(ran) == 4 + 7
+    assert len(ran) == 5 + 8
 
 
 @pytest.mark.matrix

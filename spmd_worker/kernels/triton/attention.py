@@ -22,6 +22,8 @@ _ALL_KEYS = 2**30
 _HOPPER, _BLACKWELL, _SMALL_HEAD = (9, 0), 10, 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _REDUCED_BYTES = 512
+_MOST_FIXED_PARTIALS, _MOST_FIXED_BYTES = 4096, 1 << 25
+"""Partial results that a fixed plan has room for, and what they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,54 @@ def plan_attention(
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
         partial_masses=torch.empty(num_rows, dtype=torch.float32, device=device),
     )
+
+
+def fixed_plan(
+    num_tokens: int, starts: Tensor, lengths: Tensor, tables: Tensor, num_heads: int, head_size: int
+) -> PlannedAttention:
+    """A plan of no work, for `fill_plan`: its tensors are those of every step of at most `num_tokens` tokens and of as
+    many sequences as `lengths` [S] has. `starts` [S + 1], `lengths` and `tables` [S, B] are int32.
+    """
+    device, num_sequences = lengths.device, len(lengths)
+    num_partials = max(1, min(_MOST_FIXED_PARTIALS, _MOST_FIXED_BYTES // (num_heads * head_size * 4)))
+    num_rows = num_partials * num_heads
+    return PlannedAttention(
+        items=torch.zeros((num_tokens + num_partials, 6), dtype=torch.int32, device=device),
+        num_items=torch.zeros(1, dtype=torch.int32, device=device),
+        joins=torch.zeros((num_sequences, 3), dtype=torch.int32, device=device),
+        num_joins=torch.zeros(1, dtype=torch.int32, device=device),
+        starts=starts,
+        lengths=lengths,
+        tables=tables,
+        partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
+        partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
+        partial_masses=torch.empty(num_rows, dtype=torch.float32, device=device),
+    )
+
+
+def fill_plan(
+    plan: PlannedAttention,
+    query_starts: Sequence[int],
+    lengths: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    window: int = 0,
+) -> None:
+    """Make a fixed plan a step's, whose starts and lengths stand in it already. Where there is no room for so many
+    partial results, queries stay whole, with the same bits: there are enough of them then to keep a device busy.
+    """
+    group, num_sequences = num_heads // num_kv_heads, len(lengths)
+    room = len(plan.partial_tops) // num_heads
+    counts = count_items(query_starts, lengths, group, window)
+    splits = counts.num_partials <= room
+    if not splits:
+        counts = count_items(query_starts, lengths, group, window, splits=False)
+    starts, ends = plan.starts[: num_sequences + 1], plan.lengths[:num_sequences]
+    items, joins = make_items(starts, ends, counts, group, window, splits=splits)
+    plan.items[: counts.num_items] = items
+    plan.joins[: counts.num_joins] = joins
+    plan.num_items.fill_(counts.num_items)
+    plan.num_joins.fill_(counts.num_joins)
 
 
 def attend(

@@ -74,6 +74,12 @@ class PeerSums:
         assert all(len(view) >= 2 * self._half_bytes for view in memory.views), self._half_bytes
         self._turn = 0
 
+    def start_anew(self) -> None:
+        """What follows is the same whatever was exchanged before: around what is recorded once and launched again."""
+        # Nobody reads either half any more once all have come here.
+        self._memory.meet()
+        self._turn = 0
+
     def takes(self, tensor: Tensor) -> bool:
         """See `Collectives.takes`."""
         return tensor.dtype in _DTYPES and tensor.device == self._memory.addresses.device

@@ -84,3 +84,23 @@ def rotate_and_write(
             place = (slot // BLOCK).to(tl.int64) * stride_page + plane * (BLOCK * D) + (slot % BLOCK) * D
             tl.store(cache + place + i, first, mask=inside)
             tl.store(cache + place + half + i, second, mask=inside)
+
+
+@triton.jit
+def write_rows(
+    key, value, cache, slots, stride_key, stride_value, stride_page,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a token and head of keys and values [T, KV_HEADS, D], which go into the cache as they are. Tokens lie
+    `stride_key` and `stride_value` elements apart; DP: D to a power of two; the rest as of `rotate_and_write`.
+    """
+    token, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, DP)
+    inside = d < D
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        place = (slot // BLOCK).to(tl.int64) * stride_page + head * (BLOCK * D) + (slot % BLOCK) * D
+        k = tl.load(key + token.to(tl.int64) * stride_key + head * D + d, mask=inside)
+        v = tl.load(value + token.to(tl.int64) * stride_value + head * D + d, mask=inside)
+        tl.store(cache + place + d, k, mask=inside)
+        tl.store(cache + place + KV_HEADS * BLOCK * D + d, v, mask=inside)

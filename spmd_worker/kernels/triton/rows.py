@@ -71,3 +71,21 @@ def rotate_and_write(
         num_warps=1,
         **row_kernels.LAUNCH,
     )
+
+
+def write_rows(key: Tensor, value: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
+    """Keys and values [T, Hkv, D], the rest as of `rotate_and_write`: see `row_kernels.write_rows`."""
+    _, _, num_kv_heads, block_size, head_size = layer_cache.shape
+    if not len(key):
+        return
+    # A token's heads side by side; tokens may lie apart.
+    key, value = (each if each.stride()[1:] == (head_size, 1) else each.contiguous() for each in (key, value))
+    row_kernels.write_rows[(len(key), num_kv_heads)](
+        *(key, value, layer_cache, slots, key.stride(0), value.stride(0), layer_cache.stride(0)),
+        KV_HEADS=num_kv_heads,
+        D=head_size,
+        DP=power_of_two(head_size),
+        BLOCK=block_size,
+        num_warps=1,
+        **row_kernels.LAUNCH,
+    )
