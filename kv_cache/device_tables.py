@@ -100,6 +100,17 @@ class DeviceTables(ABC):
         table.apply(change)
         return change
 
+    def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
+        """`extend` by one token behind `num_tokens` that fill the table's blocks, with less to look at: what is shared
+        of them is not written to. Returns the block that is new.
+        """
+        assert num_tokens == len(table.block_ids) * self._block_size, (
+            f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
+        )
+        (block_id,) = self._take(1)
+        table.block_ids.append(block_id)
+        return block_id
+
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks. Takes no block; the first of the two to write to one pays for it.
 

@@ -51,6 +51,13 @@ class ResolvedRun:
         return int(_decides_ahead(self.config, self.model_config, self.device_type))
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that may be decided before what the oldest of them samples is applied: one for each stage of the
+        pipeline, and with one stage those that are decided ahead.
+        """
+        return self.layout.pipeline_parallel_size + self.num_steps_ahead
+
+    @property
     def model_folder(self) -> Path:
         """The Hugging Face model folder."""
         return self.location.folder

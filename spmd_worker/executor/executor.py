@@ -188,10 +188,8 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be in flight at once: one for each stage of the pipeline, and with one stage those that are
-        decided ahead.
-        """
-        return self.config.parallel.pipeline_parallel_size + self.resolved.num_steps_ahead
+        """Steps that may be in flight at once: see `ResolvedRun.num_in_flight`."""
+        return self.resolved.num_in_flight
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class WorkerTasks:
         if method == "init_worker":
             resolved = args[0][self._wrapper.rpc_rank]["resolved"]
             self._output_rank = output_rank(resolved.layout)
-            self._decoder = Decoder(resolved.layout.pipeline_parallel_size + resolved.num_steps_ahead)
+            self._decoder = Decoder(resolved.num_in_flight)
         getattr(self._wrapper, method)(*args)
 
     def _step(self, payload: bytes) -> StepResult:

@@ -47,13 +47,15 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A step's, on the host and on the device: `firsts` and `query_starts` are the host's. Int64: `slots` [S],
-    `row_of_token`, `positions`, `rope_regimes` [T], `sample_rows` [R]; int32: `starts` [S + 1], `lengths` [S].
+    """A step's, on the host and on the device. The host's: `context_lengths`, `query_starts`, and `width`, the blocks
+    of the longest table. Int64: `slots` [S], `row_of_token`, `positions`, `rope_regimes` [T], `sample_rows` [R]; int32:
+    `starts` [S + 1], `lengths` [S].
     """
 
     scheduled: Sequence[ScheduledSequence]
     sequences: list[MirroredSequence]
-    firsts: list[int]
+    context_lengths: list[int]
+    width: int
     is_decode: bool
     own_slots: list[_Slot]
     query_starts: tuple[int, ...]
@@ -65,10 +67,16 @@ class _Layout:
     starts: Tensor
     lengths: Tensor
 
-    def one_further(self, scheduled: Sequence[ScheduledSequence], firsts: list[int]) -> "_Layout":
+    def one_further(self, scheduled: Sequence[ScheduledSequence], context_lengths: list[int], width: int) -> "_Layout":
         """Of a step in which every sequence has gone on by its one token."""
-        positions, lengths = self.positions + 1, self.lengths + 1
-        return replace(self, scheduled=scheduled, firsts=firsts, positions=positions, lengths=lengths)
+        return replace(
+            self,
+            scheduled=scheduled,
+            context_lengths=context_lengths,
+            width=width,
+            positions=self.positions + 1,
+            lengths=self.lengths + 1,
+        )
 
 
 class BatchState:
@@ -97,26 +105,29 @@ class BatchState:
             sequences = [each.sequence for each in scheduled]
             is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
         firsts = [sequence.num_computed_tokens for sequence in sequences]
-        width = max([len(sequence.block_ids) for sequence in sequences])
-        self._make_room(len(sequences), width)
         if layout is not None and is_decode and _goes_on(layout, sequences, firsts):
+            grown = _grown(sequences, layout.own_slots)
+            width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
+            self._make_room(len(sequences), width)
             last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
-            ids, places, blocks = self._send(last_ids, *self._new_blocks(sequences, layout.own_slots))
-            layout = layout.one_further(scheduled, firsts)
+            ids, places, blocks = self._send(last_ids, *self._new_blocks(grown))
+            layout = layout.one_further(scheduled, [first + 1 for first in firsts], width)
         else:
+            width = max([len(sequence.block_ids) for sequence in sequences])
+            self._make_room(len(sequences), width)
             slots = self._take_slots(sequences)
             ids, places, blocks, *numbers = self._send(
-                token_ids(scheduled), *self._new_blocks(sequences, slots), *_numbers(scheduled, slots)
+                token_ids(scheduled), *self._new_blocks(_grown(sequences, slots)), *_numbers(scheduled, slots)
             )
-            layout = _laid_out(scheduled, sequences, firsts, is_decode, slots, numbers)
+            lengths = [first + each.num_scheduled_tokens for first, each in zip(firsts, scheduled)]
+            layout = _laid_out(scheduled, sequences, lengths, width, is_decode, slots, numbers)
         self._layout = layout
         if len(places):
             self._tables.view(-1)[places.long()] = blocks
         tables = self._tables[:, :width].index_select(0, layout.slots)
-        lengths = tuple([first + each.num_scheduled_tokens for first, each in zip(firsts, scheduled)])
         attention = AttentionMetadata(
             query_starts=layout.query_starts,
-            context_lengths=lengths,
+            context_lengths=tuple(layout.context_lengths),
             block_tables=tables,
             token_blocks=tables[layout.row_of_token, layout.positions // self._block_size].long(),
             token_offsets=layout.positions % self._block_size,
@@ -175,19 +186,15 @@ class BatchState:
                 kept[sequence] = slot
         return [kept[sequence] for sequence in sequences]
 
-    def _new_blocks(
-        self, sequences: list[MirroredSequence], slots: list[_Slot]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _new_blocks(self, grown: list[tuple[MirroredSequence, _Slot]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """What the device does not have yet: places in the tables, and the blocks that stand there now. A table that is
         not only added to is another list (`mirror.py`).
         """
         width = self._tables.shape[1]
         places: list[int] = []
         blocks: list[BlockId] = []
-        tables = [sequence.block_ids for sequence in sequences]
-        for table, slot in zip(tables, slots):
-            if table is slot.table and len(table) == slot.num_known:
-                continue
+        for sequence, slot in grown:
+            table = sequence.block_ids
             known = slot.num_known if slot.table is table else 0
             assert known <= len(table), (known, len(table))
             places += range(slot.index * width + known, slot.index * width + len(table))
@@ -210,7 +217,16 @@ class BatchState:
 
 def _goes_on(layout: _Layout, sequences: list[MirroredSequence], firsts: list[int]) -> bool:
     """Whether a step that decodes takes the one laid out, which did, one token further."""
-    return layout.is_decode and layout.sequences == sequences and [first + 1 for first in layout.firsts] == firsts
+    return layout.is_decode and layout.sequences == sequences and layout.context_lengths == firsts
+
+
+def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[MirroredSequence, _Slot]]:
+    """Of whose tables the device has not all."""
+    return [
+        (sequence, slot)
+        for sequence, slot in zip(sequences, slots)
+        if len(sequence.block_ids) != slot.num_known or sequence.block_ids is not slot.table
+    ]
 
 
 def _numbers(scheduled: Sequence[ScheduledSequence], slots: list[_Slot]) -> list[NDArray[np.int64]]:
@@ -232,7 +248,8 @@ def _numbers(scheduled: Sequence[ScheduledSequence], slots: list[_Slot]) -> list
 def _laid_out(
     scheduled: Sequence[ScheduledSequence],
     sequences: list[MirroredSequence],
-    firsts: list[int],
+    context_lengths: list[int],
+    width: int,
     is_decode: bool,
     own_slots: list[_Slot],
     numbers: list[Tensor],
@@ -244,7 +261,8 @@ def _laid_out(
     return _Layout(
         scheduled=scheduled,
         sequences=sequences,
-        firsts=firsts,
+        context_lengths=context_lengths,
+        width=width,
         is_decode=is_decode,
         own_slots=own_slots,
         query_starts=(0, *accumulate(each.num_scheduled_tokens for each in scheduled)),

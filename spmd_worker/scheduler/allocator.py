@@ -114,6 +114,15 @@ class Allocator:
         self._name_full_blocks(sequence, num_written_tokens=first)
         return change
 
+    def begin_block(self, sequence: Sequence) -> BlockId:
+        """`extend` by one token, of a sequence whose blocks are full: the block that it begins."""
+        first = sequence.num_computed_tokens
+        block_id = self._cache.begin_block(sequence.table, first)
+        sequence.shares_tail = False
+        sequence.num_computed_tokens = first + 1
+        self._name_full_blocks(sequence, num_written_tokens=first)
+        return block_id
+
     def preempt(self, sequence: Sequence, group: SequenceGroup) -> None:
         """A running sequence is preempted: to the host if that is cheaper and has room, else its blocks are lost."""
         self._counters.num_preemptions += 1

@@ -180,6 +180,11 @@ class Planner:
                 sequence.num_computed_tokens += 1
                 budget.num_tokens -= 1
                 decisions.continuing.append(sequence)
+            elif is_decode and self._has_full_blocks(sequence):
+                if self._finds_room(sequence, 1, budget):
+                    decisions.blocks.append((len(decisions.continuing), self._allocator.begin_block(sequence)))
+                    budget.num_tokens -= 1
+                    decisions.continuing.append(sequence)
             elif num_tokens:
                 self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
             elif allows_ahead and num_outputs < sequence.num_outputs_ahead:
@@ -192,12 +197,16 @@ class Planner:
 
     def _go_ahead(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
         """The token that is being sampled is the first of a block."""
-        num_blocks = sequence.table.num_blocks
-        change = self._allocator.extend(sequence, 1)
+        decisions.ahead_blocks.append((len(decisions.ahead), self._allocator.begin_block(sequence)))
         budget.spend(1)
-        assert change.first_index == num_blocks, (sequence.key, change)
-        decisions.ahead_blocks.extend((len(decisions.ahead), block_id) for block_id in change.block_ids)
         decisions.ahead.append(sequence)
+
+    def _has_full_blocks(self, sequence: Sequence) -> bool:
+        """Whether its next token is the first of a block that nobody has yet, and no more is to be thought of: most of
+        the blocks that are taken are taken so.
+        """
+        num_full = len(sequence.table.block_ids) * self._cache.block_size
+        return sequence.num_computed_tokens == num_full and not sequence.begins_form
 
     def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
         """Who computes just what it was given continues, if its table only grows; a copied block needs a delta."""

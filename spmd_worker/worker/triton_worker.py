@@ -7,7 +7,7 @@ Not the default on CUDA until a GPU has run them: docs/decisions.md.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_PEER_BYTES: Final = 1 << 26
 """A sum of more is cut into pieces."""
+_Made = TypeVar("_Made")
 _WAY_OUT = "leave executor.worker_cls at null"
 _KEY = "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker"
 
@@ -71,15 +72,11 @@ class TritonWorker(Worker):
         assert tensor.group is not None, tensor
         most = self.config.scheduler.max_num_batched_tokens * self.model_config.hidden_size * 4
         room_bytes = min(most, _MOST_PEER_BYTES)
-        memory, reason = None, ""
-        try:
-            memory = SymmetricMemory(tensor.group, 2 * half_bytes(room_bytes, tensor.size), self.device)
-        except Exception as error:  # whatever torch says of GPUs that cannot: others may be able to
-            reason = f"{type(error).__name__}: {error}"
-        if is_on_any_rank(control, memory is None) or memory is None:
-            logger.warning("GPUs do not see each other's memory: sums go through NCCL (%s)", reason or "another rank")
-            return None
-        return PeerSums(memory, tensor.rank, room_bytes)
+        num_bytes = 2 * half_bytes(room_bytes, tensor.size)
+        own = _on_all_ranks(control, lambda: SymmetricMemory.allocate(num_bytes, self.device))
+        group = tensor.group
+        memory = None if own is None else _on_all_ranks(control, lambda: SymmetricMemory(group, own))
+        return None if memory is None else PeerSums(memory, tensor.rank, room_bytes)
 
     def compile_or_warm_up_model(self) -> None:
         """See `WorkerBase.compile_or_warm_up_model`. Compiles every kernel that a later step can launch, in each form
@@ -252,3 +249,16 @@ class TritonWorker(Worker):
                 f"{_KEY} needs {needed:,} bytes of shared memory a block for heads of {largest} in "
                 f"{self.resolved.dtype}, and {torch.cuda.get_device_name(self.device)} has {there:,}: {_WAY_OUT}"
             )
+
+
+def _on_all_ranks(control: GroupHandle, call: Callable[[], _Made]) -> _Made | None:
+    """What `call` makes; None, on every rank, where it fails on any."""
+    made, reason = None, "another rank"
+    try:
+        made = call()
+    except Exception as error:  # whatever torch says of GPUs that cannot: others may be able to
+        reason = f"{type(error).__name__}: {error}"
+    if is_on_any_rank(control, made is None):
+        logger.warning("GPUs do not see each other's memory: sums go through NCCL (%s)", reason)
+        return None
+    return made

@@ -144,7 +144,15 @@ OPTIONAL = {
     "llguidance": ("spmd_worker.grammar.forms",),
     "triton": tuple(
         f"spmd_worker.kernels.triton.{name}"
-        for name in ("attention_kernels", "draw_kernels", "matmul_kernels", "row_kernels", "sum_kernels", "launching")
+        for name in (
+            "attention_kernels",
+            "draw_kernels",
+            "matmul_kernels",
+            "norm_kernels",
+            "row_kernels",
+            "sum_kernels",
+            "launching",
+        )
     ),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }

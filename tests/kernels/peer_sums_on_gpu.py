@@ -20,7 +20,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    sums = PeerSums(SymmetricMemory(dist.group.WORLD, 2 * half_bytes(ROOM_BYTES, size), device), rank, ROOM_BYTES)
+    own = SymmetricMemory.allocate(2 * half_bytes(ROOM_BYTES, size), device)
+    sums = PeerSums(SymmetricMemory(dist.group.WORLD, own), rank, ROOM_BYTES)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for num_rows in (1, 3, 64, 700):
             torch.manual_seed(num_rows)

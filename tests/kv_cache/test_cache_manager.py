@@ -25,6 +25,22 @@ def test_a_table_grows_by_the_blocks_its_tokens_need():
     assert manager.take_block_ops().is_empty
 
 
+def test_a_block_behind_full_ones_is_what_extending_by_its_first_token_gives():
+    found = []
+    for begins in (True, False):
+        manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
+        manager.extend(table, 0, 8)
+        manager.name_blocks(table, hash_blocks(root_hash(), range(8), 4), 0, 8)
+        # Full blocks may be another's too: they are not written to.
+        other = manager.fork(table)
+        block_ids = (manager.begin_block(table, 8),) if begins else manager.extend(table, 8, 9).block_ids
+        manager.check_integrity([table, other])
+        found.append((block_ids, table.block_ids, other.block_ids, free_ids(manager), manager.take_block_ops()))
+    assert found[0] == found[1]
+    with pytest.raises(AssertionError, match="11 tokens do not fill the 3 blocks"):
+        manager.begin_block(table, 11)
+
+
 def test_a_released_table_without_names_is_used_again_before_untouched_blocks():
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(table, 0, 12)

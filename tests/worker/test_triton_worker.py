@@ -15,6 +15,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.groups import ParallelGroups
 from spmd_worker.errors import ConfigError
 from spmd_worker.resolved import resolve_run
+from spmd_worker.worker import triton_worker as triton_worker_module
 from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.triton_worker import TritonWorker
 from spmd_worker.worker.worker import Worker
@@ -93,3 +94,33 @@ def test_ranks_add_up_in_their_order_and_say_so(monkeypatch: pytest.MonkeyPatch)
         found.append((worker.groups.tensor.adds_in_order, "sums in the order of ranks" in worker.get_arithmetic()))
     # A group of one adds up nothing. Control: another worker leaves its sums to NCCL.
     assert found == [(True, True), (True, False), (False, False)]
+
+
+@pytest.mark.parametrize("failing", ["allocate", "exchange", "neither"])
+def test_a_rank_that_finds_no_memory_keeps_no_other_in_the_exchange(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+):
+    """Another rank fails where this one does not: nothing is exchanged before all have allocated."""
+    asked: list[str] = []
+
+    class Memory:
+        def __init__(self, group: object, own: torch.Tensor) -> None:
+            asked.append("exchange")
+            self.views = [own]
+
+        @staticmethod
+        def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+            asked.append("allocate")
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def is_on_any_rank(control: GroupHandle, flag: bool) -> bool:
+        return flag or asked[-1] == failing
+
+    monkeypatch.setattr(triton_worker_module, "SymmetricMemory", Memory)
+    monkeypatch.setattr(triton_worker_module, "is_on_any_rank", is_on_any_rank)
+    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype="float32")
+    worker = TritonWorker(resolve_run(RunConfig(model=model, device="cpu"), "cpu"), RankEnvironment(world_size=1))
+    sums = worker._peer_sums(GroupHandle(ranks=(0,), rank=0, group=object()), single_group())
+    assert (sums is not None) == (failing == "neither")
+    assert asked == (["allocate"] if failing == "allocate" else ["allocate", "exchange"])
+    assert ("sums go through NCCL (another rank)" in caplog.text) == (failing != "neither")

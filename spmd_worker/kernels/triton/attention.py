@@ -123,11 +123,13 @@ def have_same_segments(before: Sequence[int], lengths: Sequence[int], window: in
     """Whether queries, each the only one of its sequence, at the end of `lengths` keys see the segments that those did
     that were at the end of `before`.
     """
-    pairs = [np.array(before), np.array(lengths)]
-    if len(pairs[0]) != len(pairs[1]):
+    if len(before) != len(lengths):
         return False
-    own, other = (np.stack((-(-each // attention_kernels.SEGMENT), _first_segment(each - 1, window))) for each in pairs)
-    return bool((own == other).all())
+    own, other = np.array(lengths), np.array(before)
+    segment = attention_kernels.SEGMENT
+    if not ((own - 1) // segment == (other - 1) // segment).all():
+        return False
+    return not window or bool((_first_segment(own - 1, window) == _first_segment(other - 1, window)).all())
 
 
 def plan_attention(

@@ -43,18 +43,25 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """torch's, allocated and exchanged once, before any graph is captured. Every rank of the group makes one. Raises
-    RuntimeError where the GPUs cannot see each other's memory.
+    """torch's, exchanged once, before any graph is recorded. Every rank of the group makes one, of what each has
+    allocated: in the exchange a rank that has none would be waited for. Raises RuntimeError where the GPUs cannot see
+    each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Tensor) -> None:
         from torch.distributed import _symmetric_memory
 
-        own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         self._handle: Any = _symmetric_memory.rendezvous(own, group)
-        size = group.size()
-        self.views = [self._handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(size)]
-        self.addresses = torch.tensor([view.data_ptr() for view in self.views], dtype=torch.int64).to(device)
+        shape = (len(own),)
+        self.views = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in range(group.size())]
+        self.addresses = torch.tensor([view.data_ptr() for view in self.views], dtype=torch.int64).to(own.device)
+
+    @staticmethod
+    def allocate(num_bytes: int, device: torch.device) -> Tensor:
+        """This rank's own: uint8 [num_bytes]. No other rank takes part. Raises RuntimeError where there is none."""
+        from torch.distributed import _symmetric_memory
+
+        return _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def meet(self) -> None:
         """See `PeerMemory.meet`: in the order of the stream, the host waits for nothing."""

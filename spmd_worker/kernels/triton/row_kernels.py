@@ -8,6 +8,8 @@ inside.
 import triton
 import triton.language as tl
 
+from spmd_worker.kernels.triton.norm_kernels import store_normed
+
 LAUNCH = {"enable_fp_fusion": False}
 
 
@@ -27,10 +29,7 @@ def add_rms_norm(x, residual, weight, out, H, eps, BH: tl.constexpr, ADDS: tl.co
         rounded = value.to(x.dtype.element_ty)
         tl.store(residual + row + h, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
-    normed = (value * scale).to(x.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + h, scaled.to(out.dtype.element_ty), mask=inside)
+    store_normed(value, weight, out + row, h, inside, H, eps)
 
 
 @triton.jit

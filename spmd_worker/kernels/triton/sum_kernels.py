@@ -7,6 +7,8 @@ and rounded once, whichever rank does it and however many numbers there are.
 import triton
 import triton.language as tl
 
+from spmd_worker.kernels.triton.norm_kernels import store_normed
+
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 BLOCK = 1024
 """Numbers a program: wide enough for loads of 16 bytes a thread."""
@@ -42,8 +44,4 @@ def add_parts_and_norm(
     value += tl.load(residual + row + h, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(out.dtype.element_ty)
     tl.store(residual + row + h, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
-    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + h, scaled.to(out.dtype.element_ty), mask=inside)
+    store_normed(rounded.to(tl.float32), weight, out + row, h, inside, H, eps)
