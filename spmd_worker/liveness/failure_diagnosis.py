@@ -100,7 +100,7 @@ def diagnose(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | No
     orphaned = _first(statuses, FailureKind.ORPHANED)
     if orphaned is not None:
         return Diagnosis((orphaned[0],), orphaned[1].text)
-    gone = [each for each in statuses if each.is_gone and not _explains_its_end(each.failure)]
+    gone = [each for each in statuses if each.is_gone and each.failure is None]
     if gone:
         return Diagnosis(_ranks(gone), f"{_are(gone)} gone: {_last_seen(gone[0])}; {_WITHOUT_AN_ERROR}")
     return _diagnose_quiet(statuses, elapsed_s) if elapsed_s >= STALL_S else None
@@ -110,7 +110,7 @@ _WITHOUT_AN_ERROR: Final = "the process ended without reporting an error, as one
 
 
 def _diagnose_quiet(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
-    silent = [each for each in statuses if each.is_silent and not _explains_its_end(each.failure)]
+    silent = [each for each in statuses if each.is_silent and not (each.is_gone or _explains_its_end(each.failure))]
     if silent:
         return Diagnosis(_ranks(silent), f"{_are(silent)} silent: {_last_seen(silent[0])}", is_silence=True)
     stalled = [each for each in statuses if each.failure and each.failure.kind is FailureKind.STALLED]
@@ -126,6 +126,11 @@ def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatu
     if unknown:
         text = f"{_are(unknown)} silent: no heartbeat since the start"
         return Diagnosis(_ranks(unknown), text, is_silence=True)
+    signalled = [each for each in statuses if _is_signalled(each)]
+    gone = [each for each in signalled if each.is_gone]
+    if gone:
+        # It stayed as long as a signalled rank does. Since it went, others have lost it, and the launcher ends them.
+        return _diagnose_signalled(gone)
     secondary = _first(statuses, FailureKind.SECONDARY)
     ended = [each for each in statuses if _has_left(each)]
     if ended and (stalled or secondary is not None):
@@ -137,13 +142,22 @@ def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatu
         return _diagnose_stalled(stalled, "waiting for another rank, or for each other")
     if secondary is not None:
         return Diagnosis((secondary[0],), secondary[1].text)
-    signalled = [each for each in statuses if each.failure and each.failure.kind is FailureKind.SIGNALLED]
     if not signalled:
         return None
-    name = _signal_of(signalled[0].failure)
     running = [each for each in statuses if each.last_heartbeat and not each.last_heartbeat.has_ended]
     if len(signalled) == len(running):
+        name = _signal_of(signalled[0].failure)
         return Diagnosis(_ranks(signalled), f"every rank received {name}: the launcher or the machine ended the job")
+    return _diagnose_signalled(signalled)
+
+
+def _is_signalled(status: RankStatus) -> bool:
+    return status.failure is not None and status.failure.kind is FailureKind.SIGNALLED
+
+
+def _diagnose_signalled(signalled: list[RankStatus]) -> Diagnosis:
+    """By something else than the job's launcher."""
+    name = _signal_of(signalled[0].failure)
     return Diagnosis(_ranks(signalled), f"{_names(signalled)} received {name} from outside the job")
 
 
@@ -210,7 +224,7 @@ def _remark(status: RankStatus, last_heartbeat: RankHeartbeat) -> str:
             last_heartbeat.failure.text.removeprefix(own) if is_of_itself else f"leaves: {last_heartbeat.failure.text}"
         )
     if status.is_gone:
-        return "gone"
+        return f"received {_signal_of(status.failure)}, gone" if _is_signalled(status) else "gone"
     if last_heartbeat.has_ended:
         return "has ended"
     if status.is_silent:

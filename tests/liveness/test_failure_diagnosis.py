@@ -114,13 +114,29 @@ CAUSES = {
     ),
     "nobody but effects": ([SECONDARY, well(1)], (0,), SECONDARY.failure.text),
     "a signal to one": ([well(0), SIGNALLED], (1,), "rank 1 received SIGTERM from outside the job"),
+    "a signal to one, which has ended by it": (
+        # Others have lost it, and the launcher has signalled one of them.
+        [SECONDARY, replace(SIGNALLED, is_gone=True), replace(SIGNALLED, rank=2)],
+        (1,),
+        "rank 1 received SIGTERM from outside the job",
+    ),
+    "a signal to one, which ended by it long ago": (
+        [well(0), replace(SIGNALLED, is_gone=True, heard_ago_s=4.0)],
+        (1,),
+        "rank 1 received SIGTERM from outside the job",
+    ),
+    "a signal to one that is stopped": (
+        [well(0), replace(SIGNALLED, heard_ago_s=4.0)],
+        (1,),
+        "rank 1 is silent",
+    ),
     "a signal to all": (
         [replace(SIGNALLED, rank=0), SIGNALLED],
         (0, 1),
         "every rank received SIGTERM: the launcher or the machine ended the job",
     ),
     "a signal to all, because one went": (
-        [replace(SIGNALLED, rank=0), SIGNALLED, GONE],
+        [replace(SIGNALLED, rank=0), replace(SIGNALLED, is_gone=True), GONE],
         (2,),
         "rank 2 is gone: last seen",
     ),
@@ -144,7 +160,9 @@ def test_the_cause_is(name: str):
     assert diagnosis is not None
     assert (diagnosis.ranks, diagnosis.text[: len(text)]) == (expected, text)
     assert diagnosis.is_explained == (name == "a wrong setting")
-    assert diagnosis.is_silence == (name in ("a silent rank", "a rank without a heartbeat"))
+    assert diagnosis.is_silence == (
+        name in ("a silent rank", "a rank without a heartbeat", "a signal to one that is stopped")
+    )
 
 
 def test_there_is_no_diagnosis_while_all_are_well():
