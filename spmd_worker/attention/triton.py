@@ -53,6 +53,8 @@ class TritonFixedAttention:
         self._lengths = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._plans: dict[tuple[int, int, int], attention.PlannedAttention] = {}
         """By window, query heads and key-value heads."""
+        self._seen: dict[tuple[int, int, int], bytes] = {}
+        """The segments that plans were made for, while steps go on."""
         self._filled: AttentionMetadata | None = None
         self._steps: dict[int, AttentionMetadata] = {}
 
@@ -63,15 +65,21 @@ class TritonFixedAttention:
         count, width = metadata.block_tables.shape
         slots = metadata.token_blocks * self._block_size + metadata.token_offsets
         self._slots[: len(slots)] = slots
-        self._slots[len(slots) : num_tokens] = _NO_SLOT
+        if len(slots) < num_tokens:
+            self._slots[len(slots) : num_tokens] = _NO_SLOT
         self._tables[:count, :width] = metadata.block_tables
         self._lengths[:count] = metadata.lengths
         before, self._filled = self._filled, metadata
-        if before is None or before.query_starts is not metadata.query_starts:
+        goes_on = before is not None and before.query_starts is metadata.query_starts
+        if not goes_on:
             self._starts[: count + 1] = metadata.starts
+            self._seen.clear()
         for key, plan in self._plans.items():
-            if before is None or not _is_same_work(before, metadata, window=key[0]):
+            # Of a step that goes on each query is alone: see `BatchState`.
+            seen = attention.segments_seen(metadata.context_lengths, key[0])
+            if seen != self._seen.get(key):
                 self._fill_plan(key, plan)
+                self._seen[key] = seen
         if num_tokens not in self._steps:
             nothing = self._slots[:0]
             step = _FixedStep(self, self._slots[:num_tokens])

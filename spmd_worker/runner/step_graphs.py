@@ -103,6 +103,7 @@ class StepGraphs:
         self._token_ids, self._positions, self._regimes = (
             torch.zeros(max_tokens, dtype=torch.int64, device=self._device) for _ in range(3)
         )
+        self._regimes_of: Tensor | None = None
         # Made with the first step, which shows their shapes.
         self._incoming = self._hidden = self._sampled = self._largest = self._columns = torch.empty(0)
         self._graphs: dict[tuple[str, int], StepGraph] = {}
@@ -125,7 +126,10 @@ class StepGraphs:
         self._check_addresses(cache)
         self._token_ids[:count] = batch.token_ids
         self._positions[:count] = batch.positions
-        self._regimes[:count] = batch.rope_regimes
+        if batch.rope_regimes is not self._regimes_of:
+            # Those of rows that go on are the last step's.
+            self._regimes[:count] = batch.rope_regimes
+            self._regimes_of = batch.rope_regimes
         if incoming is not None:
             self._incoming = self._room(self._incoming, incoming, self.sizes[-1])
             self._incoming[:count] = incoming

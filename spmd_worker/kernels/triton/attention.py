@@ -123,13 +123,14 @@ def have_same_segments(before: Sequence[int], lengths: Sequence[int], window: in
     """Whether queries, each the only one of its sequence, at the end of `lengths` keys see the segments that those did
     that were at the end of `before`.
     """
-    if len(before) != len(lengths):
-        return False
-    own, other = np.array(lengths), np.array(before)
-    segment = attention_kernels.SEGMENT
-    if not ((own - 1) // segment == (other - 1) // segment).all():
-        return False
-    return not window or bool((_first_segment(own - 1, window) == _first_segment(other - 1, window)).all())
+    return len(before) == len(lengths) and segments_seen(before, window) == segments_seen(lengths, window)
+
+
+def segments_seen(lengths: Sequence[int], window: int) -> bytes:
+    """Of such queries: equal where they see the same segments."""
+    positions = np.array(lengths) - 1
+    last = positions // attention_kernels.SEGMENT
+    return last.tobytes() + (_first_segment(positions, window).tobytes() if window else b"")
 
 
 def plan_attention(
