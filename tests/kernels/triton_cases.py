@@ -531,6 +531,7 @@ def ranks_gather_and_are_told_in_pieces_too() -> None:
 
 def what_is_launched_again_finds_both_halves_free() -> None:
     """Sums in a graph are in the halves that they were in when it was recorded, however many there were before."""
+    peer_sums.ONE_ROUND_BYTES = 4096
     parts = parts_of(2, (40,), torch.float32)
     peers = Peers(2, 512)
 
