@@ -37,9 +37,9 @@ CONF: Final = Path(__file__).resolve().parents[1] / "conf"
 _PATIENCE_S: Final = 5.0
 """How long a rank that failed like rank 0 waits for it to print the error."""
 
-_SIGNALLED_S: Final = 4.0
-"""How long a signalled rank stays to learn the cause: a diagnosis takes `SETTLE_S` (3 s) at most, and within 5 s of a
-kill all ranks are to be gone.
+_SIGNALLED_S: Final = 3.5
+"""How long a signalled rank stays to learn the cause, and longer where it is telling it then: a diagnosis takes
+`SETTLE_S` (3 s) at most, and within 5 s of a kill all ranks are to be gone.
 """
 
 
@@ -136,8 +136,15 @@ def run_rank(
     watchdog = watch_program(environment, config.executor.timeout_s, run_dir, spins=is_on_gpu)
     # When a rank has ended, the launcher sends the others SIGTERM: they stay a while to learn the cause.
     patience_s = _SIGNALLED_S if environment.world_size > 1 else 0.0
-    drains = (None, 0.0) if drain is None else (drain.begin, drain.limit_s)
-    signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.signalled, patience_s, *drains)
+    begin, limit_s = (None, 0.0) if drain is None else (drain.begin, drain.limit_s)
+    signals = EndingSignals(
+        lambda: watchdog.before_exit(),
+        watchdog.signalled,
+        patience_s,
+        begin,
+        limit_s,
+        is_reporting=lambda: watchdog.is_reporting,
+    )
     signals.install()
     watchdog.start()
     # From now on the watchdog looks for the launcher, and ends this rank with its finished rows kept.

@@ -26,6 +26,10 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
 _INTERRUPTED_S: Final = 5.0
 """How long the main thread may take to end after Ctrl-C."""
 
+_TICK_S: Final = 0.05
+_REPORTED_S: Final = 1.5
+"""How long the process then stays that is about to tell why."""
+
 _LEAVE_S: Final = 5.0
 """How long what is finished may take to be written down, on a disk that may never answer, before the process ends."""
 
@@ -33,8 +37,9 @@ _LEAVE_S: Final = 5.0
 class EndingSignals:
     """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
 
-    `patience_s` is how long the main thread may then take to learn why, and to end by itself. With `drain`, which must
-    not wait, the first signal calls that alone, and the rest begins `drain_s` later.
+    `patience_s` is how long the main thread may then take to learn why, and to end by itself; while the process
+    `is_reporting` why, it stays a little longer. With `drain`, which must not wait, the first signal calls that alone,
+    and the rest begins `drain_s` later.
     """
 
     def __init__(
@@ -44,7 +49,9 @@ class EndingSignals:
         patience_s: float,
         drain: Callable[[], None] | None = None,
         drain_s: float = 0.0,
+        is_reporting: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_reporting = is_reporting
         self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
         self._drain, self._drain_s = drain, drain_s
         self._num_interrupts = 0
@@ -133,6 +140,11 @@ class EndingSignals:
         # At once: the sender of the signal may not wait.
         within(_LEAVE_S, self._save)
         time.sleep(self._patience_s)
+        # By steps: what is waited for may come from a thread that the interpreter holds up.
+        for _ in range(int(_REPORTED_S / _TICK_S)):
+            if not self._is_reporting():
+                break
+            time.sleep(_TICK_S)
         os._exit(128 + number)
 
     def _leave(self, number: int) -> NoReturn:

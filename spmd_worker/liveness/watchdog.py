@@ -125,6 +125,8 @@ class Watchdog:
         """Held while a diagnosis is taken for that of the run, and while the run begins."""
         self.before_exit: Callable[[], None] = lambda: None
         """Called, in the watchdog's thread, before it ends the process: saves what must not be lost."""
+        self.is_reporting = False
+        """From when this rank knows the cause until the ranks have told it."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._ending = CoordinatedShutdown(
@@ -350,10 +352,12 @@ class Watchdog:
             if self._failure is None:
                 # A rank that diagnoses later must not find this one gone without a failure.
                 self._failure = Failure(FailureKind.SECONDARY, diagnosis.text)
+        self.is_reporting = True
         if not diagnosis.is_explained:
             record = ErrorRecord(self.watched.rank, time.time(), tuple(statuses), diagnosis, self._traceback)
             within(DISK_S, partial(write_record, self.watched.run_dir, record))
             self._ending.report(diagnosis, statuses)
+        self.is_reporting = False
         if not self.watched.exits:
             return
         if self._is_cause(diagnosis) and not diagnosis.is_explained and self._failure_kind is not FailureKind.PRIMARY:

@@ -135,6 +135,22 @@ def acted_on(numbers: list[signal.Signals], keep: Callable[[], None]) -> Iterato
         assert not each.is_alive()
 
 
+def test_a_signalled_process_that_is_telling_why_stays_until_it_has(monkeypatch: pytest.MonkeyPatch):
+    """By count: it looks until it has been told, but not for ever."""
+    for num_busy, num_looks in ((0, 1), (3, 4), (10**6, 30)):
+        looks, waits, codes = [], [], []
+
+        def is_reporting(looks: list[int] = looks, num_busy: int = num_busy) -> bool:
+            looks.append(1)
+            return len(looks) <= num_busy
+
+        monkeypatch.setattr(signals_module.time, "sleep", waits.append)
+        monkeypatch.setattr(signals_module.os, "_exit", codes.append)
+        EndingSignals(lambda: None, lambda number: None, 3.5, is_reporting=is_reporting)._end_soon(signal.SIGTERM)
+        assert (len(looks), codes) == (num_looks, [128 + signal.SIGTERM])
+        assert (waits[0], sum(waits[1:]) < 2.0) == (3.5, True)
+
+
 ended_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 

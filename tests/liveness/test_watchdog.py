@@ -24,6 +24,7 @@ from spmd_worker.errors import ConfigError, RankFailedError, ReplicaDivergedErro
 from spmd_worker.liveness import coordinated_shutdown as ending
 from spmd_worker.liveness import heartbeat_store as exchange
 from spmd_worker.liveness import stall_clock, watchdog
+from spmd_worker.liveness.coordinated_shutdown import CoordinatedShutdown
 from spmd_worker.liveness.error_file import read_records, write_elastic_file
 from spmd_worker.liveness.failure_diagnosis import SETTLE_S
 from spmd_worker.liveness.heartbeat import RankHeartbeat
@@ -282,11 +283,19 @@ def test_without_a_run_directory_stacks_go_to_stderr(make, caplog, capfd):
     assert "[rank 0] stacks:" in capfd.readouterr().err
 
 
-def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys):
+def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, monkeypatch):
+    seen = []
+    report = CoordinatedShutdown.report
+    monkeypatch.setattr(
+        CoordinatedShutdown, "report", lambda self, *found: (seen.append(self._rank), report(self, *found))
+    )
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[1].signalled()
     assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
+    # Signals look at it: no process ends while it tells why.
+    assert sorted(seen) == [0, 1]
+    assert not any(each.is_reporting for each in ranks.all)
     assert "error: rank 1 received SIGTERM from outside the job\n" in capsys.readouterr().err
 
 
