@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.runner.step_graphs import StepGraphs
@@ -81,6 +80,9 @@ class HollowWorker(Worker):
     keeps_state = True
 
     def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
+        # Triton is optional, and other benchmarks of this script do without.
+        from spmd_worker.attention.triton import TritonBackend, TritonFixedAttention
+
         runner = super()._new_runner(engine, clock)
         model = HollowModel(runner.model)
         runner.model = model
@@ -99,7 +101,7 @@ def bench_host(options: argparse.Namespace) -> int:
     `sequences` decode behind prompts of `context` tokens, greedy, in an engine whose model computes nothing: planning,
     agreement (records, digest, message), mirror, batch, choice of tokens, read-back and outputs are the real ones.
     With a step ahead and one at a time, in turns. The device's own time is not in it: operations on the CPU stand for
-    launches.
+    launches. Needs triton, of which nothing is compiled.
     """
     times: dict[str, list[float]] = {"ahead": [], "one at a time": []}
     for turn in range(options.turns):

@@ -32,7 +32,7 @@ _SMALL_SIZES = (8, 16, 32, 64)
 """The kernels' tiles have 64 rows: with fewer tokens what is filled up costs next to nothing."""
 _FINEST = 64
 _STEPS_AN_OCTAVE = 4
-"""From one power of two to the next, so that at most a fifth of a step is filled up."""
+"""From one power of two to the next, where that is more than _FINEST: from there at most a fifth is filled up."""
 
 
 class StepGraph(Protocol):

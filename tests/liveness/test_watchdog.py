@@ -287,14 +287,16 @@ def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, mo
     seen = []
     report = CoordinatedShutdown.report
     monkeypatch.setattr(
-        CoordinatedShutdown, "report", lambda self, *found: (seen.append(self._rank), report(self, *found))
+        CoordinatedShutdown,
+        "report",
+        lambda self, *found: (seen.append((self._rank, ranks.all[self._rank].is_reporting)), report(self, *found)),
     )
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[1].signalled()
     assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
     # Signals look at it: no process ends while it tells why.
-    assert sorted(seen) == [0, 1]
+    assert sorted(seen) == [(0, True), (1, True)]
     assert not any(each.is_reporting for each in ranks.all)
     assert "error: rank 1 received SIGTERM from outside the job\n" in capsys.readouterr().err
 

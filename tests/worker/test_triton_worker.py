@@ -5,15 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from expert_checkpoints import expert_folder
+from pooling_models import pooling_folder
 from ranks import REPOSITORY
 
+from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.triton import TritonBackend
-from spmd_worker.config.schema import ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.groups import ParallelGroups
 from spmd_worker.errors import ConfigError
+from spmd_worker.kernels.triton.peer_sums import PeerSums
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import triton_worker as triton_worker_module
 from spmd_worker.worker import worker as worker_module
@@ -124,3 +128,26 @@ def test_a_rank_that_finds_no_memory_keeps_no_other_in_the_exchange(
     assert (sums is not None) == (failing == "neither")
     assert asked == (["allocate"] if failing == "allocate" else ["allocate", "exchange"])
     assert ("sums go through NCCL (another rank)" in caplog.text) == (failing != "neither")
+
+
+def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
+    """Not where the host counts, waits or is asked not to: experts, sums through NCCL, models that pool."""
+    demo, alone = REPOSITORY / "scripts" / "demo" / "model", single_group()
+    through_nccl = GroupHandle(ranks=(0, 1), rank=0, group=object())
+    over_memory = replace(through_nccl, fast=PeerSums.__new__(PeerSums))
+    for folder, tensor, is_eager, can_record in (
+        (demo, alone, False, True),
+        (demo, alone, True, False),
+        (demo, through_nccl, False, False),
+        (demo, over_memory, False, True),
+        (expert_folder("qwen3_moe"), alone, False, False),
+        (pooling_folder("mean"), alone, False, False),
+    ):
+        model, executor = ModelOptions(path=str(folder), dtype="float32"), ExecutorConfig(enforce_eager=is_eager)
+        config = RunConfig(model=model, executor=executor, device="cpu")
+        worker = TritonWorker(resolve_run(config, "cpu"), RankEnvironment(world_size=1))
+        worker.groups = ParallelGroups(worker.layout, tensor, alone, alone, alone)
+        assert worker._can_record() == can_record, (folder, tensor, is_eager)
+        # What graphs hold beside is set aside.
+        monkeypatch.setattr(Worker, "_measure", lambda self: MemoryMeasurement(100, 10, 7, 1))
+        assert worker._measure().activation_bytes == 7 * (1 + can_record)
