@@ -14,6 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.process import end_with_launcher
+
+if __name__ == "__main__":
+    # As launch.py does, first of all.
+    end_with_launcher()
+
 import launch
 from spmd_worker import files
 from spmd_worker.batch import job

@@ -58,6 +58,8 @@ DISK_S: Final = 2.0
 """A disk may hang, and the process must end all the same."""
 _DIAGNOSE_S: Final = 1.0
 """How long the diagnosis takes at most once all heartbeats are known."""
+_SAVE_ANEW_S: Final = 0.5
+"""How long saving may take that has had its time: rows may have been finished meanwhile."""
 _NUM_LAST_CALLS: Final = 2
 _APART_SHARE: Final = 3
 """Ranks that have stood apart for this part of the time that any may wait."""
@@ -117,7 +119,8 @@ class Watchdog:
         self._failed_at: Moment | None = None
         self._traceback = ""
         self._count = 0
-        self._has_ended = self._is_warned = self._is_signalled = self._is_main_done = False
+        self._has_ended = self._is_warned = self._is_main_done = False
+        self._signalled_s: float | None = None
         self._exit_code: int | None = None
         self._diagnosis: Diagnosis | None = None
         self._is_diagnosed = threading.Event()
@@ -206,7 +209,7 @@ class Watchdog:
         """A signal asks this rank to end: the launcher's, because another rank failed, or one from outside. Does not
         wait.
         """
-        self._is_signalled = True
+        self._signalled_s = self._clock.monotonic()
         text = f"rank {self.watched.rank} received {signal.Signals(number).name}"
         self._fail(Failure(FailureKind.SIGNALLED, text, 128 + number), wait_s=0.0)
 
@@ -365,14 +368,20 @@ class Watchdog:
         if diagnosis.is_silence:
             end_silent(statuses, diagnosis, self.watched.rank)
         self._ending.wait_for_main(
-            diagnosis, lambda: self._is_main_done and (self._is_signalled or self._is_cause(diagnosis))
+            diagnosis, lambda: self._is_main_done and (self._signalled_s is not None or self._is_cause(diagnosis))
         )
         if self._stop.is_set():
             return
         self._abort_groups()
         # With a limit: a disk may hang.
-        within(LEAVE_S, self._run_before_exit)
+        within(self._saving_s(), self._run_before_exit)
         exit_now(self._code_of(diagnosis))
+
+    def _saving_s(self) -> float:
+        """How long saving may take. Who was signalled has been saving since."""
+        if self._signalled_s is None:
+            return LEAVE_S
+        return max(LEAVE_S - (self._clock.monotonic() - self._signalled_s), _SAVE_ANEW_S)
 
     def _run_before_exit(self) -> None:
         try:
@@ -392,7 +401,9 @@ class Watchdog:
         if self._exit_code is not None:
             return self._exit_code
         ends_by_signal = (
-            self._is_signalled and not diagnosis.is_explained and self._failure_kind is not FailureKind.STALLED
+            self._signalled_s is not None
+            and not diagnosis.is_explained
+            and self._failure_kind is not FailureKind.STALLED
         )
         return 143 if ends_by_signal else diagnosis.exit_code
 

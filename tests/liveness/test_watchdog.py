@@ -301,6 +301,26 @@ def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, mo
     assert "error: rank 1 received SIGTERM from outside the job\n" in capsys.readouterr().err
 
 
+def test_a_signalled_rank_which_saves_since_the_signal_is_not_held_long_by_a_disk(make, monkeypatch):
+    """The launcher's SIGTERM after a kill: with a commit that hung the others took 5.3 s to end."""
+    limits: dict[int, float] = {}
+
+    def within(limit_s: float, action: Callable[[], object]) -> object:
+        if getattr(action, "__name__", "") == "_run_before_exit":
+            limits[action.__self__.watched.rank] = limit_s
+        return action()
+
+    monkeypatch.setattr(watchdog, "within", within)
+    ranks = make(3)
+    ranks.start((0, 1, 2))
+    ranks.all[1].signalled()
+    assert ranks.wait_for_exits(3) == {0: 1, 1: 143, 2: 1}
+    assert limits == {0: ending.LEAVE_S, 1: watchdog._SAVE_ANEW_S, 2: ending.LEAVE_S}
+    # A signal of this moment: what it saves has had no time yet.
+    ranks.all[2].signalled()
+    assert ranks.all[2]._saving_s() > ending.LEAVE_S - 0.5
+
+
 def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
