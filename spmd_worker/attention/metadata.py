@@ -30,3 +30,13 @@ class AttentionMetadata:
     starts: Tensor | None = None
     lengths: Tensor | None = None
     fixed: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Of a step's tokens those of which more is wanted than keys and values. `rows` int64 [W], ascending; `metadata`
+    of a step that computes these alone: each is the last of a sequence.
+    """
+
+    rows: Tensor
+    metadata: AttentionMetadata

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
@@ -104,10 +104,33 @@ class Attention(nn.Module):
         output: Tensor = self.o_proj(attended)
         return output
 
+    def forward_wanted(
+        self,
+        x: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        wanted: WantedTokens,
+    ) -> Tensor:
+        """As `forward`, [T, hidden] -> [W, hidden]; keys and values of all tokens are written."""
+        angles = None if self._rope is None else ropes[self._rope]
+        query, key, value = self._query_key_value(self.qkv_proj(x), angles)
+        self._backend.write(key, value, layer_cache, metadata)
+        if not len(wanted.rows):
+            return x[:0]
+        output: Tensor = self.o_proj(self._attend_to(query[wanted.rows], layer_cache, wanted.metadata))
+        return output
+
     def _attend(
         self, projected: Tensor, angles: Angles | None, layer_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Step by step: [T, (Hq + 2 * Hkv) * D] -> [T, Hq * D]."""
+        query, key, value = self._query_key_value(projected, angles)
+        self._backend.write(key, value, layer_cache, metadata)
+        return self._attend_to(query, layer_cache, metadata)
+
+    def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, (Hq + 2 * Hkv) * D] -> [T, Hq, D] and twice [T, Hkv, D], as attention and the cache take them."""
         parts = projected.split_with_sizes(self._sizes, dim=-1)
         if self._qk_norm == "flat":
             parts = (*self._norm_all_heads(parts[0], parts[1]), parts[2])
@@ -121,10 +144,13 @@ class Attention(nn.Module):
             query = query if angles.query_factors is None else query * angles.query_factors
         if self._qk_norm == "head_after_rope" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        self._backend.write(key, value, layer_cache, metadata)
+        return query, key, value
+
+    def _attend_to(self, query: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[T, Hq, D] -> [T, Hq * D]."""
         bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
         attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
-        return attended.view(len(projected), -1)
+        return attended.view(len(query), -1)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq * D] and keys [T, Hkv * D], of which the heads of all ranks are one row of the norm: so that

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.attention.backend import JoinedLayers
-from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.layers.attention import Attention
@@ -67,6 +67,26 @@ class DecoderLayer(nn.Module):
         x = self._scaled(self.self_attn(x, ropes, layer_cache, metadata, is_fused=is_fused))
         x = self.post_attention_layernorm.add_and_norm(x, residual)
         return self._scaled(self.mlp(x, is_fused=is_fused))
+
+    def forward_wanted(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        wanted: WantedTokens,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, of a group of one: output and residual stream of the wanted tokens, [W, hidden] each. Of the
+        others keys and values are all that is computed.
+        """
+        x = self.input_layernorm(residual) if x is None else self.input_layernorm.add_and_norm(x, residual)
+        x = self._scaled(self.self_attn.forward_wanted(x, ropes, layer_cache, metadata, wanted))
+        residual = residual[wanted.rows]
+        if not len(residual):
+            return x, residual
+        x = self.post_attention_layernorm.add_and_norm(x, residual)
+        return self._scaled(self.mlp(x)), residual
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
@@ -206,9 +226,11 @@ class DecoderStack(nn.Module):
         *,
         is_fused: bool = True,
         token_types: Tensor | None = None,
+        wanted: WantedTokens | None = None,
     ) -> Tensor:
         """int64 [T] ids, positions and their rows' regimes (`Request.rope_regime`); `cache` [layers, blocks, ...] ->
-        [T, hidden]. `token_types`, int64 [T], where the model has types; None: all of the first.
+        [T, hidden]. `token_types`, int64 [T], where the model has types; None: all of the first. With `wanted`, where
+        it `takes_wanted`, [W, hidden]: the last layer leaves out what nobody reads.
 
         `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
         [T, hidden]. It becomes this stage's own.
@@ -222,20 +244,35 @@ class DecoderStack(nn.Module):
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
-        if is_fused and self.joined_layers is not None:
-            x = self.joined_layers.run(residual, (ropes[0].cos, ropes[0].sin), cache, metadata)
+        # Layers that compute all tokens.
+        whole = cache if wanted is None else cache[:-1]
+        if is_fused and self.joined_layers is not None and len(whole):
+            x = self.joined_layers.run(residual, (ropes[0].cos, ropes[0].sin), whole, metadata)
         else:
-            for layer, layer_cache in zip(self.layers, cache, strict=True):
+            for layer, layer_cache in zip(self.layers, whole):
                 x = layer(x, residual, ropes, layer_cache, metadata, is_fused=is_fused)
+        if wanted is not None:
+            last = self.layers[-1]
+            assert isinstance(last, DecoderLayer), "looked at by `takes_wanted`"
+            x, residual = last.forward_wanted(x, residual, ropes, cache[-1], metadata, wanted)
         if not self._stage.is_last:
             return residual if x is None else add_whole(self._group, x, residual)
         if x is None:
-            whole = _normed(self.norm, residual)
-            return whole if self.project_out is None else self.project_out(whole)
+            hidden = _normed(self.norm, residual)
+            return hidden if self.project_out is None else self.project_out(hidden)
         assert isinstance(self.norm, RMSNorm), "only plain norms leave something to add"
         hidden = self.norm.add_and_norm(x, residual)
         # Not memory of the group, which the next step's norms write to.
         return hidden if self._group.fast is None else hidden.clone()
+
+    @property
+    def takes_wanted(self) -> bool:
+        """Whether the last layer can leave tokens out: where nothing is summed over ranks, whose shares of the residual
+        stream are by rows, and no tokens of experts are counted.
+        """
+        last = self.layers[-1]
+        is_alone = self._group.size == 1 and self._stage.is_last
+        return is_alone and isinstance(last, DecoderLayer) and isinstance(last.mlp, FeedForward)
 
     def _add_embeddings_of_encoder(self, context: LayerContext, model_config: ModelConfig) -> None:
         hidden_size, num_types = model_config.hidden_size, model_config.num_token_types
@@ -322,11 +359,17 @@ class DecoderForCausalLM(nn.Module):
         *,
         is_fused: bool = True,
         token_types: Tensor | None = None,
+        wanted: WantedTokens | None = None,
     ) -> Tensor:
         """See `DecoderStack.forward`."""
         inputs = (token_ids, positions, rope_regimes, cache, metadata, incoming)
-        hidden: Tensor = self.model(*inputs, is_fused=is_fused, token_types=token_types)
+        hidden: Tensor = self.model(*inputs, is_fused=is_fused, token_types=token_types, wanted=wanted)
         return hidden
+
+    @property
+    def takes_wanted(self) -> bool:
+        """See `DecoderStack.takes_wanted`."""
+        return not self.model_config.is_encoder and self.model.takes_wanted
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, Vs] of the same dtype: this rank's share of the logits."""

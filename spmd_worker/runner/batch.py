@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.block import num_blocks_for
-from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.grammar.step_masks import ConstrainedRow
 from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.mirror.mirror import ScheduledSequence
@@ -31,6 +31,8 @@ from spmd_worker.sequence.sequence import SequenceKey
 Integers = NDArray[np.int64]
 
 _IS_PLAIN = attrgetter("sequence.is_plain")
+_LEAST_LEFT_OUT = 32
+"""Tokens: to leave out fewer costs more calls than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,31 @@ def build_batch(
         rows=rows_to_sample(scheduled),
         token_types=None if types is None else _to(types, device),
     )
+
+
+def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple[WantedTokens, Tensor] | None:
+    """The tokens that rows sample from, and which of these each sample is from, int64 [R]. None where more is wanted of
+    a step, or few tokens would be left out.
+    """
+    attention = batch.attention
+    sampling = [index for index, each in enumerate(scheduled) if each.num_samples]
+    num_left_out = attention.query_starts[-1] - len(sampling)
+    if num_left_out < _LEAST_LEFT_OUT:
+        return None
+    if any(each.sequence.request.sampling.prompt_logprobs is not None for each in scheduled):
+        return None
+    device = batch.token_ids.device
+    rows = _to(np.array([attention.query_starts[index + 1] - 1 for index in sampling], dtype=np.int64), device)
+    chosen = _to(np.array(sampling, dtype=np.int64), device)
+    metadata = AttentionMetadata(
+        query_starts=tuple(range(len(sampling) + 1)),
+        context_lengths=tuple(attention.context_lengths[index] for index in sampling),
+        block_tables=attention.block_tables.index_select(0, chosen),
+        token_blocks=attention.token_blocks.index_select(0, rows),
+        token_offsets=attention.token_offsets.index_select(0, rows),
+    )
+    samples = np.arange(len(sampling)).repeat([scheduled[index].num_samples for index in sampling])
+    return WantedTokens(rows, metadata), _to(samples, device)
 
 
 def _step_blocks(counts: Sequence[int], block_size: int) -> list[range]:

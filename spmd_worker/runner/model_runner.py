@@ -6,7 +6,7 @@ the beginning of the one to the beginning of the other.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.native.threads import torch_together
-from spmd_worker.runner.batch import Batch, build_batch, constrained_rows
+from spmd_worker.runner.batch import Batch, build_batch, constrained_rows, wanted_tokens
 from spmd_worker.runner.batch_state import BatchState
 from spmd_worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.runner.pooling import RowPooling, Vectors
@@ -124,6 +124,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         is_kept = self._device.type != "cpu" if keeps_state is None else keeps_state
         self._state = BatchState(block_size, self._device) if is_kept and not model.model_config.is_encoder else None
+        self._leaves_out = self._state is None and self._pooling is None and model.takes_wanted
         self._chosen = ChosenTokens(self._device)
         self.graphs: StepGraphs | None = None
         """What steps are launched by, where it is there; None: kernel by kernel."""
@@ -165,8 +166,13 @@ class ModelRunner:
             hidden = graphs.forward(batch, cache, incoming)
         else:
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
-            types = batch.token_types
-            hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types)
+            types, wanted = batch.token_types, None
+            if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
+                wanted, sample_rows = found
+                batch = replace(batch, sample_rows=sample_rows)
+            hidden = self.model(
+                *tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types, wanted=wanted
+            )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, None, None, (), pooled)
