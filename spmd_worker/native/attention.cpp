@@ -373,15 +373,15 @@ struct Attention {
                  member * num_rows});
         }
     }
-    // A bundle fetches the beginning of the next one, so a thread takes a few in a row.
-    const int64_t chunk_items = std::clamp<int64_t>(num_items / (std::max(num_threads, 1) * 8), 1, 8);
-    int64_t room = 0;
+    // A bundle fetches the beginning of the next one, so a thread takes a few in a row, and fewer towards the end.
+    int64_t room = 0, num_left = num_items;
     for (int64_t bundle = 0; bundle < int64_t(all.bundles.size()); ++bundle) {
       if (all.bundles[bundle].num_items > room) {
         all.chunks.push_back(bundle);
-        room = chunk_items;
+        room = std::clamp<int64_t>(num_left / (std::max(num_threads, 1) * 8), 1, 8);
       }
       room -= all.bundles[bundle].num_items;
+      num_left -= all.bundles[bundle].num_items;
     }
     all.chunks.push_back(all.bundles.size());
     return all;

@@ -242,22 +242,16 @@ bool rows_are_offset() {
 #endif
 }
 
-// A few items for each thread, to be done when the others are.
-ByteCut::ByteCut(const ByteGemm& gemm, int num_threads) {
+ByteCut::ByteCut(const ByteGemm& gemm) {
   num_pairs = gemm.num_pairs();
-  const int64_t share = (num_pairs + num_threads - 1) / num_threads;
-  pairs_each = std::clamp<int64_t>(share / 4, 1, 8);
-  items_a_group = (num_pairs + pairs_each - 1) / pairs_each;
   rows_each = std::max<int64_t>(kRowsBytes / gemm.x_stride / kMostRows, 1) * kMostRows;
   num_row_groups = (gemm.num_rows + rows_each - 1) / rows_each;
 }
 
-void run_byte_items(const ByteGemm& gemm, const ByteCut& cut, const ByteSink& sink, int64_t first, int64_t end) {
+void run_byte_units(const ByteGemm& gemm, const ByteCut& cut, const ByteSink& sink, int64_t first, int64_t end) {
   Worker worker(gemm, sink);
-  for (int64_t item = first; item < end; ++item) {
-    const int64_t row = item / cut.items_a_group * cut.rows_each, pair = item % cut.items_a_group * cut.pairs_each;
-    const int64_t end_row = std::min(gemm.num_rows, row + cut.rows_each);
-    const int64_t end_pair = std::min(cut.num_pairs, pair + cut.pairs_each);
-    for (int64_t each = pair; each < end_pair; ++each) worker.run_pair(row, end_row, each);
+  for (int64_t unit = first; unit < end; ++unit) {
+    const int64_t row = unit / cut.num_pairs * cut.rows_each;
+    worker.run_pair(row, std::min(gemm.num_rows, row + cut.rows_each), unit % cut.num_pairs);
   }
 }

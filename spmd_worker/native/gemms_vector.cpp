@@ -25,6 +25,7 @@ namespace {
 
 constexpr int64_t kRowsBytes = 512 << 10;  // of rows that stay in the second-level cache while panels pass
 constexpr int64_t kFewProducts = 1 << 18;  // below this a second thread costs more than it brings
+constexpr int64_t kMostProducts = 1 << 26;   // of an item: half a millisecond, that a lost core holds the others up
 constexpr int kPanelVectors = kPanel / kLanes;
 
 // The rows that one block of sums is of, the panels, and those to fetch meanwhile.
@@ -232,21 +233,15 @@ struct Worker {
   Worker(const ProductOf<Element>& product, const RowArgmax* wanted)
       : gemm(product), argmax(wanted), by_lane(wanted == nullptr ? 0 : product.num_rows) {}
 
-  // Rows from `row` up to `end` by one pair of panels; `next` is the pair whose panels are wanted after it.
-  void run_pair(int64_t row, int64_t end, int64_t pair, int64_t next) {
+  // Rows from `row` up to `end`, at most as many as a block has, by one pair of panels; `fetches` the next pair's.
+  void run_block(int64_t row, int64_t end, int64_t pair, bool fetches) {
     const bool has_two = pair * 2 + 1 < gemm.num_panels();
     const auto& blocks = has_two ? kBlocks<Element, 2> : kBlocks<Element, 1>;
-    const int64_t num_blocks = (end - row + Step::kRows - 1) / Step::kRows, num_rows = end - row;
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      const int64_t first = row + num_rows * block / num_blocks, last = row + num_rows * (block + 1) / num_blocks;
-      // The first block fetches for the next pair; after it what is fetched is there.
-      const int64_t ahead = block == 0 && next * 2 + has_two < gemm.num_panels() ? next : pair;
-      alignas(64) float sums[Step::kRows * 32];
-      blocks[last - first - 1](
-          {gemm.x + first * gemm.x_stride, gemm.x_stride, gemm.num_inputs, gemm.panel(pair * 2), gemm.panel(ahead * 2)},
-          sums);
-      argmax == nullptr ? write(first, last, pair, has_two, sums) : look_through(first, last, pair, has_two, sums);
-    }
+    const int64_t ahead = fetches && (pair + 1) * 2 + has_two < gemm.num_panels() ? pair + 1 : pair;
+    alignas(64) float sums[Step::kRows * 32];
+    blocks[end - row - 1](
+        {gemm.x + row * gemm.x_stride, gemm.x_stride, gemm.num_inputs, gemm.panel(pair * 2), gemm.panel(ahead * 2)}, sums);
+    argmax == nullptr ? write(row, end, pair, has_two, sums) : look_through(row, end, pair, has_two, sums);
   }
 
   void write(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) const {
@@ -291,24 +286,65 @@ struct Worker {
   }
 };
 
-// Items of work: some rows by some pairs of panels, a few for each thread to be done when the others are.
+// How a gemm is cut: into blocks of rows by pairs of panels. As many neighbouring blocks make a group as stay in the
+// cache while the panels pass; of a group the panels come in ascending order, which `LaneArgmax` relies on, and by each all
+// blocks.
+struct Cut {
+  int64_t num_rows, num_pairs, num_blocks, num_groups;
+
+  template <class Element>
+  explicit Cut(const ProductOf<Element>& gemm) : num_rows(gemm.num_rows), num_pairs(gemm.num_pairs()) {
+    constexpr int64_t kRows = Steps<Element>::kRows;
+    const int64_t block_bytes = gemm.num_inputs * int64_t(sizeof(Element)) * kRows;
+    const int64_t blocks_each = std::max<int64_t>(kRowsBytes / block_bytes, 1);
+    num_blocks = (num_rows + kRows - 1) / kRows;
+    num_groups = (num_blocks + blocks_each - 1) / blocks_each;
+  }
+
+  // A unit of work.
+  struct Unit {
+    int64_t group, pair, block;
+  };
+
+  int64_t num_units() const { return num_pairs * num_blocks; }
+  int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }
+  int64_t first_block(int64_t group) const { return num_blocks * group / num_groups; }
+
+  Unit unit(int64_t number) const {
+    int64_t group = number / num_pairs * num_groups / num_blocks;
+    while (first_block(group + 1) * num_pairs <= number) ++group;
+    const int64_t first = first_block(group), size = first_block(group + 1) - first;
+    const int64_t place = number - first * num_pairs;
+    return {group, place / size, first + place % size};
+  }
+
+  Unit unit_after(Unit unit) const {
+    if (++unit.block < first_block(unit.group + 1)) return unit;
+    if (++unit.pair == num_pairs) ++unit.group, unit.pair = 0;
+    unit.block = first_block(unit.group);
+    return unit;
+  }
+};
+
 template <class Element>
 void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int num_threads) {
-  constexpr int64_t kRows = Steps<Element>::kRows;
-  const int64_t num_pairs = gemm.num_pairs(), share = (num_pairs + num_threads - 1) / num_threads;
-  const int64_t pairs_each = std::clamp<int64_t>(share / 4, 1, 8), items_a_group = (num_pairs + pairs_each - 1) / pairs_each;
-  const int64_t row_bytes = gemm.num_inputs * int64_t(sizeof(Element)) * kRows;
-  const int64_t rows_each = std::max<int64_t>(kRowsBytes / row_bytes, 1) * kRows;
-  const int64_t num_row_groups = (gemm.num_rows + rows_each - 1) / rows_each;
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+  if (is_small) num_threads = 1;
+  const Cut cut(gemm);
+  const int64_t unit_products = Steps<Element>::kRows * 2 * kPanel * gemm.num_inputs;
+  const ShrinkingItems all(cut.num_units(), num_threads, kMostProducts / unit_products);
   std::mutex merging;
-  run_by_team(num_row_groups * items_a_group, is_small ? 1 : num_threads, [&](Items& items) {
+  run_by_team(all.size(), num_threads, [&](Items& items) {
     Worker<Element> worker(gemm, argmax);
-    // In ascending order, which `LaneArgmax` relies on.
     for (int64_t item = items.next(); item >= 0; item = items.next()) {
-      const int64_t row = item / items_a_group * rows_each, end = std::min(gemm.num_rows, row + rows_each);
-      const int64_t pair = item % items_a_group * pairs_each, end_pair = std::min(num_pairs, pair + pairs_each);
-      for (int64_t each = pair; each < end_pair; ++each) worker.run_pair(row, end, each, each + 1);
+      Cut::Unit unit = cut.unit(all.start(item));
+      int64_t last_pair = -1;
+      for (int64_t number = all.start(item); number < all.end(item); ++number, unit = cut.unit_after(unit)) {
+        // The first block by a pair fetches the next pair; after it what is fetched is there.
+        worker.run_block(
+            cut.first_row(unit.block), cut.first_row(unit.block + 1), unit.pair, unit.pair != last_pair);
+        last_pair = unit.pair;
+      }
     }
     if (argmax == nullptr) return;
     const std::lock_guard<std::mutex> alone(merging);

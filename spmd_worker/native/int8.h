@@ -9,6 +9,7 @@
 // up to the panel's end is zero. A gated weight has a panel of gates before each panel of what they open.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 constexpr int kBytePanel = 16;  // outputs
@@ -40,11 +41,16 @@ struct ByteGemm {
 // have one. Others, the AMX unit too, take them as they are.
 bool rows_are_offset();
 
-// The items of work of a gemm: some rows by some pairs of panels. They may be computed in any order, by anybody.
+// The units of work of a gemm: some rows by a pair of panels. They may be computed in any order, by anybody.
 struct ByteCut {
-  int64_t num_pairs, pairs_each, items_a_group, rows_each, num_row_groups;
-  ByteCut(const ByteGemm& gemm, int num_threads);
-  int64_t num_items() const { return num_row_groups * items_a_group; }
+  int64_t num_pairs, rows_each, num_row_groups;
+  explicit ByteCut(const ByteGemm& gemm);
+  int64_t num_units() const { return num_row_groups * num_pairs; }
+  // How many are an item of half a millisecond at most, which a lost core holds the others up for.
+  int64_t most_units(const ByteGemm& gemm) const {
+    constexpr int64_t kMostProducts = 1 << 27;
+    return kMostProducts / (std::min(rows_each, gemm.num_rows) * 2 * kBytePanel * gemm.num_inputs + 1);
+  }
 };
 
 // Where sums go: `sums` [end - row][32] are of rows `row` to `end` and of the panels of a pair, or of its first alone.
@@ -52,5 +58,5 @@ struct ByteSink {
   virtual void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const = 0;
 };
 
-// Items `first` to `end`.
-void run_byte_items(const ByteGemm& gemm, const ByteCut& cut, const ByteSink& sink, int64_t first, int64_t end);
+// Units `first` to `end`.
+void run_byte_units(const ByteGemm& gemm, const ByteCut& cut, const ByteSink& sink, int64_t first, int64_t end);

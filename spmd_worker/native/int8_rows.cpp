@@ -182,25 +182,28 @@ struct Sums final : ByteSink {
 };
 
 void multiply_all(const ByteGemm& gemm, const ByteSink& sink, int64_t num_threads) {
-  const ByteCut cut(gemm, int(num_threads));
-  const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
-  run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
-    for (int64_t item = items.next(); item >= 0; item = items.next()) run_byte_items(gemm, cut, sink, item, item + 1);
+  if (gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts) num_threads = 1;
+  const ByteCut cut(gemm);
+  const ShrinkingItems all(cut.num_units(), num_threads, cut.most_units(gemm));
+  run_by_team(all.size(), num_threads, [&](Items& items) {
+    for (int64_t item = items.next(); item >= 0; item = items.next())
+      run_byte_units(gemm, cut, sink, all.start(item), all.end(item));
   });
 }
 
 template <class Element>
 void find_largest(
     const ByteGemm& gemm, const float* maxima, int64_t count, float* values, int64_t* places, int64_t num_threads) {
-  const ByteCut cut(gemm, int(num_threads));
-  const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+  if (gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts) num_threads = 1;
+  const ByteCut cut(gemm);
+  const ShrinkingItems all(cut.num_units(), num_threads, cut.most_units(gemm));
   std::fill_n(values, gemm.num_rows, -kInfinity), std::fill_n(places, gemm.num_rows, 0);
   std::mutex merging;
-  run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
+  run_by_team(all.size(), num_threads, [&](Items& items) {
     const Largest<Element> largest(gemm, maxima, count);
     // In ascending order, which `LaneArgmax` relies on.
     for (int64_t item = items.next(); item >= 0; item = items.next())
-      run_byte_items(gemm, cut, largest, item, item + 1);
+      run_byte_units(gemm, cut, largest, all.start(item), all.end(item));
     const std::lock_guard<std::mutex> alone(merging);
     for (int64_t row = 0; row < gemm.num_rows; ++row) largest.by_lane.merge(row, values[row], places[row]);
   });

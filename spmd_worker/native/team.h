@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "vector.h"
 
@@ -53,6 +54,29 @@ void run_by_team(int64_t num_items, int64_t num_threads, const Body& body) {
   run_task(
       num_items, num_threads, [](const void* it, Items& items) { (*static_cast<const Body*>(it))(items); }, &body);
 }
+
+// Units of work one after another, cut into items that grow shorter towards the end: long ones, of which neighbouring
+// units share what they read, while there is much to do, and single units at last, so that no thread waits for long. None
+// is of more than `most` units.
+class ShrinkingItems {
+ public:
+  ShrinkingItems(int64_t num_units, int64_t num_threads, int64_t most) {
+    constexpr int64_t kItemsEach = 4;  // of the length of the next, for each thread
+    const int64_t num_items = std::max<int64_t>(num_threads, 1) * kItemsEach;
+    for (int64_t unit = 0; unit < num_units;) {
+      starts_.push_back(unit);
+      unit += std::clamp<int64_t>((num_units - unit) / num_items, 1, std::max<int64_t>(most, 1));
+    }
+    starts_.push_back(num_units);
+  }
+
+  int64_t size() const { return int64_t(starts_.size()) - 1; }
+  int64_t start(int64_t item) const { return starts_[size_t(item)]; }
+  int64_t end(int64_t item) const { return starts_[size_t(item) + 1]; }
+
+ private:
+  std::vector<int64_t> starts_;
+};
 
 // Rows that are computed one by one, a few of them an item.
 template <class Each>

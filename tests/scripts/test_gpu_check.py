@@ -257,6 +257,7 @@ def test_the_same_code_runs_without_a_gpu_and_ends_in_one_json_object():
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["is_ok"]
-    names = ["probe", "kernels", "tests", "compare", "compare, triton", "benchmark tiny", "benchmark tiny, triton"]
+    benchmarks = ["benchmark tiny", "benchmark tiny, triton", "benchmark tiny, eager triton"]
+    names = ["probe", "kernels", "tests", "compare", "compare, triton", *benchmarks]
     assert list(report["parts"]) == names
     assert report["parts"]["probe"]["result"]["failed"] == []

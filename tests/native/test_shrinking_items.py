@@ -1,0 +1,54 @@
+"""How units of work are cut into items for threads to take (native/team.h): all of them, once, and short ones last."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_worker.native import build
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    library = tmp_path_factory.mktemp("probe") / "shrinking_items.so"
+    folder, source = Path(build.__file__).parent, Path(__file__).with_name("shrinking_items.cpp")
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-O0", "-fPIC", "-shared", f"-I{folder}"]
+    command = [*build._compilers()[0], *flags, source, folder / "team.cpp", "-pthread", "-o", library]
+    subprocess.run(list(map(str, command)), check=True, timeout=240)
+    loaded = ctypes.CDLL(str(library))
+    loaded.shrinking_items.restype = ctypes.c_int64
+    return loaded
+
+
+def lengths(probe, num_units: int, num_threads: int, most: int) -> list[int]:
+    starts = (ctypes.c_int64 * (num_units + 1))()
+    count = probe.shrinking_items(*map(ctypes.c_int64, (num_units, num_threads, most)), starts)
+    assert count == 0 or (starts[0], starts[count]) == (0, num_units)
+    return [starts[item + 1] - starts[item] for item in range(count)]
+
+
+def test_items_are_told_literally(probe):
+    assert lengths(probe, 18, 2, 100) == [2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert lengths(probe, 90, 2, 100)[:6] == [11, 9, 8, 7, 6, 6]
+    assert lengths(probe, 90, 2, 4)[:3] == [4, 4, 4]
+    # One thread takes them all, and each is a call of nobody.
+    assert sum(lengths(probe, 90, 1, 100)) == 90
+    assert lengths(probe, 0, 2, 100) == []
+    # A gemm so large that one unit is too long already.
+    assert lengths(probe, 3, 2, 0) == [1, 1, 1]
+
+
+@given(st.integers(0, 5000), st.integers(1, 64), st.integers(0, 300))
+@settings(max_examples=200, deadline=None)
+def test_every_unit_is_in_one_item_and_the_last_are_short(probe, num_units, num_threads, most):
+    found = lengths(probe, num_units, num_threads, most)
+    assert sum(found) == num_units
+    assert all(1 <= length <= max(most, 1) for length in found)
+    assert found == sorted(found, reverse=True)
+    left = num_units
+    for length in found:
+        assert length <= max(1, left // (4 * num_threads))
+        left -= length
