@@ -3,16 +3,13 @@ of native/attention.cpp that is made of it.
 """
 
 import ctypes
-import subprocess
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from spmd_worker.native import build
+from probe_library import probe_library
 
 TILE, BLOCK = 64, 16
 Tables = list[list[int]]
@@ -33,12 +30,7 @@ class Bundle:
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    library = tmp_path_factory.mktemp("probe") / "grouped_blocks.so"
-    folder, source = Path(build.__file__).parent, Path(__file__).with_name("grouped_blocks.cpp")
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-O0", "-fPIC", "-shared", f"-I{folder}"]
-    command = [*build._compilers()[0], *flags, source, folder / "team.cpp", "-pthread", "-o", library]
-    subprocess.run(list(map(str, command)), check=True, timeout=240)
-    loaded = ctypes.CDLL(str(library))
+    loaded = probe_library("grouped_blocks.cpp", tmp_path_factory.mktemp("probe"))
     loaded.grouped_blocks.restype = loaded.planned_bundles.restype = ctypes.c_int64
     return loaded
 

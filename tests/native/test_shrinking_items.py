@@ -1,24 +1,16 @@
 """How units of work are cut into items for threads to take (native/team.h): all of them, once, and short ones last."""
 
 import ctypes
-import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from spmd_worker.native import build
+from probe_library import probe_library
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    library = tmp_path_factory.mktemp("probe") / "shrinking_items.so"
-    folder, source = Path(build.__file__).parent, Path(__file__).with_name("shrinking_items.cpp")
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-O0", "-fPIC", "-shared", f"-I{folder}"]
-    command = [*build._compilers()[0], *flags, source, folder / "team.cpp", "-pthread", "-o", library]
-    subprocess.run(list(map(str, command)), check=True, timeout=240)
-    loaded = ctypes.CDLL(str(library))
+    loaded = probe_library("shrinking_items.cpp", tmp_path_factory.mktemp("probe"))
     loaded.shrinking_items.restype = ctypes.c_int64
     return loaded
 
