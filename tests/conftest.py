@@ -24,6 +24,9 @@ from our_logger import logger_as_it_was
 # Read by torch when it is imported. Ranks share the cores, and one thread is how torchrun starts them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+# Read by the C library. torch asks for the name of every address that it connects to, 127.0.0.1 too, and where a name
+# server does not answer each connection waits 5 to 10 s. No test needs a name that /etc/hosts does not have.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 TESTS = str(Path(__file__).resolve().parent)
 if TESTS not in sys.path:

@@ -31,6 +31,7 @@ def test_every_rank_runs_and_its_output_is_captured(way: str):
         # Each line in one piece: torchrun's ranks are unbuffered and share a pipe, and print writes its newline apart.
         os.write(1, f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} got {sys.argv[1]}\\n".encode())
         os.write(2, f"threads {os.environ['OMP_NUM_THREADS']}\\n".encode())
+        os.write(2, f"name servers {os.environ['RES_OPTIONS']}\\n".encode())
         """,
         nproc=2,
         timeout_s=START_S,
@@ -40,6 +41,8 @@ def test_every_rank_runs_and_its_output_is_captured(way: str):
     assert done.returncode == 0, done.output
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 got words", "rank 1 of 2 got words"]
     assert done.stderr.count("threads 1") == 2
+    # A rank would wait for a name server that does not answer: see conftest.py.
+    assert done.stderr.count("name servers attempts:0") == 2
 
 
 def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tmp_path: Path):
