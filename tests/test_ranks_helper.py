@@ -204,3 +204,11 @@ def _is_running(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return state not in ("Z", "X")
+
+
+def test_what_torch_says_of_name_servers_alone_is_left_out():
+    said = (
+        "[W1125 18:11:02.227257259 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    )
+    other = said.replace("err=-3", "err=-2")
+    assert ranks.without_unanswered_names(f"a\n{said}\nb {said}\n{other}\n") == f"a\nb {said}\n{other}\n"
