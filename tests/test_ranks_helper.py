@@ -207,8 +207,6 @@ def _is_running(pid: int) -> bool:
 
 
 def test_what_torch_says_of_name_servers_alone_is_left_out():
-    said = (
-        "[W1125 18:11:02.22 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
-    )
+    said = "[W1125 18:11:02.22 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
     other = said.replace("err=-3", "err=-2")
     assert ranks.without_unanswered_names(f"a\n{said}\nb {said}\n{other}\n") == f"a\nb {said}\n{other}\n"
