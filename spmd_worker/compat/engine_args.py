@@ -53,6 +53,7 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "worker_cls": "",
         "worker_extension_cls": "",
         "enforce_eager": "",
+        "argmax_screen": "",
     },
     CacheConfig: {
         "block_size": "",

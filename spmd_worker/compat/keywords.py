@@ -153,6 +153,11 @@ _ROWS: Final = (
     _ours("expert_placement", "linear", "`linear`, `round_robin` or a JSON file with the rank of each expert"),
     _ours("invariant_experts", False, "what experts give does not depend on the number of ranks"),
     _ours("timeout_s", None, "seconds that a rank waits for another"),
+    _ours(
+        "argmax_screen",
+        True,
+        "a copy of the head in int8 finds what may be a greedy row's largest logit: the same bits",
+    ),
     _ours("device", "auto", "`auto`, `cpu` or `cuda`"),
     _ours("allow_nonfinite", False, "load weights that are NaN or infinite, which are refused otherwise"),
     _ours("pooling_type", None, "`last`, `mean` or `cls`, in place of what the folder says"),

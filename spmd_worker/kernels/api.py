@@ -97,6 +97,21 @@ class Kernels(Protocol):
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[R, in] x [V, in] -> `largest` of each row of the product among its first `count` columns."""
 
+    def screen_bytes(self, weight: Tensor) -> int:
+        """Of the screen of a weight from `pack`: what finds the few columns of a product that may be a row's largest.
+        0 where `linear_argmax` is as fast without one.
+        """
+
+    def make_screen_(self, screen: Tensor, weight: Tensor) -> None:
+        """Make `screen`, int8 of that many bytes, the screen of the weight as it is now."""
+
+    def screened_argmax(
+        self, x: Tensor, weight: Tensor, count: int, screen: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """As `linear_argmax`, bit for bit, and of how many columns of rows the products were computed. `rows`: the
+        weight before `pack`, if it is there.
+        """
+
     def pack_gated(self, weight: Tensor) -> Tensor:
         """As `pack`, for `gated_linear` alone: the first half of the rows are gates, the second what they open."""
 

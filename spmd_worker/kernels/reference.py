@@ -41,6 +41,21 @@ class ReferenceKernels:
         """See `Kernels.linear_argmax`."""
         return self.largest(self.linear(x, weight, None)[:, :count])
 
+    def screen_bytes(self, weight: Tensor) -> int:
+        """See `Kernels.screen_bytes`: there are none."""
+        del weight
+        return 0
+
+    def make_screen_(self, screen: Tensor, weight: Tensor) -> None:
+        """See `Kernels.make_screen_`."""
+        raise AssertionError("there are no screens")
+
+    def screened_argmax(
+        self, x: Tensor, weight: Tensor, count: int, screen: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """See `Kernels.screened_argmax`."""
+        raise AssertionError("there are no screens")
+
     def pack_gated(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_gated`."""
         return self.pack(weight)

@@ -15,7 +15,7 @@ from spmd_worker.kernels.api import Kernels, QuantisedKernels
 class LayerContext:
     """Passed as an argument to every layer's constructor. `layer` is the number, in the whole model, of the layer that
     is being built. `expert_layout` None: ranks share the columns of each expert. `quantised`: `kernels`, where they
-    are such.
+    are such. `screens_head`: the head may have a screen (`head_screen.py`).
     """
 
     tensor_group: GroupHandle
@@ -26,6 +26,7 @@ class LayerContext:
     expert_layout: ExpertLayout | None = None
     layer: int = 0
     quantised: QuantisedKernels | None = None
+    screens_head: bool = False
 
     @property
     def parts_group(self) -> GroupHandle:

@@ -16,6 +16,7 @@ from spmd_worker.distributed.topology import vocabulary_rows
 from spmd_worker.kernels.int8 import row_maxima
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.head_screen import HeadScreen
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, whole
 
 
@@ -62,6 +63,8 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         self.packed: Tensor | None
         """The weight as a tied head multiplies with it: kept true with the weight, which is looked up in plain rows."""
         self.register_buffer("packed", None, persistent=False)
+        self.num_changes = 0
+        """How often the weight has been written."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]. Each row comes from one rank; the others add zero, so the sum is exact."""
@@ -84,6 +87,7 @@ class VocabularyParallelEmbedding(CheckpointLayer):
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """See `CheckpointLayer.write_region`. A tied head follows."""
         super().write_region(parameter, region, values)
+        self.num_changes += 1
         if self.packed is not None:
             start, stop = region[0]
             rows = self.weight.detach()[start:stop]
@@ -156,6 +160,11 @@ class VocabularyParallelHead(PackedLayer):
         self.bias = context.parameter(self.shard.size) if has_bias else None
         # In a tuple, so that the embedding does not become a part of this module.
         self._tied_to = (tied_to,)
+        # Rounding may make equals of logits that are not.
+        self._is_plain = divisor == 1.0 and not cap and not has_bias
+        self._may_screen = context.screens_head and self._is_plain
+        self.screen: HeadScreen | None = None
+        self._num_changes = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
@@ -172,10 +181,13 @@ class VocabularyParallelHead(PackedLayer):
         """Of each row the largest logit, float32 [R], and its column, int64 [R]: the first of equal ones."""
         if self.shard.num_owned == 0:
             return self._kernels.largest(self(hidden))
-        if self._divisor != 1.0 or self._cap or self.bias is not None:
-            # Rounding may make equals of what was not.
+        if not self._is_plain:
             return self._kernels.largest(self(hidden)[:, : self.shard.num_owned])
-        return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
+        if self.screen is None:
+            return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
+        (tied_to,) = self._tied_to
+        rows, changes = (None, self._num_changes) if tied_to is None else (tied_to.weight, tied_to.num_changes)
+        return self.screen.largest(hidden, self._gemm_weight, self.shard.num_owned, rows, changes)
 
     @property
     def is_tied(self) -> bool:
@@ -194,6 +206,14 @@ class VocabularyParallelHead(PackedLayer):
             super().pack_weights()
         else:
             tied_to.pack_for_head()
+        num_bytes = self._kernels.screen_bytes(self._gemm_weight) if self._may_screen else 0
+        if num_bytes > 0:
+            self.screen = HeadScreen(self._kernels, num_bytes)
+
+    def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        """See `CheckpointLayer.write_region`. The screen follows at its next use."""
+        super().write_region(parameter, region, values)
+        self._num_changes += 1
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.distributed.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
-from spmd_worker.model_config.int8_format import int8_bytes
+from spmd_worker.model_config.int8_format import int8_bytes, screen_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 
@@ -79,6 +79,17 @@ def weights_bytes(
             for (outputs, inputs, is_gated), count in shapes.items()
         )
     return num_bytes
+
+
+def screen_bytes_of(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str) -> int:
+    """Of the screen of a rank's head, where it may have one (`layers/head_screen.py`). Where the CPU does not multiply
+    bytes faster than bfloat16 it is counted and not made.
+    """
+    has_head = stage_of(layout, model_config, rank).is_last and model_config.pooling is None
+    is_plain = model_config.logit_divisor == 1.0 and not model_config.logit_cap and not model_config.has_head_bias
+    if device != "cpu" or dtype != "bfloat16" or not has_head or not is_plain:
+        return 0
+    return screen_bytes(rank_sizes(model_config, layout, rank).num_vocabulary_rows, model_config.embedding_size)
 
 
 def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:

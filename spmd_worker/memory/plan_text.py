@@ -20,7 +20,14 @@ from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.memory import host
-from spmd_worker.memory.estimate import RankSizes, activation_bytes, expert_bytes, rank_sizes, weights_bytes
+from spmd_worker.memory.estimate import (
+    RankSizes,
+    activation_bytes,
+    expert_bytes,
+    rank_sizes,
+    screen_bytes_of,
+    weights_bytes,
+)
 from spmd_worker.memory.plan import (
     cache_spec_of,
     check_weights_fit,
@@ -129,6 +136,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"model      {model}",
         *_quantised(plan),
         *_int8(plan),
+        *_screen(plan),
         *_experts(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
@@ -145,12 +153,20 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     model_config, layout, scheduler = resolved.model_config, resolved.layout, resolved.config.scheduler
     num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     quantization = resolved.config.model.quantization
+    weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization)
+    weights += _screen_bytes(resolved, rank)
     return RankShare(
         rank_sizes(model_config, layout, rank),
-        weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization),
+        weights,
         activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows, quantization),
         cache_spec_of(resolved, rank).block_bytes,
     )
+
+
+def _screen_bytes(resolved: ResolvedRun, rank: int) -> int:
+    if resolved.config.model.quantization is not None or not resolved.config.executor.argmax_screen:
+        return 0
+    return screen_bytes_of(resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type)
 
 
 def _sizing(resolved: ResolvedRun, rank: int, share: RankShare, total_bytes: int) -> CacheSizing:
@@ -191,6 +207,17 @@ def _int8(plan: MemoryPlan) -> list[str]:
     return [
         f"quantised  to int8, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a rank, "
         f"scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
+    ]
+
+
+def _screen(plan: MemoryPlan) -> list[str]:
+    """What a head's screen takes of the weights of the rank that has most."""
+    num_bytes = max(_screen_bytes(plan.resolved, rank) for rank in range(plan.resolved.layout.world_size))
+    if num_bytes == 0:
+        return []
+    return [
+        f"screen     a copy of the head in int8, {format_bytes(num_bytes)} of a rank's weights, where that is "
+        f"faster (executor.argmax_screen)"
     ]
 
 

@@ -82,6 +82,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
+    "make_screen_bfloat16": (*(_POINTER, *(_INTEGER,) * 4), _POINTER, _INTEGER),
     "team_counters": (_POINTER,),
     "cut_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
     "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
@@ -91,6 +92,14 @@ _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, 
 _SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
 # Each returns a number, or an address, 0 for none; what is shared is of Linux alone, decimals of compilers since 2021.
 _COUNTING: dict[str, tuple[type, ...]] = {
+    "screens_bfloat16": (),
+    "screen_bytes": (_INTEGER, _INTEGER),
+    "screened_argmax_bfloat16": (
+        *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER),
+        *(_POINTER,) * 5,
+        _INTEGER,
+    ),
     "run_layers_float32": _LAYERS,
     "run_layers_bfloat16": _LAYERS,
     "shared_header_bytes": (_INTEGER,),

@@ -173,6 +173,7 @@ class Worker(WorkerBase):
             device=self.device,
             expert_layout=self.layout.experts,
             quantised=quantised,
+            screens_head=self.config.executor.argmax_screen,
         )
         stage = stage_of(self.layout, self.model_config, self.environment.rank)
         allows_nonfinite = self.config.model.allow_nonfinite

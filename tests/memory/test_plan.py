@@ -101,8 +101,8 @@ def test_the_plan_of_eight_billion_parameters_on_two_ranks(monkeypatch: pytest.M
     assert "LlamaForCausalLM, 8,030,261,248 parameters, 32 layers" in text
     assert "2 = 1 data x 1 pipeline x 2 tensor" in text
     row = next(line for line in text.splitlines() if line.startswith("0-1"))
-    # Ranks, layers, heads, key-value heads, columns, vocabulary, weights: half of each.
-    assert row.split()[:8] == ["0-1", "32", "16", "4", "7,168", "64,128", "7.5", "GiB"]
+    # Ranks, layers, heads, key-value heads, columns, vocabulary, weights: half of each, and of the head's screen.
+    assert row.split()[:8] == ["0-1", "32", "16", "4", "7,168", "64,128", "7.7", "GiB"]
     # A block is 2 x 32 layers x 4 heads x 128 x 16 tokens x 2 bytes, and about 20 GiB of a rank's 32 are left for them.
     blocks = int(re.search(r"blocks +([\d,]+) of 16 tokens on every rank.* 1.0 MiB each", text)[1].replace(",", ""))
     assert 19_000 < blocks < 22_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from model_configs import with_layers
 
-from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
@@ -47,6 +47,7 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host, name, lambda: 64 * GIB)
 
 
+WITHOUT_SCREEN = ExecutorConfig(argmax_screen=False)
 FORMS = (
     "forms      not counted: host memory of rows that run with structured_outputs, 0.3 MiB each as a rule, at most "
     "3.8 MiB (10,000 states of a lexer)"
@@ -70,8 +71,9 @@ def test_quantised_weights_take_half_and_the_plan_says_what_they_take_while_they
         "quantised  to int8, a scale an output, all but the embedding and norms: 4.0 GiB on a rank, scales included; "
         "while they are loaded 7.5 GiB, in bfloat16"
     )
-    assert any("7.5 GiB" in line for line in plain)
+    assert any("7.5 GiB" in line for line in text_of(model_config, 2, executor=WITHOUT_SCREEN))
     assert not any("quantised" in line for line in plain)
+    assert [line.startswith("screen") for line in (*quantised, *plain)].count(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,20 +97,22 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config:
     assert text_of(model_config, 2) == [
         "model      LlamaForCausalLM, 8,030,261,248 parameters, 32 layers, hidden size 4,096, 32 heads, "
         "8 key-value heads",
+        "screen     a copy of the head in int8, 251.0 MiB of a rank's weights, where that is faster "
+        "(executor.argmax_screen)",
         "computes   in bfloat16 on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)",
         "ranks      2 = 1 data x 1 pipeline x 2 tensor",
         "",
         "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
-        "0-1        32     16         4    7,168      64,128  7.5 GiB    990.1 MiB  20.1 GiB",
+        "0-1        32     16         4    7,168      64,128  7.7 GiB    990.1 MiB  19.8 GiB",
         "",
-        "blocks     20,542 of 16 tokens on every rank, 328,672 tokens in all, 1.0 MiB each",
-        "sequences  40 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
+        "blocks     20,291 of 16 tokens on every rank, 324,656 tokens in all, 1.0 MiB each",
+        "sequences  39 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
         "swap       none (cache.swap_space_gib): what is preempted is computed again",
         "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
-        "           weights 7.5 GiB",
+        "           weights 7.7 GiB",
         "           activations of the largest step 990.1 MiB (estimated)",
         "           outside the tensors 300.0 MiB",
-        "           left for the cache 20.1 GiB, room for 20542 blocks",
+        "           left for the cache 19.8 GiB, room for 20291 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
         FORMS,
@@ -129,7 +133,7 @@ def test_the_plan_of_quantised_files_says_in_what_and_what_they_take_dequantised
 
 
 def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
-    plan = make_plan(resolved(model_config, 8))
+    plan = make_plan(resolved(model_config, 8, executor=WITHOUT_SCREEN))
     norms = (2 * model_config.num_layers + 1) * model_config.hidden_size
     padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - model_config.vocab_size
     expected = model_config.num_parameters + 7 * norms + 2 * padded_rows * model_config.hidden_size
@@ -140,7 +144,9 @@ def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_confi
     """On the CPU as much as an untied head; on a GPU head and embedding are the same rows."""
     tied = replace(model_config, has_tied_embeddings=True)
     weights = {
-        (each is tied, device): make_plan(resolved(each, device=device)).shares[0].weights_bytes
+        (each is tied, device): make_plan(resolved(each, device=device, executor=WITHOUT_SCREEN))
+        .shares[0]
+        .weights_bytes
         for each in (tied, model_config)
         for device in ("cpu", "cuda")
     }
@@ -149,10 +155,10 @@ def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_confi
 
 
 def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
-    table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[4:6]
+    table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[5:7]
     assert table[1].startswith("0-31 ")
     lines = text_of(with_layers(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
-    assert [line.split()[:5] for line in lines[5:7]] == [
+    assert [line.split()[:5] for line in lines[6:8]] == [
         ["0-1", "32", "8", "2", "3,585"],
         ["2-3", "32", "8", "2", "3,584"],
     ]
@@ -188,11 +194,11 @@ def test_memory_that_is_too_small_is_refused_with_the_way_out(
 
 def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(model_config: ModelConfig):
     lines = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=4.0))
-    assert lines[7].startswith("blocks     16,446 of 16 tokens on every rank")
-    assert lines[9] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
-    assert lines[14:16] == [
+    assert lines[8].startswith("blocks     16,195 of 16 tokens on every rank")
+    assert lines[10] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
+    assert lines[15:17] == [
         "           swap space 4.0 GiB",
-        "           left for the cache 16.1 GiB, room for 16446 blocks",
+        "           left for the cache 15.8 GiB, room for 16195 blocks",
     ]
     too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
     assert too_much[-1].startswith("refused    memory leaves room for 0 cache blocks")

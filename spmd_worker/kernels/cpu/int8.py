@@ -13,14 +13,19 @@ from torch import Tensor
 
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels, dtype_name
 from spmd_worker.kernels.int8 import Int8Kernels, Int8Packing, Int8Weights, row_maxima
-from spmd_worker.model_config.int8_format import PANEL, SCALE_BYTES, fits_panels, inputs_of, panel_bytes
+from spmd_worker.model_config.int8_format import (
+    PANEL,
+    ROW_STEP,
+    SCALE_BYTES,
+    fits_panels,
+    inputs_of,
+    panel_bytes,
+    row_bytes,
+)
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 
 _OFFSET: Final = 128
-_ROW_STEP: Final = 64
-"""Bytes that a row of inputs is padded to a multiple of."""
-
 _FUNCTIONS: Final = ("maxima", "quantise", "product", "argmax", "scaled")
 
 
@@ -36,11 +41,6 @@ def int8_kernels(dtype: torch.dtype) -> "tuple[Int8Kernels | Int8CpuKernels, str
 def are_byte_panels(packed: Tensor) -> bool:
     """Whether an int8 weight is in panels."""
     return packed.dtype == torch.int8 and packed.ndim == 3
-
-
-def row_bytes(num_inputs: int) -> int:
-    """Of a row of so many inputs, as the library's products take it."""
-    return -(-num_inputs // _ROW_STEP) * _ROW_STEP
 
 
 def int8_shape(packed: Tensor) -> tuple[int, int]:
@@ -224,7 +224,7 @@ def _product_arguments(x: Tensor, weight: Tensor) -> tuple[int, ...]:
 def _gemm_arguments(rows: Tensor, weight: Tensor) -> tuple[int, ...]:
     num_inputs = inputs_of(weight.shape[-1])
     assert weight.is_contiguous(), weight.stride()
-    assert 0 <= rows.shape[1] - num_inputs < _ROW_STEP, (rows.shape, weight.shape)
+    assert 0 <= rows.shape[1] - num_inputs < ROW_STEP, (rows.shape, weight.shape)
     shape = (rows.shape[1], len(rows), num_inputs)
     return (rows.data_ptr(), *shape, weight.data_ptr(), _num_outputs(weight))
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.distributed.shared_memory import SharedMemoryGroup
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
-from spmd_worker.kernels.cpu.int8 import are_byte_panels, row_bytes
+from spmd_worker.kernels.cpu.int8 import are_byte_panels
 from spmd_worker.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
-from spmd_worker.model_config.int8_format import PANEL, panel_bytes
+from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spmd_worker.kernels.api import Cuts, Kernels
 from spmd_worker.kernels.cpu.linear import PackedKernels
+from spmd_worker.model_config.int8_format import row_bytes, screen_bytes
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 
@@ -64,6 +65,9 @@ class CpuKernels(PackedKernels):
         of_gemm = library.functions["gemm_argmax_bfloat16"]
         self._functions["gemm_argmax", torch.bfloat16] = of_gemm
         self._functions["cut", torch.float32] = library.functions["cut_float32"]
+        for name in ("make_screen", "screened_argmax"):
+            self._functions[name, torch.bfloat16] = library.functions[f"{name}_bfloat16"]
+        self._has_screens = bool(library.functions["screens_bfloat16"]())
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are packed for the library's own products."""
@@ -129,6 +133,46 @@ class CpuKernels(PackedKernels):
             *(values.data_ptr(), indices.data_ptr(), num_threads()),
         )
         return values, indices
+
+    def screen_bytes(self, weight: Tensor) -> int:
+        """See `Kernels.screen_bytes`. For panels of bfloat16, where AVX-512 multiplies bytes and no AMX unit does."""
+        if not self._has_screens or not are_panels(weight) or weight.dtype != torch.bfloat16:
+            return 0
+        return screen_bytes(weight.shape[0] * _PANEL, weight.shape[1] * 2)
+
+    def make_screen_(self, screen: Tensor, weight: Tensor) -> None:
+        """See `Kernels.make_screen_`."""
+        self._check_screen(screen, weight)
+        self._functions["make_screen", weight.dtype](
+            *(weight.data_ptr(), weight.shape[1] * 2, weight.shape[0] * _PANEL, 0, weight.shape[0]),
+            *(screen.data_ptr(), num_threads()),
+        )
+
+    def screened_argmax(
+        self, x: Tensor, weight: Tensor, count: int, screen: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """See `Kernels.screened_argmax`."""
+        self._check_screen(screen, weight)
+        num_outputs, num_inputs = weight.shape[0] * _PANEL, weight.shape[1] * 2
+        assert 0 < count <= num_outputs, (count, num_outputs)
+        x = _checked_input(x, weight)
+        if rows is not None:
+            _check(x, rows)
+            _check_whole(rows, (num_outputs, num_inputs))
+        values, indices = _argmax_scratch(x.shape[0])
+        room = torch.empty((x.shape[0], row_bytes(num_inputs)), dtype=torch.int8)
+        num_computed = self._functions["screened_argmax", x.dtype](
+            *(x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), num_outputs, count),
+            *(None if rows is None else rows.data_ptr(), screen.data_ptr()),
+            *(values.data_ptr(), indices.data_ptr(), room.data_ptr(), num_threads()),
+        )
+        return values, indices, num_computed
+
+    def _check_screen(self, screen: Tensor, weight: Tensor) -> None:
+        assert screen.dtype == torch.int8, screen.dtype
+        assert screen.numel() == self.screen_bytes(weight) > 0, (screen.shape, weight.shape)
+        assert screen.is_contiguous(), screen.stride()
+        assert weight.is_contiguous(), weight.stride()
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""

@@ -1,0 +1,325 @@
+// The largest of the products of bfloat16 rows with a packed weight, and its first place, by way of a screen: an int8 copy of the
+// weight, whose products cost half as much and say within what bounds the true ones lie. Only those that may be the
+// largest are computed in bfloat16, with the chain of steps that gemms_vector.cpp has, so what comes out has its bits.
+//
+// A weight is w = s q + e with whole numbers q and a rest e, a row x = t p + f likewise, so
+//   w x = s t (q p) + e x + s q f, and |w x - s t (q p)| <= |e| |x| + |s q| |f|
+// in Euclidean norms (Cauchy and Schwarz). The screen has, for each panel, the largest |e| and |s q| of its outputs. Norms are
+// taken a little larger than they are, by what rounding may do to them, to the products and to the chain itself.
+// A product of which the upper bound is below another's lower bound, and below what rounds to the same bfloat16, is not
+// the largest. NaN is above all; where a bound is not a number, or infinite, the product is computed.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "argmax.h"
+#include "byte_rows.h"
+#include "gemm.h"
+#include "int8.h"
+#include "team.h"
+
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define SPMD_SCREENS 1
+#endif
+
+extern "C" void spmd_gemm_argmax_bfloat16(
+    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
+    int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads);
+
+#if defined(SPMD_SCREENS)
+
+namespace {
+
+constexpr float kSmallest = 1e-16f;  // of norms: of what squares lose that are too small for a float
+constexpr float kTooLarge = 1e30f;   // bounds above which a chain's own sums may be infinite
+constexpr int64_t kMostShare = 48;   // of a row's outputs, one in so many: with more candidates it is computed whole
+
+static_assert(kBytePanel == kPanel && kLanes == kPanel, "a vector is a panel");
+
+// What the sums of `num_inputs` products of floats may be wrong by, for each unit of the factors' norms.
+float rounding_of(int64_t num_inputs) { return float(num_inputs + 16) * 0x1p-23f; }
+
+// Of a panel, the largest of its outputs': what a row's norm is to be multiplied with, and its rest's.
+struct PanelBounds {
+  float rest, numbers;
+};
+
+int64_t bounds_at(int64_t num_inputs, int64_t num_panels) { return num_panels * panel_bytes(num_inputs); }
+
+void make_panel(const uint16_t* weight, int64_t num_inputs, int8_t* to, PanelBounds& bounds) {
+  Ints most = Ints{};
+  for (int64_t input = 0; input < num_inputs; input += 2) {
+    const Words pairs = load<Words>(weight + input * kPanel);
+    const Ints first = (Ints)first_of_pairs(pairs) & 0x7fffffff, second = (Ints)second_of_pairs(pairs) & 0x7fffffff;
+    most = first > most ? first : most;
+    most = second > most ? second : most;
+  }
+  const Floats largest = (Floats)most;
+  const auto is_usable = (largest >= broadcast(kLeast)) & (largest < broadcast(kInfinity));
+  const Floats scale = is_usable ? largest / broadcast(kMost) : Floats{};
+  const Floats factor = is_usable ? broadcast(kMost) / largest : Floats{};
+  const Floats magic = broadcast(12582912.0f);
+  Floats rest_squares{}, number_squares{}, weight_squares{};
+  Ints sums = Ints{};
+  for (int64_t input = 0; input < num_inputs; input += 4) {
+    Ints quad = Ints{};
+    for (int pair = 0; pair < 2; ++pair) {
+      const Words pairs = load<Words>(weight + (input + 2 * pair) * kPanel);
+      for (int second = 0; second < 2; ++second) {
+        const Floats w = second ? second_of_pairs(pairs) : first_of_pairs(pairs);
+        // Adding this many rounds to a whole number; of what is no number there is none.
+        const Floats whole = is_usable ? (w * factor + magic) - magic : Floats{};
+        const Floats near = whole * scale, rest = w - near;
+        rest_squares += rest * rest, number_squares += near * near, weight_squares += w * w;
+        const Ints number = __builtin_convertvector(whole, Ints);
+        sums += number;
+        quad |= (number & 255) << (8 * (2 * pair + second));
+      }
+    }
+    store(to + input * kPanel, quad);
+  }
+  int8_t* const end = to + num_inputs * kPanel;
+  store(end, scale), store(end + 64, sums * -128);
+  std::fill(end + 128, to + panel_bytes(num_inputs), int8_t(0));
+  bounds = {0.0f, 0.0f};
+  const float rounding = rounding_of(num_inputs);
+  for (int output = 0; output < kPanel; ++output) {
+    const float larger = 1.0f + rounding;
+    const float numbers = std::sqrt(number_squares[output]) * larger + kSmallest;
+    float rest = std::sqrt(rest_squares[output]) * larger + std::sqrt(weight_squares[output]) * 0x1p-22f + kSmallest;
+    rest += rounding * (numbers + rest);
+    // Of an output with a weight that is not finite nothing is known.
+    if (!(rest < kInfinity)) rest = kInfinity;
+    bounds.rest = std::max(bounds.rest, rest), bounds.numbers = std::max(bounds.numbers, numbers);
+  }
+}
+
+// A row in bytes, and how long it and its rest are.
+struct Row {
+  float scale, norm, rest;
+  bool is_whole;  // computed without the screen
+};
+
+Row make_row(const uint16_t* x, int64_t size, int8_t* to) {
+  const float largest = row_maximum(x, size);
+  const bool is_usable = largest >= kLeast && largest < kInfinity;
+  quantise_row(x, size, largest, rows_are_offset() ? -128 : 0, to, padded_to_steps(size));
+  if (!is_usable) return {0.0f, 0.0f, 0.0f, true};
+  const float scale = scale_of(largest);
+  const Floats factor = broadcast(kMost / largest), magic = broadcast(12582912.0f);
+  Floats squares{}, rest_squares{};
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const Floats values = load_floats(x + place), whole = (values * factor + magic) - magic;
+    const Floats rest = values - whole * broadcast(scale);
+    squares += values * values, rest_squares += rest * rest;
+  }
+  const float larger = 1.0f + rounding_of(size);
+  const float norm = std::sqrt(sum_of_lanes(squares)) * larger + kSmallest;
+  return {scale, norm, std::sqrt(sum_of_lanes(rest_squares)) * larger + norm * 0x1p-22f + kSmallest, false};
+}
+
+// An output that may be a row's largest.
+struct Candidate {
+  int32_t row, output;
+  float upper;
+};
+
+// Below it nothing rounds to the bfloat16 that `lower` does, or to one above.
+float lowered(float lower) { return lower - std::fabs(lower) * (0x1p-7f + 0x1p-20f) - 1e-35f; }
+
+// What one thread has seen: of each row what its largest is not below, and which outputs reach it.
+struct Screen final : ByteSink {
+  const ByteGemm& gemm;
+  const std::vector<Row>& rows;
+  const PanelBounds* bounds;
+  int64_t count;
+  mutable std::vector<float> least;
+  mutable std::vector<Candidate> candidates;
+
+  Screen(const ByteGemm& product, const std::vector<Row>& of_rows, const PanelBounds* of_panels, int64_t how_many)
+      : gemm(product), rows(of_rows), bounds(of_panels), count(how_many), least(of_rows.size(), -kInfinity) {}
+
+  void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const override {
+    for (; row < end; ++row, sums += 2 * kPanel) {
+      if (rows[row].is_whole) continue;
+      for (int64_t panel = pair * 2; panel <= pair * 2 + has_two; ++panel) {
+        const float bound = rows[row].norm * bounds[panel].rest + rows[row].rest * bounds[panel].numbers;
+        const Floats near = scaled(sums + panel % 2 * kPanel, rows[row].scale, gemm.scales(panel));
+        // Those that are not below it, NaN too.
+        const __mmask16 reach = _mm512_cmp_ps_mask((__m512)near, _mm512_set1_ps(least[row] - bound), _CMP_NLT_UQ);
+        if (reach != 0) keep(row, panel, reach, near, bound);
+      }
+    }
+  }
+
+  void keep(int64_t row, int64_t panel, uint32_t reach, Floats near, float bound) const {
+    for (int lane = 0; lane < kPanel; ++lane) {
+      const int64_t output = panel * kPanel + lane;
+      if ((reach >> lane & 1) == 0 || output >= count) continue;
+      candidates.push_back({int32_t(row), int32_t(output), near[lane] + bound});
+      if (bound < kTooLarge) least[row] = std::max(least[row], lowered(near[lane] - bound));
+    }
+  }
+};
+
+// A weight in bfloat16 for single outputs: its panels, or the same in plain rows, which are shorter to read.
+struct Outputs {
+  const uint16_t* weight;
+  bool is_plain;
+  int64_t num_inputs;
+
+  // Where an output's first pair is, counted in pairs, and how far from one to the next.
+  int32_t place(int64_t output) const {
+    return int32_t(is_plain ? output * num_inputs / 2 : output / kPanel * num_inputs / 2 * kPanel + output % kPanel);
+  }
+  int64_t step() const { return is_plain ? 1 : kPanel; }
+
+  // The chains of gemms_vector.cpp, of outputs at 16 places.
+  Floats chains(const uint16_t* x, const int32_t* places) const {
+    const __m512i at = _mm512_loadu_si512(places);
+    const int32_t* from = reinterpret_cast<const int32_t*>(weight);
+    __m512 sums = _mm512_setzero_ps();
+    for (int64_t input = 0; input < num_inputs; input += 2, from += step()) {
+      int32_t pair;
+      std::memcpy(&pair, x + input, sizeof pair);
+      const __m512i right = _mm512_i32gather_epi32(at, from, 4);
+      sums = _mm512_dpbf16_ps(sums, (__m512bh)right, (__m512bh)_mm512_set1_epi32(pair));
+    }
+    return rounded((Floats)sums);
+  }
+};
+
+// Up to 16 candidates of one row, in `candidates` from `start` on, and the largest of them.
+struct Group {
+  int64_t row, start, end;
+  float value;
+  int64_t place;
+
+  void compute(const uint16_t* x, const Outputs& outputs, const Candidate* candidates) {
+    int32_t places[kPanel];
+    for (int lane = 0; lane < kPanel; ++lane)
+      places[lane] = outputs.place(candidates[std::min(start + lane, end - 1)].output);
+    const Floats products = outputs.chains(x, places);
+    value = -kInfinity, place = 0;
+    for (int64_t each = start; each < end; ++each)
+      take_larger(products[each - start], candidates[each].output, value, place);
+  }
+
+  static void take_larger(float value, int64_t at, float& largest, int64_t& place) {
+    const bool is_equal = value == largest || (value != value && largest != largest);
+    if (is_larger(value, largest) || (is_equal && at < place)) largest = value, place = at;
+  }
+};
+
+}  // namespace
+
+#endif
+
+// Whether this library screens on this processor, which must have no unit for products.
+extern "C" int64_t spmd_screens_bfloat16() {
+#if defined(SPMD_SCREENS)
+  return rows_are_offset();
+#else
+  return 0;
+#endif
+}
+
+// Bytes of a screen of a weight of this size.
+extern "C" int64_t spmd_screen_bytes(int64_t num_inputs, int64_t num_outputs) {
+  const int64_t num_panels = num_outputs / kPanel;
+  return num_panels * (panel_bytes(num_inputs) + 2 * int64_t(sizeof(float)));
+}
+
+// The screen of panels `first_panel` to `end_panel` of a packed weight. To be called only where `spmd_screens_bfloat16`
+// says so, as what follows.
+extern "C" void spmd_make_screen_bfloat16(
+    const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int64_t first_panel, int64_t end_panel,
+    int8_t* screen, int64_t num_threads) {
+#if defined(SPMD_SCREENS)
+  PanelBounds* const bounds = reinterpret_cast<PanelBounds*>(screen + bounds_at(num_inputs, num_outputs / kPanel));
+  each_by_team(end_panel - first_panel, num_threads, [&](int64_t number) {
+    const int64_t panel = first_panel + number;
+    make_panel(
+        packed + panel * num_inputs * kPanel, num_inputs, screen + panel * panel_bytes(num_inputs), bounds[panel]);
+  });
+#else
+  (void)packed, (void)num_inputs, (void)num_outputs, (void)first_panel, (void)end_panel, (void)screen, (void)num_threads;
+#endif
+}
+
+// What `spmd_gemm_argmax_bfloat16` finds. `plain` is the weight [num_outputs][num_inputs], or null; `rows`
+// [num_rows][num_inputs rounded up to 64] is memory to work in. Returns how many outputs of rows were computed in bfloat16.
+extern "C" int64_t spmd_screened_argmax_bfloat16(
+    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
+    int64_t num_outputs, int64_t count, const uint16_t* plain, const int8_t* screen, float* values, int64_t* places,
+    int8_t* rows, int64_t num_threads) {
+#if defined(SPMD_SCREENS)
+  const ByteGemm gemm = {rows, padded_to_steps(num_inputs), num_rows, screen, num_inputs, num_outputs};
+  const PanelBounds* const bounds =
+      reinterpret_cast<const PanelBounds*>(screen + bounds_at(num_inputs, num_outputs / kPanel));
+  std::vector<Row> of_rows(num_rows);
+  each_by_team(num_rows, num_threads, [&](int64_t row) {
+    of_rows[row] = make_row(x + row * x_stride, num_inputs, rows + row * gemm.x_stride);
+  });
+  std::vector<float> least(num_rows, -kInfinity);
+  std::vector<Candidate> found;
+  const ByteCut cut(gemm);
+  const ShrinkingItems all(cut.num_units(), num_threads, cut.most_units(gemm));
+  std::mutex merging;
+  run_by_team(all.size(), num_threads, [&](Items& items) {
+    const Screen seen(gemm, of_rows, bounds, count);
+    for (int64_t item = items.next(); item >= 0; item = items.next())
+      run_byte_units(gemm, cut, seen, all.start(item), all.end(item));
+    const std::lock_guard<std::mutex> alone(merging);
+    for (int64_t row = 0; row < num_rows; ++row) least[row] = std::max(least[row], seen.least[row]);
+    found.insert(found.end(), seen.candidates.begin(), seen.candidates.end());
+  });
+
+  // Those that still may be the largest, row by row.
+  std::vector<int64_t> starts(num_rows + 1, 0);
+  const auto is_left = [&](const Candidate& each) { return !(each.upper < least[each.row]); };
+  for (const Candidate& each : found)
+    if (is_left(each)) ++starts[each.row + 1];
+  int64_t num_computed = 0;
+  std::vector<Group> groups;
+  std::vector<int64_t> whole;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    of_rows[row].is_whole |= starts[row + 1] > std::max<int64_t>(count / kMostShare, kPanel);
+    if (of_rows[row].is_whole) whole.push_back(row), starts[row + 1] = 0, num_computed += count;
+    num_computed += starts[row + 1];
+    starts[row + 1] += starts[row];
+    for (int64_t start = starts[row]; start < starts[row + 1]; start += kPanel)
+      groups.push_back({row, start, std::min(start + kPanel, starts[row + 1]), -kInfinity, 0});
+  }
+  std::vector<Candidate> candidates(starts[num_rows]);
+  for (const Candidate& each : found)
+    if (is_left(each) && !of_rows[each.row].is_whole) candidates[starts[each.row]++] = each;
+
+  const Outputs outputs = {plain == nullptr ? packed : plain, plain != nullptr, num_inputs};
+  each_by_team(int64_t(groups.size()), num_threads, [&](int64_t number) {
+    groups[number].compute(x + groups[number].row * x_stride, outputs, candidates.data());
+  });
+  std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);
+  for (const Group& each : groups) Group::take_larger(each.value, each.place, values[each.row], places[each.row]);
+
+  if (whole.empty()) return num_computed;
+  std::vector<uint16_t> gathered(whole.size() * num_inputs);
+  std::vector<float> their_values(whole.size());
+  std::vector<int64_t> their_places(whole.size());
+  for (size_t each = 0; each < whole.size(); ++each)
+    std::copy_n(x + whole[each] * x_stride, num_inputs, gathered.data() + each * num_inputs);
+  spmd_gemm_argmax_bfloat16(
+      gathered.data(), num_inputs, int64_t(whole.size()), num_inputs, packed, num_outputs, count, their_values.data(),
+      their_places.data(), num_threads);
+  for (size_t each = 0; each < whole.size(); ++each)
+    values[whole[each]] = their_values[each], places[whole[each]] = their_places[each];
+  return num_computed;
+#else
+  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)count, (void)plain;
+  (void)screen, (void)values, (void)places, (void)rows, (void)num_threads;
+  return 0;
+#endif
+}
