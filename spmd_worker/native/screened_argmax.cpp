@@ -34,7 +34,7 @@ extern "C" void spmd_gemm_argmax_bfloat16(
 namespace {
 
 constexpr float kSmallest = 1e-16f;  // of norms: of what squares lose that are too small for a float
-constexpr float kTooLarge = 1e30f;   // bounds above which a chain's own sums may be infinite
+constexpr float kTooLarge = 1e30f;   // of products: a chain's own sums may be infinite then
 constexpr int64_t kMostShare = 48;   // of a row's outputs, one in so many: with more candidates it is computed whole
 
 static_assert(kBytePanel == kPanel && kLanes == kPanel, "a vector is a panel");
@@ -118,8 +118,13 @@ Row make_row(const uint16_t* x, int64_t size, int8_t* to) {
   }
   const float larger = 1.0f + rounding_of(size);
   const float norm = std::sqrt(sum_of_lanes(squares)) * larger + kSmallest;
+  // Where squares are infinite, sums of bytes may be too, once they are scaled.
+  if (!(norm < kInfinity)) return {0.0f, 0.0f, 0.0f, true};
   return {scale, norm, std::sqrt(sum_of_lanes(rest_squares)) * larger + norm * 0x1p-22f + kSmallest, false};
 }
+
+// Of a row, of so many outputs, that are computed one by one.
+int64_t most_candidates(int64_t count) { return std::max<int64_t>(count / kMostShare, kPanel); }
 
 // An output that may be a row's largest.
 struct Candidate {
@@ -136,21 +141,27 @@ struct Screen final : ByteSink {
   const std::vector<Row>& rows;
   const PanelBounds* bounds;
   int64_t count;
+  // More than these of a row, and it is computed whole: those that come before the largest make some more than are left.
+  int64_t most;
   mutable std::vector<float> least;
+  mutable std::vector<int64_t> num_kept;
   mutable std::vector<Candidate> candidates;
 
   Screen(const ByteGemm& product, const std::vector<Row>& of_rows, const PanelBounds* of_panels, int64_t how_many)
-      : gemm(product), rows(of_rows), bounds(of_panels), count(how_many), least(of_rows.size(), -kInfinity) {}
+      : gemm(product), rows(of_rows), bounds(of_panels), count(how_many), most(most_candidates(how_many) * 4),
+        least(of_rows.size(), -kInfinity), num_kept(of_rows.size(), 0) {}
 
   void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const override {
     for (; row < end; ++row, sums += 2 * kPanel) {
-      if (rows[row].is_whole) continue;
+      if (rows[row].is_whole || num_kept[row] > most) continue;
       for (int64_t panel = pair * 2; panel <= pair * 2 + has_two; ++panel) {
         const float bound = rows[row].norm * bounds[panel].rest + rows[row].rest * bounds[panel].numbers;
         const Floats near = scaled(sums + panel % 2 * kPanel, rows[row].scale, gemm.scales(panel));
         // Those that are not below it, NaN too.
-        const __mmask16 reach = _mm512_cmp_ps_mask((__m512)near, _mm512_set1_ps(least[row] - bound), _CMP_NLT_UQ);
-        if (reach != 0) keep(row, panel, reach, near, bound);
+        __mmask16 reach = _mm512_cmp_ps_mask((__m512)near, _mm512_set1_ps(least[row] - bound), _CMP_NLT_UQ);
+        const bool is_known = rows[row].norm * bounds[panel].numbers < kTooLarge && bound < kTooLarge;
+        if (!is_known) reach = 0xffff;
+        if (reach != 0) keep(row, panel, reach, near, is_known ? bound : kInfinity);
       }
     }
   }
@@ -159,8 +170,9 @@ struct Screen final : ByteSink {
     for (int lane = 0; lane < kPanel; ++lane) {
       const int64_t output = panel * kPanel + lane;
       if ((reach >> lane & 1) == 0 || output >= count) continue;
-      candidates.push_back({int32_t(row), int32_t(output), near[lane] + bound});
+      candidates.push_back({int32_t(row), int32_t(output), bound < kTooLarge ? near[lane] + bound : kInfinity});
       if (bound < kTooLarge) least[row] = std::max(least[row], lowered(near[lane] - bound));
+      ++num_kept[row];
     }
   }
 };
@@ -265,6 +277,7 @@ extern "C" int64_t spmd_screened_argmax_bfloat16(
     of_rows[row] = make_row(x + row * x_stride, num_inputs, rows + row * gemm.x_stride);
   });
   std::vector<float> least(num_rows, -kInfinity);
+  std::vector<char> is_overrun(num_rows, false);
   std::vector<Candidate> found;
   const ByteCut cut(gemm);
   const ShrinkingItems all(cut.num_units(), num_threads, cut.most_units(gemm));
@@ -274,7 +287,10 @@ extern "C" int64_t spmd_screened_argmax_bfloat16(
     for (int64_t item = items.next(); item >= 0; item = items.next())
       run_byte_units(gemm, cut, seen, all.start(item), all.end(item));
     const std::lock_guard<std::mutex> alone(merging);
-    for (int64_t row = 0; row < num_rows; ++row) least[row] = std::max(least[row], seen.least[row]);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      least[row] = std::max(least[row], seen.least[row]);
+      is_overrun[row] |= seen.num_kept[row] > seen.most;
+    }
     found.insert(found.end(), seen.candidates.begin(), seen.candidates.end());
   });
 
@@ -287,7 +303,7 @@ extern "C" int64_t spmd_screened_argmax_bfloat16(
   std::vector<Group> groups;
   std::vector<int64_t> whole;
   for (int64_t row = 0; row < num_rows; ++row) {
-    of_rows[row].is_whole |= starts[row + 1] > std::max<int64_t>(count / kMostShare, kPanel);
+    of_rows[row].is_whole |= is_overrun[row] || starts[row + 1] > most_candidates(count);
     if (of_rows[row].is_whole) whole.push_back(row), starts[row + 1] = 0, num_computed += count;
     num_computed += starts[row + 1];
     starts[row + 1] += starts[row];

@@ -88,7 +88,7 @@ def test_of_equal_products_the_first_is_found_and_of_those_that_round_to_one():
 
 
 @needs_screens
-@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-60, 2.0**60, 2.0**100])
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-100, 2.0**-60, 2.0**60, 2.0**80, 2.0**100, 2.0**120])
 def test_numbers_that_are_small_or_large_for_a_float(scale: float):
     """Squares of them are none; of the largest some products are not either."""
     weight, x = numbers(4096, 576), numbers(NUM_ROWS, 576)
@@ -98,6 +98,36 @@ def test_numbers_that_are_small_or_large_for_a_float(scale: float):
     some = weight.clone()
     some[::3] *= scale
     Screened(some).agrees(x)
+    # Whose products are of ordinary size, and, of some outputs, next to nothing.
+    Screened(weight / scale).agrees(x * scale)
+    few = -weight.abs()
+    few[::3] /= scale
+    few[5::7] *= 2.0**-60
+    Screened(few).agrees(x.abs() * scale)
+
+
+@needs_screens
+def test_sums_of_bytes_that_are_infinite_once_they_are_scaled(monkeypatch: pytest.MonkeyPatch):
+    """Of an output whose weights are tiny and many; it is the largest, and the sums of others are finite."""
+    monkeypatch.setattr(native, "num_threads", lambda: 1)  # which sees output 1 before the others
+    weight = torch.zeros(4096, 576)
+    weight[:, 0] = -(2.0**-20)
+    weight[1, 0] = -(2.0**-60)
+    weight[2000] = -(2.0**-100)
+    screened = Screened(weight.bfloat16())
+    x = torch.full((2, 576), 2.0**118).bfloat16()
+    screened.agrees(x)
+    assert screened.find(x)[1].tolist() == [2000, 2000]
+
+
+@needs_screens
+def test_a_row_whose_outputs_are_all_alike_is_computed_whole():
+    """And not one output after the other: of 300 rows that would be 40 million."""
+    screened = Screened(torch.full((32768, 64), 0.01).bfloat16())
+    assert screened.agrees(torch.ones(300, 64).bfloat16()) == 300 * 32768
+    # From the last output on they grow: each is the largest so far.
+    rising = torch.ones(32768, 64).bfloat16() * torch.linspace(1, 4, 32768).bfloat16()[:, None]
+    Screened(rising).agrees(torch.ones(3, 64).bfloat16())
 
 
 @needs_screens
