@@ -106,7 +106,7 @@ def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tm
         "# The paged KV cache.",
         "num_blocks: 77",
         "model      LlamaForCausalLM, 8,030,261,248 parameters",
-        "0-1        32     16         4    7,168      64,128  7.5 GiB",
+        "0-1        32     16         4    7,168      64,128  7.7 GiB",
     ):
         assert done.output.count(text) == 1, (text, done.output)
     assert done.stdout.count("torch imported False") == 2
