@@ -82,7 +82,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
-    "make_screen_bfloat16": (*(_POINTER, *(_INTEGER,) * 4), _POINTER, _INTEGER),
+    "make_screen_bfloat16": (_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "team_counters": (_POINTER,),
     "cut_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
     "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
@@ -93,7 +93,6 @@ _SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLO
 # Each returns a number, or an address, 0 for none; what is shared is of Linux alone, decimals of compilers since 2021.
 _COUNTING: dict[str, tuple[type, ...]] = {
     "screens_bfloat16": (),
-    "screen_bytes": (_INTEGER, _INTEGER),
     "screened_argmax_bfloat16": (
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER),

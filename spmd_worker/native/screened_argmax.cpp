@@ -17,6 +17,7 @@
 
 #include "argmax.h"
 #include "byte_rows.h"
+#include "exports.h"
 #include "gemm.h"
 #include "int8.h"
 #include "team.h"
@@ -24,10 +25,6 @@
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define SPMD_SCREENS 1
 #endif
-
-extern "C" void spmd_gemm_argmax_bfloat16(
-    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
-    int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads);
 
 #if defined(SPMD_SCREENS)
 
@@ -239,26 +236,19 @@ extern "C" int64_t spmd_screens_bfloat16() {
 #endif
 }
 
-// Bytes of a screen of a weight of this size.
-extern "C" int64_t spmd_screen_bytes(int64_t num_inputs, int64_t num_outputs) {
-  const int64_t num_panels = num_outputs / kPanel;
-  return num_panels * (panel_bytes(num_inputs) + 2 * int64_t(sizeof(float)));
-}
-
-// The screen of panels `first_panel` to `end_panel` of a packed weight. To be called only where `spmd_screens_bfloat16`
-// says so, as what follows.
+// The screen of a packed weight: its panels in bytes, then two bounds of each. To be called only where
+// `spmd_screens_bfloat16` says so, as what follows.
 extern "C" void spmd_make_screen_bfloat16(
-    const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int64_t first_panel, int64_t end_panel,
-    int8_t* screen, int64_t num_threads) {
+    const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int8_t* screen, int64_t num_threads) {
 #if defined(SPMD_SCREENS)
-  PanelBounds* const bounds = reinterpret_cast<PanelBounds*>(screen + bounds_at(num_inputs, num_outputs / kPanel));
-  each_by_team(end_panel - first_panel, num_threads, [&](int64_t number) {
-    const int64_t panel = first_panel + number;
+  const int64_t num_panels = num_outputs / kPanel;
+  PanelBounds* const bounds = reinterpret_cast<PanelBounds*>(screen + bounds_at(num_inputs, num_panels));
+  each_by_team(num_panels, num_threads, [&](int64_t panel) {
     make_panel(
         packed + panel * num_inputs * kPanel, num_inputs, screen + panel * panel_bytes(num_inputs), bounds[panel]);
   });
 #else
-  (void)packed, (void)num_inputs, (void)num_outputs, (void)first_panel, (void)end_panel, (void)screen, (void)num_threads;
+  (void)packed, (void)num_inputs, (void)num_outputs, (void)screen, (void)num_threads;
 #endif
 }
 

@@ -144,7 +144,7 @@ class CpuKernels(PackedKernels):
         """See `Kernels.make_screen_`."""
         self._check_screen(screen, weight)
         self._functions["make_screen", weight.dtype](
-            *(weight.data_ptr(), weight.shape[1] * 2, weight.shape[0] * _PANEL, 0, weight.shape[0]),
+            *(weight.data_ptr(), weight.shape[1] * 2, weight.shape[0] * _PANEL),
             *(screen.data_ptr(), num_threads()),
         )
 
