@@ -36,6 +36,7 @@ struct Item {
   int sequence, kv_head;
   int64_t first_row, end_row;  // row = token of the sequence * query heads per key-value head + query head
   int64_t place;               // of its first row among those of its bundle
+  Keys keys;                   // that any of its rows sees
 
   int64_t num_rows() const { return end_row - first_row; }
 };
@@ -88,10 +89,11 @@ struct Attention {
     return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
   }
 
-  Keys keys_of(const Item& item) const {
-    return {
-        first_visible(position(item, item.first_row)),
-        last_visible(item.sequence, position(item, item.end_row - 1))};
+  Item item_of(int sequence, int kv_head, int64_t first_row, int64_t end_row, int64_t place) const {
+    Item item = {sequence, kv_head, first_row, end_row, place, {}};
+    item.keys = {
+        first_visible(position(item, first_row)), last_visible(sequence, position(item, end_row - 1))};
+    return item;
   }
 
   // Of one row, in elements.
@@ -100,7 +102,8 @@ struct Attention {
     return token * token_stride + (int64_t(item.kv_head) * group_size() + row % group_size()) * head_stride;
   }
 
-  Tile<Element> locate(const Item& item, int64_t tile_number, Keys keys, Scratch& scratch) const {
+  Tile<Element> locate(const Item& item, int64_t tile_number, Scratch& scratch) const {
+    const Keys keys = item.keys;
     const int64_t* table = cache.tables + item.sequence * cache.table_stride;
     const int64_t start = tile_number * kTile;
     if (cache.block_size < kGroup)
@@ -110,20 +113,19 @@ struct Attention {
 
   Visit first_visit(const Bundle& bundle) const {
     if (bundle.num_shared_tiles > 0) return {0, 0, true};
-    return {0, keys_of(bundle.items[0]).first / kTile, false};
+    return {0, bundle.items[0].keys.first / kTile, false};
   }
 
   // The visit after this one; its item is the number of items if there is none.
   Visit visit_after(const Visit& visit, const Bundle& bundle) const {
     const int64_t number = visit.tile_number + 1, num_shared = bundle.num_shared_tiles;
     if (visit.is_shared) return {visit.item, number, number < num_shared};
-    if (number <= keys_of(bundle.items[visit.item]).last / kTile) return {visit.item, number, false};
+    if (number <= bundle.items[visit.item].keys.last / kTile) return {visit.item, number, false};
     return {visit.item + 1, num_shared, false};  // items of a bundle of several see from the first key on
   }
 
   Tile<Element> locate(const Bundle& bundle, const Visit& visit, Scratch& scratch) const {
-    const Item& item = bundle.items[visit.item];
-    return locate(item, visit.tile_number, keys_of(item), scratch);
+    return locate(bundle.items[visit.item], visit.tile_number, scratch);
   }
 
   // `unit_rows` is how many rows this thread's AMX unit is set up for.
@@ -368,9 +370,9 @@ struct Attention {
         for (int head = 0; head < cache.num_kv_heads; ++head) {
           all.bundles.push_back({all.items.data() + all.items.size(), group.size, group.num_tiles});
           for (int member = 0; member < group.size; ++member)
-            all.items.push_back(
-                {group.sequences[member], head, part * kItemRows, std::min(num_rows, (part + 1) * kItemRows),
-                 member * num_rows});
+            all.items.push_back(item_of(
+                group.sequences[member], head, part * kItemRows, std::min(num_rows, (part + 1) * kItemRows),
+                member * num_rows));
         }
     }
     // A bundle fetches the beginning of the next one, so a thread takes a few in a row, and fewer towards the end.

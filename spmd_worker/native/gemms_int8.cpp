@@ -37,8 +37,9 @@ constexpr int kBlockRows = 14;  // with the panels of a pair as many sums as the
 
 template <int kRows, int kPanels>
 void multiply_block(const Operands& operands, int32_t* sums) {
+  constexpr int kThirds = (kRows + 2) / 3;
   const int64_t x_stride = operands.x_stride, end = operands.num_inputs, panel_size = panel_bytes(end);
-  const int8_t *x = operands.x, *panels = operands.panels, *ahead = operands.ahead;
+  const int8_t *panels = operands.panels, *ahead = operands.ahead;
   __m512i totals[kRows][kPanels];
 #pragma GCC unroll 2
   for (int panel = 0; panel < kPanels; ++panel) {
@@ -47,20 +48,28 @@ void multiply_block(const Operands& operands, int32_t* sums) {
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) totals[row][panel] = start;
   }
-  for (int64_t input = 0; input < end; input += 4) {
+  const int8_t* x[kThirds];  // every third row, as in gemms_vector.cpp
+#pragma GCC unroll 5
+  for (int third = 0; third < kThirds; ++third) x[third] = operands.x + third * 3 * x_stride;
+  for (int64_t num_left = end; num_left > 0; num_left -= 4) {
     __m512i right[kPanels];
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel) {
-      const int64_t at = panel * panel_size + input * kBytePanel;
-      right[panel] = _mm512_loadu_si512(panels + at);
-      __builtin_prefetch(ahead + at, 0, 2);
+      right[panel] = _mm512_loadu_si512(panels + panel * panel_size);
+      __builtin_prefetch(ahead + panel * panel_size, 0, 2);
     }
+    panels += 4 * kBytePanel, ahead += 4 * kBytePanel;
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) {
-      const __m512i left = _mm512_set1_epi32(quad_at(x + row * x_stride + input));
+      const __m512i left = _mm512_set1_epi32(quad_at(x[row / 3] + row % 3 * x_stride));
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel)
         totals[row][panel] = _mm512_dpbusd_epi32(totals[row][panel], left, right[panel]);
+    }
+#pragma GCC unroll 5
+    for (int third = 0; third < kThirds; ++third) {
+      x[third] += 4;
+      asm volatile("" : "+r"(x[third]));
     }
   }
 #pragma GCC unroll 14

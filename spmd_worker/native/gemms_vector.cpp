@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "argmax.h"
+#include "elements.h"
 #include "exports.h"
 #include "gemm.h"
 #include "team.h"
@@ -36,6 +37,39 @@ struct Operands {
   const Element *panels, *ahead;
 
   int64_t panel_size() const { return num_inputs * kPanel; }
+};
+
+// What becomes of a block's sums, a row's vector `part` of each panel at a time. Left in memory, [rows][32]:
+struct LeftInMemory {
+  float* sums;
+
+  template <int kPanels>
+  SPMD_INLINE_MEMBER void take(int row, int part, const Floats* of_panels) const {
+    for (int panel = 0; panel < kPanels; ++panel)
+      store(sums + row * 32 + panel * kPanel + part * kLanes, of_panels[panel]);
+  }
+};
+
+// Written with their biases as results: straight from registers where they are there.
+template <class Element, bool kIsGated>
+struct Written {
+  Element* to;
+  int64_t stride;
+  Floats biases[2][kPanelVectors];
+
+  template <int kPanels>
+  SPMD_INLINE_MEMBER void take(int row, int part, const Floats* of_panels) const {
+    Element* const place = to + row * stride + part * kLanes;
+    const Floats first = of_panels[0] + biases[0][part];
+    if constexpr (!kIsGated) store_floats(place, first);
+    if constexpr (kPanels == 2) {
+      const Floats second = of_panels[1] + biases[1][part];
+      if constexpr (!kIsGated)
+        store_floats(place + kPanel, second);
+      else
+        store_floats(place, as_kept<Element>(silu(as_kept<Element>(first))) * as_kept<Element>(second));
+    }
+  }
 };
 
 #if defined(SPMD_AVX512)
@@ -60,7 +94,6 @@ struct Steps<float> {
     const __m512 first = (__m512)sums[0], second = (__m512)sums[1];
     return (Floats)_mm512_permutex2var_ps(first, even, second) + (Floats)_mm512_permutex2var_ps(first, odd, second);
   }
-  SPMD_INLINE Floats rounded_sum(Floats sum) { return sum; }
 };
 
 #if defined(__AVX512BF16__)
@@ -76,42 +109,55 @@ struct Steps<uint16_t> {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)right, (__m512bh)left);
   }
   SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
-  SPMD_INLINE Floats rounded_sum(Floats sum) { return rounded(sum); }
 };
 #endif
 
-// kRows rows by kPanels panels, one after the other in memory; sums go to [kRows][32].
-template <class Element, int kRows, int kPanels>
-void multiply_block(const Operands<Element>& operands, float* sums) {
+// kRows rows by kPanels panels, one after the other in memory.
+template <class Element, class Ending, int kRows, int kPanels>
+void multiply_block(const Operands<Element>& operands, const Ending& ending) {
   using Step = Steps<Element>;
-  constexpr int kVectors = Step::kVectors, kElements = 64 / sizeof(Element);
+  constexpr int kVectors = Step::kVectors, kElements = 64 / sizeof(Element), kThirds = (kRows + 2) / 3;
   Floats totals[kRows][kPanels][kVectors] = {};
-  const Element *x = operands.x, *panels = operands.panels, *ahead = operands.ahead;
-  const int64_t x_stride = operands.x_stride, panel_size = operands.panel_size(), end = operands.num_inputs;
-  for (int64_t input = 0; input < end; input += 2) {
+  const Element *panels = operands.panels, *ahead = operands.ahead;
+  const int64_t x_stride = operands.x_stride, panel_size = operands.panel_size();
+  // Every third row: there are fewer registers for addresses than rows, and what a compiler makes of a pointer for each
+  // takes a step of the units that multiply.
+  const Element* x[kThirds];
+#pragma GCC unroll 5
+  for (int third = 0; third < kThirds; ++third) x[third] = operands.x + third * 3 * x_stride;
+  for (int64_t num_left = operands.num_inputs; num_left > 0; num_left -= 2) {
     Floats right[kPanels][kVectors];
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = panel * panel_size + input * kPanel + v * kElements;
+        const int64_t at = panel * panel_size + v * kElements;
         right[panel][v] = load<Floats>(panels + at);
         __builtin_prefetch(ahead + at, 0, 2);
       }
+    panels += 2 * kPanel, ahead += 2 * kPanel;
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) {
-      const Floats left = Step::left(x + row * x_stride + input);
+      const Floats left = Step::left(x[row / 3] + row % 3 * x_stride);
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           totals[row][panel][v] = Step::step(totals[row][panel][v], left, right[panel][v]);
     }
+#pragma GCC unroll 5
+    for (int third = 0; third < kThirds; ++third) {
+      x[third] += 2;
+      asm volatile("" : "+r"(x[third]));  // else they become one pointer a row again
+    }
   }
 #pragma GCC unroll 14
-  for (int row = 0; row < kRows; ++row)
+  for (int row = 0; row < kRows; ++row) {
+    Floats of_panels[kPanels];
 #pragma GCC unroll 2
-    for (int panel = 0; panel < kPanels; ++panel) store(sums + row * 32 + panel * kPanel, Step::joined(totals[row][panel]));
+    for (int panel = 0; panel < kPanels; ++panel) of_panels[panel] = Step::joined(totals[row][panel]);
+    ending.template take<kPanels>(row, 0, of_panels);
+  }
 }
 
 #else
@@ -123,7 +169,6 @@ struct Steps;
 template <>
 struct Steps<float> {
   static constexpr int kRows = 6;
-  SPMD_INLINE Floats rounded_sum(Floats sum) { return sum; }
   // Of four outputs in each: the even inputs' sums and the odd ones', side by side.
   SPMD_INLINE Floats joined(Floats first, Floats second) {
     const __m256d pairs = _mm256_castps_pd(_mm256_hadd_ps((__m256)first, (__m256)second));
@@ -156,7 +201,6 @@ struct Steps<float> {
 template <>
 struct Steps<uint16_t> {
   static constexpr int kRows = 6;
-  SPMD_INLINE Floats rounded_sum(Floats sum) { return rounded(sum); }
   // In all lanes the pair of inputs.
   SPMD_INLINE Words both(const uint16_t* pair) {
     float bits;
@@ -197,30 +241,38 @@ struct Steps<uint16_t> {
   }
 };
 
-// kRows rows by kPanels panels, one after the other in memory; sums go to [kRows][32].
-template <class Element, int kRows, int kPanels>
-void multiply_block(const Operands<Element>& operands, float* sums) {
+// kRows rows by kPanels panels, one after the other in memory.
+template <class Element, class Ending, int kRows, int kPanels>
+void multiply_block(const Operands<Element>& operands, const Ending& ending) {
+  alignas(64) float sums[kRows * 32];
   for (int panel = 0; panel < kPanels; ++panel) {
     const int64_t at = panel * operands.panel_size();
     Steps<Element>::template multiply<kRows>(
         operands.x, operands.x_stride, operands.num_inputs, operands.panels + at, operands.ahead + at,
         sums + panel * kPanel);
   }
+  for (int row = 0; row < kRows; ++row)
+    for (int part = 0; part < kPanelVectors; ++part) {
+      Floats of_panels[kPanels];
+      for (int panel = 0; panel < kPanels; ++panel)
+        of_panels[panel] = load<Floats>(sums + row * 32 + panel * kPanel + part * kLanes);
+      ending.template take<kPanels>(row, part, of_panels);
+    }
 }
 
 #endif
 
-template <class Element>
-using Block = void (*)(const Operands<Element>&, float*);
+template <class Element, class Ending>
+using Block = void (*)(const Operands<Element>&, const Ending&);
 
 // By the number of rows.
-template <class Element, int kPanels, int... kRows>
-constexpr std::array<Block<Element>, sizeof...(kRows)> blocks_of(std::integer_sequence<int, kRows...>) {
-  return {multiply_block<Element, kRows + 1, kPanels>...};
+template <class Element, class Ending, int kPanels, int... kRows>
+constexpr std::array<Block<Element, Ending>, sizeof...(kRows)> blocks_of(std::integer_sequence<int, kRows...>) {
+  return {multiply_block<Element, Ending, kRows + 1, kPanels>...};
 }
 
-template <class Element, int kPanels>
-constexpr auto kBlocks = blocks_of<Element, kPanels>(std::make_integer_sequence<int, Steps<Element>::kRows>());
+template <class Element, class Ending, int kPanels>
+constexpr auto kBlocks = blocks_of<Element, Ending, kPanels>(std::make_integer_sequence<int, Steps<Element>::kRows>());
 
 // What one thread computes.
 template <class Element>
@@ -233,48 +285,48 @@ struct Worker {
   Worker(const ProductOf<Element>& product, const RowArgmax* wanted)
       : gemm(product), argmax(wanted), by_lane(wanted == nullptr ? 0 : product.num_rows) {}
 
-  // Rows from `row` up to `end`, at most as many as a block has, by one pair of panels; `fetches` the next pair's.
-  void run_block(int64_t row, int64_t end, int64_t pair, bool fetches) {
-    const bool has_two = pair * 2 + 1 < gemm.num_panels();
-    const auto& blocks = has_two ? kBlocks<Element, 2> : kBlocks<Element, 1>;
-    const int64_t ahead = fetches && (pair + 1) * 2 + has_two < gemm.num_panels() ? pair + 1 : pair;
-    alignas(64) float sums[Step::kRows * 32];
-    blocks[end - row - 1](
-        {gemm.x + row * gemm.x_stride, gemm.x_stride, gemm.num_inputs, gemm.panel(pair * 2), gemm.panel(ahead * 2)}, sums);
-    argmax == nullptr ? write(row, end, pair, has_two, sums) : look_through(row, end, pair, has_two, sums);
+  // Rows from `row` up to `end`, at most as many as a block has, by one pair of panels; fetches the pair `ahead`.
+  void run_block(int64_t row, int64_t end, int64_t pair, int64_t ahead) {
+    if (argmax != nullptr) {
+      alignas(64) float sums[Step::kRows * 32];
+      multiply(row, end, pair, ahead, LeftInMemory{sums});
+      look_through(row, end, pair, has_two(pair), sums);
+    } else if (gemm.is_gated) {
+      multiply(row, end, pair, ahead, results<true>(row, pair));
+    } else {
+      multiply(row, end, pair, ahead, results<false>(row, pair));
+    }
   }
 
-  void write(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) const {
-    for (int part = 0; part < kPanel; part += kLanes) write_part(row, end, pair, has_two, sums, part);
+  bool has_two(int64_t pair) const { return pair * 2 + 1 < gemm.num_panels(); }
+
+  template <class Ending>
+  void multiply(int64_t row, int64_t end, int64_t pair, int64_t ahead, const Ending& ending) const {
+    const auto& blocks = has_two(pair) ? kBlocks<Element, Ending, 2> : kBlocks<Element, Ending, 1>;
+    if (has_two(pair) && !has_two(ahead)) ahead = pair;  // there are not as many panels to fetch
+    const Element* const x = gemm.x + row * gemm.x_stride;
+    blocks[end - row - 1]({x, gemm.x_stride, gemm.num_inputs, gemm.panel(pair * 2), gemm.panel(ahead * 2)}, ending);
   }
 
-  // A vector of each panel, from its output `part` on.
-  void write_part(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums, int part) const {
-    const int64_t half = gemm.num_outputs / 2, column = (gemm.is_gated ? pair * kPanel : pair * 2 * kPanel) + part;
-    const int64_t stride = gemm.is_gated ? half : gemm.num_outputs;
-    Floats first_bias{}, second_bias{};
-    if (gemm.bias != nullptr) {
-      first_bias = load_floats(gemm.bias + column);
-      if (has_two) second_bias = load_floats(gemm.bias + (gemm.is_gated ? half + column : column + kPanel));
-    }
-    for (sums += part; row < end; ++row, sums += 32) {
-      Element* to = gemm.to + row * stride + column;
-      const Floats first = load<Floats>(sums) + first_bias;
-      if (!gemm.is_gated) store_floats(to, first);
-      if (!has_two) continue;
-      const Floats second = load<Floats>(sums + kPanel) + second_bias;
-      if (!gemm.is_gated)
-        store_floats(to + kPanel, second);
-      else
-        store_floats(to, Step::rounded_sum(silu(Step::rounded_sum(first))) * Step::rounded_sum(second));
-    }
+  template <bool kIsGated>
+  Written<Element, kIsGated> results(int64_t row, int64_t pair) const {
+    const int64_t half = gemm.num_outputs / 2, column = kIsGated ? pair * kPanel : pair * 2 * kPanel;
+    const int64_t stride = kIsGated ? half : gemm.num_outputs;
+    Written<Element, kIsGated> results = {gemm.to + row * stride + column, stride, {}};
+    if (gemm.bias != nullptr)
+      for (int part = 0; part < kPanelVectors; ++part) {
+        const Element* const bias = gemm.bias + column + part * kLanes;
+        results.biases[0][part] = load_floats(bias);
+        if (has_two(pair)) results.biases[1][part] = load_floats(bias + (kIsGated ? half : kPanel));
+      }
+    return results;
   }
 
   void look_through(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) {
     const int64_t first = pair * 2 * kPanelVectors;
     for (; row < end; ++row, sums += 32)
       for (int64_t v = 0; v < (1 + has_two) * kPanelVectors; ++v) {
-        Floats values = Step::rounded_sum(load<Floats>(sums + v * kLanes));
+        Floats values = as_kept<Element>(load<Floats>(sums + v * kLanes));
         if ((first + v + 1) * kLanes > argmax->count)
           values = lane_numbers() + int((first + v) * kLanes) < int(argmax->count) ? values : broadcast(-kInfinity);
         by_lane.take(row, int(first + v), values);
@@ -332,18 +384,26 @@ void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int n
   if (is_small) num_threads = 1;
   const Cut cut(gemm);
   const int64_t unit_products = Steps<Element>::kRows * 2 * kPanel * gemm.num_inputs;
-  const ShrinkingItems all(cut.num_units(), num_threads, kMostProducts / unit_products);
+  // Items of whole pairs, as long as they are long: a pair that two threads share moves from cache to cache.
+  const int64_t together = cut.num_groups == 1 ? cut.num_blocks : 1;
+  const ShrinkingItems all(cut.num_units(), num_threads, kMostProducts / unit_products, together);
   std::mutex merging;
   run_by_team(all.size(), num_threads, [&](Items& items) {
     Worker<Element> worker(gemm, argmax);
-    for (int64_t item = items.next(); item >= 0; item = items.next()) {
+    for (int64_t item = items.next(), following = -1; item >= 0; item = following) {
+      const int64_t end = all.end(item);
       Cut::Unit unit = cut.unit(all.start(item));
-      int64_t last_pair = -1;
-      for (int64_t number = all.start(item); number < all.end(item); ++number, unit = cut.unit_after(unit)) {
-        // The first block by a pair fetches the next pair; after it what is fetched is there.
-        worker.run_block(
-            cut.first_row(unit.block), cut.first_row(unit.block + 1), unit.pair, unit.pair != last_pair);
-        last_pair = unit.pair;
+      for (int64_t number = all.start(item); number < end;) {
+        // All blocks by one pair. The first fetches the pair that this thread comes to next, if need be by taking an item
+        // early; after it what is fetched is there.
+        const int64_t pair = unit.pair, last = std::min(end, number + cut.first_block(unit.group + 1) - unit.block);
+        int64_t ahead = (pair + 1) % cut.num_pairs;
+        if (last == end) {
+          following = items.next();
+          ahead = following < 0 ? pair : cut.unit(all.start(following)).pair;
+        }
+        for (; number < last; ++number, unit = cut.unit_after(unit), ahead = pair)
+          worker.run_block(cut.first_row(unit.block), cut.first_row(unit.block + 1), pair, ahead);
       }
     }
     if (argmax == nullptr) return;

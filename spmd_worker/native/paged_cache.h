@@ -97,13 +97,16 @@ Tile<typename Type::Element> tile_of_blocks(
   Tile<typename Type::Element> tile;
   const int size = cache.block_size;
   tile.key_stride = int64_t(size) * Type::kPair;
+  const int64_t first = first_key / kGroup * kGroup, last = last_key / kGroup * kGroup;
+  int64_t key = std::clamp(start, first, last), place = key / size;
+  int offset = int(key - place * size);
   for (int group = 0; group < kGroups; ++group) {
-    const int64_t wanted = (start + group * kGroup) / kGroup;
-    const int64_t key = std::clamp(wanted, first_key / kGroup, last_key / kGroup) * kGroup;
-    const int64_t block = table[key / size];
-    const int offset = int(key % size);
-    tile.keys[group] = cache.keys(block, head) + offset * Type::kPair;
-    tile.values[group] = cache.values(block, head) + int64_t(offset) * cache.head_size;
+    if (const int64_t wanted = start + group * kGroup; wanted > key && wanted <= last) {
+      key = wanted, offset += kGroup;
+      if (offset == size) ++place, offset = 0;
+    }
+    tile.keys[group] = cache.keys(table[place], head) + offset * Type::kPair;
+    tile.values[group] = cache.values(table[place], head) + int64_t(offset) * cache.head_size;
   }
   return tile;
 }

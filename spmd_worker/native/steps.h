@@ -66,6 +66,10 @@ struct Bfloat16 {
 };
 #endif
 
+// To the second-level cache, which has room for a tile beside the one in hand and takes more requests at a time than the
+// first.
+SPMD_INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
 // ---- the two gemms ---------------------------------------------------------------------------------------------
 
 // Scores of kRows queries with the 64 keys of a tile.
@@ -90,7 +94,7 @@ void score_rows(
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         right[v] = Type::load_right(keys[v] + step * tile.key_stride);
-        if (kFetches && v * kLanes % kGroup == 0) __builtin_prefetch(ahead[v] + step * next.key_stride);
+        if (kFetches && v * kLanes % kGroup == 0) fetch(ahead[v] + step * next.key_stride);
       }
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
@@ -132,7 +136,7 @@ void add_values(
 #pragma GCC unroll 4
       for (int v = 0; v < kWidth; ++v) {
         right[v] = Type::load_right(rows + step * stride + v * kLanes * Type::kPair);
-        if (kFetches && v * kLanes % kGroup == 0) __builtin_prefetch(ahead + step * stride + v * kLanes * Type::kPair);
+        if (kFetches && v * kLanes % kGroup == 0) fetch(ahead + step * stride + v * kLanes * Type::kPair);
       }
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {

@@ -57,15 +57,16 @@ void run_by_team(int64_t num_items, int64_t num_threads, const Body& body) {
 
 // Units of work one after another, cut into items that grow shorter towards the end: long ones, of which neighbouring
 // units share what they read, while there is much to do, and single units at last, so that no thread waits for long. None
-// is of more than `most` units.
+// is of more than `most` units; those of more than `together` are of a multiple of it.
 class ShrinkingItems {
  public:
-  ShrinkingItems(int64_t num_units, int64_t num_threads, int64_t most) {
+  ShrinkingItems(int64_t num_units, int64_t num_threads, int64_t most, int64_t together = 1) {
     constexpr int64_t kItemsEach = 4;  // of the length of the next, for each thread
     const int64_t num_items = std::max<int64_t>(num_threads, 1) * kItemsEach;
     for (int64_t unit = 0; unit < num_units;) {
       starts_.push_back(unit);
-      unit += std::clamp<int64_t>((num_units - unit) / num_items, 1, std::max<int64_t>(most, 1));
+      const int64_t length = std::clamp<int64_t>((num_units - unit) / num_items, 1, std::max<int64_t>(most, 1));
+      unit += length > together ? length - length % together : length;
     }
     starts_.push_back(num_units);
   }

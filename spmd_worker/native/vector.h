@@ -67,11 +67,18 @@ SPMD_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // The order of the sum is a tree over halves, the same at every call.
 SPMD_INLINE float sum_of_lanes(Floats vector) {
+#if defined(SPMD_AVX512)
+  const __m256 eight = _mm512_castps512_ps256((__m512)vector) + _mm512_extractf32x8_ps((__m512)vector, 1);
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+#else
   float lanes[kLanes];
   store(lanes, vector);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   return lanes[0];
+#endif
 }
 
 SPMD_INLINE float argmax_lane(Floats vector) {
@@ -103,7 +110,19 @@ SPMD_INLINE Floats exp2_of_rest(Floats rest) {
   return fused(power, rest, broadcast(1.0f));
 }
 
-// 2 to the power x, to 2e-7 of it; 0 below -126, infinite above 127. NaN stays NaN.
+#if defined(SPMD_AVX512)
+// 2 to the power x, which is at least -126 or to be 0: results too small for a normal number are left out, not computed,
+// since processors take hundreds of cycles for them. Infinity has to be kept away, NaN stays NaN.
+SPMD_INLINE Floats exp2_of_bounded(Floats x) {
+  const __m512 lowest = _mm512_set1_ps(-126.0f);
+  const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)x, lowest, _CMP_NLT_UQ);
+  const __m512 inside = _mm512_max_ps(lowest, (__m512)x);  // the second of the two if one is NaN
+  const __m512 whole = _mm512_roundscale_ps(inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (Floats)_mm512_maskz_scalef_ps(is_kept, (__m512)exp2_of_rest((Floats)inside - (Floats)whole), whole);
+}
+SPMD_INLINE Floats exp2(Floats x) { return exp2_of_bounded((Floats)_mm512_min_ps(_mm512_set1_ps(200.0f), (__m512)x)); }
+SPMD_INLINE Floats exp2_of_falling(Floats x) { return exp2_of_bounded(x); }
+#else
 SPMD_INLINE Floats exp2(Floats x) {
   const Floats lowest = broadcast(-126.0f), highest = broadcast(127.0f), magic = broadcast(12582912.0f);
   const auto is_low = x < lowest;
@@ -116,20 +135,8 @@ SPMD_INLINE Floats exp2(Floats x) {
   const Floats kept = is_low ? Floats{} : scaled;
   return is_high ? broadcast(kInfinity) : kept;
 }
-
-// The same for x that is not above 0, in fewer steps where the instruction set has them.
-SPMD_INLINE Floats exp2_of_falling(Floats x) {
-#if defined(SPMD_AVX512)
-  // Results too small for a normal number are left out, not computed: processors take hundreds of cycles for them.
-  const __m512 lowest = _mm512_set1_ps(-126.0f);
-  const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)x, lowest, _CMP_NLT_UQ);
-  const __m512 inside = _mm512_max_ps(lowest, (__m512)x);  // the second of the two if one is NaN
-  const __m512 whole = _mm512_roundscale_ps(inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return (Floats)_mm512_maskz_scalef_ps(is_kept, (__m512)exp2_of_rest((Floats)inside - (Floats)whole), whole);
-#else
-  return exp2(x);
+SPMD_INLINE Floats exp2_of_falling(Floats x) { return exp2(x); }
 #endif
-}
 
 // x / (1 + e^-x).
 SPMD_INLINE Floats silu(Floats x) {
