@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.memory.garbage import hold_collections, resume_collections
 from spmd_worker.process import check_limits, end_with_launcher
 
 if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
     # Before anything that takes its time: a rank must not outlive its launcher.
     end_with_launcher()
+    hold_collections()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until `main` is there to say what Ctrl-C means: nothing has begun that it could interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -169,6 +171,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.batch.job import run_job
     from spmd_worker.batch.run_dir.job_files import run_dir_of
 
+    resume_collections()
     if config.job.private:
         os.umask(0o077)
     run_dir = run_dir_of(config.job)

@@ -41,6 +41,10 @@ PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernel
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     sys.path.insert(0, str(ROOT))
+    from spmd_worker.memory.garbage import hold_collections, resume_collections
+
+    # As launch.py does, here and below.
+    hold_collections()
     from launch import prefault_cache
     from spmd_worker.config.compose import compose_run
     from spmd_worker.distributed.environment import read_rank_environment
@@ -56,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     from spmd_worker.engine.startup import read_run, start_engine
     from spmd_worker.memory.host import keep_freed_memory
 
-    # As launch.py does.
+    resume_collections()
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from spmd_worker.memory.garbage import hold_collections, resume_collections
 from spmd_worker.process import check_limits, end_with_launcher
 
 if __name__ == "__main__":
     # Before anything that takes its time: a rank must not outlive its launcher.
     end_with_launcher()
+    hold_collections()
     # A long prompt is encoded beside the steps (`Tokenizer.encode`).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -121,6 +123,7 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
     # Imported here because it brings torch, which help does without.
     from spmd_worker.serve.server import Listener, serve
 
+    resume_collections()
     exchange = RequestExchange(config.scheduler.max_num_seqs + config.serve.max_queued)
     listener = None
     if environment.is_leader:

@@ -1,11 +1,13 @@
 """What full collections of a job look at."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
 
-from spmd_worker.memory.garbage import settled_objects
+from spmd_worker.memory.garbage import hold_collections, resume_collections, settled_objects
 
 
 class Cycle:
@@ -54,3 +56,41 @@ def test_what_the_caller_has_frozen_stays_and_nothing_else_does():
         assert frozen - 1_000 < gc.get_freeze_count() <= frozen
     assert frozen - 1_000 < gc.get_freeze_count() <= frozen
     assert len(ours) == 100
+
+
+_COLLECTIONS = "sum(each['collections'] for each in gc.get_stats())"
+
+_PROGRAM = f"""
+import gc
+from spmd_worker.memory.garbage import hold_collections, resume_collections
+HOLD
+before = {_COLLECTIONS}
+import torch
+print({_COLLECTIONS} - before)
+resume_collections()
+print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+def test_a_program_looks_for_no_garbage_while_it_imports_and_passes_over_what_it_has_then():
+    assert _printed(_PROGRAM.replace("HOLD", "hold_collections()")) == ["0", "True", "True"]
+    num_collections, is_enabled, is_frozen = _printed(_PROGRAM.replace("HOLD", ""))
+    assert int(num_collections) > 10
+    assert (is_enabled, is_frozen) == ("True", "False")
+
+
+def test_collections_that_the_caller_has_switched_off_stay_off():
+    gc.disable()
+    try:
+        frozen = gc.get_freeze_count()
+        hold_collections()
+        resume_collections()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.enable()
+
+
+def _printed(program: str) -> list[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
