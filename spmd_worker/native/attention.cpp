@@ -395,9 +395,16 @@ struct Attention {
     const int64_t count = int64_t(all.size()), num_chunks = int64_t(planned.chunks.size()) - 1;
     run_by_team(num_chunks, int(std::min<int64_t>(num_threads, count)), [&](Items& chunks) {
       int unit_rows = 0;
-      for (int64_t chunk = chunks.next(); chunk >= 0; chunk = chunks.next())
-        for (int64_t index = planned.chunks[chunk]; index < planned.chunks[chunk + 1]; ++index)
-          run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
+      for (int64_t chunk = chunks.next(), following = -1; chunk >= 0; chunk = following)
+        for (int64_t index = planned.chunks[chunk], end = planned.chunks[chunk + 1]; index < end; ++index) {
+          // What this thread comes to next is fetched meanwhile, so a chunk is taken before the last bundle of another.
+          int64_t next = index + 1;
+          if (next == end) {
+            following = chunks.next();
+            next = following < 0 ? count : planned.chunks[following];
+          }
+          run(all[index], next < count ? &all[next] : nullptr, unit_rows);
+        }
 #if defined(SPMD_HAS_AMX)
       if (unit_rows > 0) amx::release();
 #endif
@@ -416,9 +423,9 @@ struct Attention {
       int64_t value_token_stride, int64_t value_head_stride, const Type::Element* cos, const Type::Element* sin,       \
       const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int64_t num_threads) {                        \
     write_all<Type>(                                                                                                   \
-        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size)}, key, key_token_stride,  \
-        key_head_stride, value, value_token_stride, value_head_stride, {cos, sin}, blocks, offsets, num_tokens,        \
-        int(num_threads));                                                                                             \
+        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size)},                         \
+        {key, value, key_token_stride, key_head_stride, value_token_stride, value_head_stride}, {cos, sin}, blocks,    \
+        offsets, num_tokens, int(num_threads));                                                                        \
   }                                                                                                                    \
   extern "C" void spmd_attend_##name(                                                                                  \
       Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \

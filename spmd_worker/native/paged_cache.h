@@ -126,23 +126,98 @@ SPMD_INLINE void write_one(
     values[dimension * kPair + offset % kPair] = value[dimension];
 }
 
-// All tokens of a step; key and value are [tokens, heads, head size] with strides of their own. Keys are turned by `angles`.
+// Two tokens whose places are a pair, at once: what lies side by side is written together.
+template <class Type>
+SPMD_INLINE void write_two(
+    const Cache<typename Type::Element>& cache, const uint16_t* const* keys, const uint16_t* const* values, int64_t block,
+    int head, int offset) {
+  uint16_t* to = cache.keys(block, head) + offset * 2;
+  const int64_t stride = int64_t(cache.block_size) * 2;
+  for (int step = 0; step < cache.head_size / 2; ++step, to += stride) {
+    std::memcpy(to, keys[0] + step * 2, 4);
+    std::memcpy(to + 2, keys[1] + step * 2, 4);
+  }
+  to = cache.values(block, head) + int64_t(offset) * cache.head_size;
+  for (int dimension = 0; dimension < cache.head_size; dimension += kLanes) {
+    const Words first = zero_extended(load<Halves>(values[0] + dimension));
+    const Words second = zero_extended(load<Halves>(values[1] + dimension));
+    store(to + dimension * 2, first | second << 16);
+  }
+}
+
+// The lines of a token's place, of which keys lie in as many as a head has steps.
+template <class Type>
+SPMD_INLINE void fetch_place(const Cache<typename Type::Element>& cache, int64_t block, int offset) {
+  constexpr int kPair = Type::kPair, kLine = 64 / int(sizeof(typename Type::Element));
+  for (int head = 0; head < cache.num_kv_heads; ++head) {
+    const auto* const keys = cache.keys(block, head) + offset * kPair;
+    for (int step = 0; step < cache.head_size / kPair; ++step)
+      __builtin_prefetch(keys + int64_t(step) * cache.block_size * kPair, 0, 2);
+    const auto* const values = cache.values(block, head) + int64_t(offset - offset % kPair) * cache.head_size;
+    for (int place = 0; place < cache.head_size * kPair; place += kLine) __builtin_prefetch(values + place, 0, 2);
+  }
+}
+
+// Where the keys and values of a step's tokens are: [tokens, heads, head size] with strides of their own.
+template <class Element>
+struct TokenRows {
+  const Element *keys, *values;
+  int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+
+  const Element* key(int64_t token, int64_t head) const {
+    return keys + token * key_token_stride + head * key_head_stride;
+  }
+  const Element* value(int64_t token, int64_t head) const {
+    return values + token * value_token_stride + head * value_head_stride;
+  }
+  // Other threads may have computed them. Inlined: compilers leave out a call that does nothing else.
+  SPMD_INLINE_MEMBER void fetch(int64_t token, int num_heads, int head_size) const {
+    for (int64_t head = 0; head < num_heads; ++head)
+      for (int place = 0; place < head_size; place += 64 / int(sizeof(Element))) {
+        __builtin_prefetch(key(token, head) + place);
+        __builtin_prefetch(value(token, head) + place);
+      }
+  }
+};
+
+// All tokens of a step. Keys are turned by `angles`.
 template <class Type>
 void write_all(
-    const Cache<typename Type::Element>& cache, const typename Type::Element* key, int64_t key_token_stride,
-    int64_t key_head_stride, const typename Type::Element* value, int64_t value_token_stride, int64_t value_head_stride,
+    const Cache<typename Type::Element>& cache, const TokenRows<typename Type::Element>& rows,
     const Angles<typename Type::Element>& angles, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,
     int num_threads) {
-  const int64_t num_heads = cache.num_kv_heads;
+  using Element = typename Type::Element;
+  constexpr int64_t kAhead = 4;  // tokens
+  const int num_heads = cache.num_kv_heads, head_size = cache.head_size;
   // Below this many numbers a second thread costs more than it brings.
-  const bool is_small = num_tokens * num_heads * cache.head_size < 4096;
-  each_by_team(num_tokens, is_small ? 1 : num_threads, [&](int64_t token) {
-    typename Type::Element room[kMaxHeadSize];
-    for (int64_t head = 0; head < num_heads; ++head) {
-      const auto* row = key + token * key_token_stride + head * key_head_stride;
-      write_one<Type>(
-          cache, turned(row, cache.head_size, angles, token, room),
-          value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));
+  const bool is_small = num_tokens * num_heads * head_size < 4096;
+  ranges_by_team(num_tokens, is_small ? 1 : num_threads, [&](int64_t first, int64_t end) {
+    for (int64_t token = first, num_written = 1; token < end; token += num_written) {
+      const int64_t block = blocks[token], offset = offsets[token];
+      if (token == first || blocks[token - 1] != block) {
+        int64_t following = token + 1;
+        while (following < end && blocks[following] == block) ++following;
+        if (following < end) fetch_place<Type>(cache, blocks[following], int(offsets[following]));
+      }
+      const bool is_pair =
+          Type::kPair == 2 && offset % 2 == 0 && token + 1 < end && blocks[token + 1] == block && offsets[token + 1] == offset + 1;
+      num_written = is_pair ? 2 : 1;
+      for (int64_t ahead = token + kAhead; ahead < std::min(token + kAhead + num_written, end); ++ahead)
+        rows.fetch(ahead, num_heads, head_size);
+      Element rooms[2][kMaxHeadSize];
+      for (int head = 0; head < num_heads; ++head) {
+        const Element *keys[2], *values[2];
+        for (int64_t which = 0; which < num_written; ++which) {
+          keys[which] = turned(rows.key(token + which, head), head_size, angles, token + which, rooms[which]);
+          values[which] = rows.value(token + which, head);
+        }
+        if constexpr (Type::kPair == 2)
+          if (is_pair) {
+            write_two<Type>(cache, keys, values, block, head, int(offset));
+            continue;
+          }
+        write_one<Type>(cache, keys[0], values[0], block, head, int(offset));
+      }
     }
   });
 }

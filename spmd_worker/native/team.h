@@ -79,13 +79,21 @@ class ShrinkingItems {
   std::vector<int64_t> starts_;
 };
 
-// Rows that are computed one by one, a few of them an item.
+// Rows a few at a time: those of an item, from the first to the end.
 template <class Each>
-void each_by_team(int64_t num_rows, int64_t num_threads, const Each& each) {
+void ranges_by_team(int64_t num_rows, int64_t num_threads, const Each& each) {
   constexpr int64_t kItemsEach = 4;  // for each thread to be done when the others are
   const int64_t rows_each = std::max<int64_t>(1, num_rows / (std::max<int64_t>(num_threads, 1) * kItemsEach));
   run_by_team((num_rows + rows_each - 1) / rows_each, num_threads, [&](Items& items) {
     for (int64_t item = items.next(); item >= 0; item = items.next())
-      for (int64_t row = item * rows_each; row < std::min(num_rows, (item + 1) * rows_each); ++row) each(row);
+      each(item * rows_each, std::min(num_rows, (item + 1) * rows_each));
+  });
+}
+
+// Rows that are computed one by one, a few of them an item.
+template <class Each>
+void each_by_team(int64_t num_rows, int64_t num_threads, const Each& each) {
+  ranges_by_team(num_rows, num_threads, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) each(row);
   });
 }
