@@ -292,6 +292,44 @@ def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
 
 @each_library
 @each_dtype
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_tokens_are_written_the_same_all_at_once_and_one_by_one(instruction_set, dtype, block_size):
+    """Beginnings and ends at odd places, blocks of one token, and a sequence that goes on in a block behind its own."""
+    sizes = Sizes(dtype=dtype, num_kv_heads=3, group_size=1, head_size=48, block_size=block_size)
+    backend = backend_for(instruction_set, sizes)
+    numbers, places = torch.Generator().manual_seed(block_size), []
+    block = 0
+    for start, count in [(0, 2), (3, 1), (1, 70), (block_size - 1, 2), (2, 1), (2, 33), (1, 1), (0, 1), (3, 40)]:
+        places += [(block + place // block_size, place % block_size) for place in range(start, start + count)]
+        block = places[-1][0] + 1
+    num_tokens = len(places)
+    blocks, offsets = torch.tensor(places).unbind(1)
+    key, value = (torch.randn(num_tokens, 3, 48, generator=numbers).to(dtype) for _ in range(2))
+    earlier = torch.randn(block, *backend.block_shape(3, block_size, 48), generator=numbers).to(dtype)
+    at_once, one_by_one, swapped = earlier.clone(), earlier.clone(), earlier.clone()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        backend.write(key, value, at_once, _written(blocks, offsets))
+    finally:
+        torch.set_num_threads(before)
+    for token in range(num_tokens):
+        here = slice(token, token + 1)
+        backend.write(key[here], value[here], one_by_one, _written(blocks[here], offsets[here]))
+        there = slice(token ^ 1, (token ^ 1) + 1) if (token ^ 1) < num_tokens else here
+        backend.write(key[there], value[there], swapped, _written(blocks[here], offsets[here]))
+    assert torch.equal(at_once, one_by_one)
+    assert not torch.equal(at_once, swapped)
+
+
+def _written(blocks, offsets) -> AttentionMetadata:
+    """Of a write, which looks at no tables."""
+    tables = torch.zeros(1, len(blocks), dtype=torch.int64)
+    return AttentionMetadata((0, len(blocks)), (len(blocks),), tables, blocks.clone(), offsets.clone())
+
+
+@each_library
+@each_dtype
 def test_from_the_projections_on_is_the_same_as_step_by_step(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=64)
     backend, kernels = backend_for(instruction_set, sizes), CpuKernels(library_for(instruction_set))
