@@ -193,15 +193,27 @@ struct Attention {
       }
 #endif
     (void)unit_rows;
-    for (int64_t place = first; place < end; place += kMaxRows) {
+    for (int64_t place = first, num_rows; place < end; place += num_rows) {
+      num_rows = num_alike(place, end, number, scratch);
       const bool is_first = place == first;
-      switch (std::min<int64_t>(kMaxRows, end - place)) {
+      switch (num_rows) {
         case 1: run_rows<1>(place, number, tile, next, is_first, scratch); break;
         case 2: run_rows<2>(place, number, tile, next, is_first, scratch); break;
         case 3: run_rows<3>(place, number, tile, next, is_first, scratch); break;
         default: run_rows<4>(place, number, tile, next, is_first, scratch);
       }
     }
+  }
+
+  // How many rows from `place` are computed together: of several that see the same of a tile, as where they are one token's.
+  // Where each is another token's they share what all of them see (`add_uneven`).
+  int64_t num_alike(int64_t place, int64_t end, int64_t number, const Scratch& scratch) const {
+    const int64_t most = std::min<int64_t>(kMaxRows, end - place);
+    if (group_size() == 1) return most;
+    const Range visible = scratch.seen[place].within(number);
+    int64_t count = 1;
+    while (count < most && scratch.seen[place + count].within(number) == visible) ++count;
+    return count;
   }
 
 #if defined(SPMD_HAS_AMX)
