@@ -1,9 +1,9 @@
 // Threads of our own that compute a job together, for as long as the process lives: what a parallel region is elsewhere.
 //
 // A job is a number of items, which whoever is free takes in ascending order. It is done when all items are, not when
-// all threads have come: a thread whose core another process has keeps nobody waiting unless it has taken an item (or two,
-// where it looks ahead), and the next job begins without it. A thread that waits spins for a short time and then sleeps, so that it
-// takes no core from whom it waits for. Who computes an item changes no bit of it.
+// all threads have come: a thread whose core another process has keeps nobody waiting unless it has taken an item (or
+// two, where it looks ahead), and the next job begins without it. A thread that waits spins for a short time and then
+// sleeps, so that it takes no core from whom it waits for. Who computes an item changes no bit of it.
 #pragma once
 
 #include <algorithm>
