@@ -102,15 +102,6 @@ struct Attention {
     return token * token_stride + (int64_t(item.kv_head) * group_size() + row % group_size()) * head_stride;
   }
 
-  Tile<Element> locate(const Item& item, int64_t tile_number, Scratch& scratch) const {
-    const Keys keys = item.keys;
-    const int64_t* table = cache.tables + item.sequence * cache.table_stride;
-    const int64_t start = tile_number * kTile;
-    if (cache.block_size < kGroup)
-      return small_block_tile<Type>(cache, table, item.kv_head, start, keys.first, keys.last, scratch.copy);
-    return tile_of_blocks<Type>(cache, table, item.kv_head, start, keys.first, keys.last);
-  }
-
   Visit first_visit(const Bundle& bundle) const {
     if (bundle.num_shared_tiles > 0) return {0, 0, true};
     return {0, bundle.items[0].keys.first / kTile, false};
@@ -125,7 +116,12 @@ struct Attention {
   }
 
   Tile<Element> locate(const Bundle& bundle, const Visit& visit, Scratch& scratch) const {
-    return locate(bundle.items[visit.item], visit.tile_number, scratch);
+    const Item& item = bundle.items[visit.item];
+    const int64_t* const table = cache.tables + item.sequence * cache.table_stride;
+    const int64_t start = visit.tile_number * kTile;
+    if (cache.block_size < kGroup)
+      return small_block_tile<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last, scratch.copy);
+    return tile_of_blocks<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last);
   }
 
   // `unit_rows` is how many rows this thread's AMX unit is set up for.

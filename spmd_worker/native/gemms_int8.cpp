@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "amx_int8.h"
+#include "row_addresses.h"
 #include "vector.h"
 
 namespace {
@@ -37,8 +38,7 @@ constexpr int kBlockRows = 14;  // with the panels of a pair as many sums as the
 
 template <int kRows, int kPanels>
 void multiply_block(const Operands& operands, int32_t* sums) {
-  constexpr int kThirds = (kRows + 2) / 3;
-  const int64_t x_stride = operands.x_stride, end = operands.num_inputs, panel_size = panel_bytes(end);
+  const int64_t end = operands.num_inputs, panel_size = panel_bytes(end);
   const int8_t *panels = operands.panels, *ahead = operands.ahead;
   __m512i totals[kRows][kPanels];
 #pragma GCC unroll 2
@@ -48,9 +48,7 @@ void multiply_block(const Operands& operands, int32_t* sums) {
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) totals[row][panel] = start;
   }
-  const int8_t* x[kThirds];  // every third row, as in gemms_vector.cpp
-#pragma GCC unroll 5
-  for (int third = 0; third < kThirds; ++third) x[third] = operands.x + third * 3 * x_stride;
+  RowAddresses<int8_t, kRows> x(operands.x, operands.x_stride);
   for (int64_t num_left = end; num_left > 0; num_left -= 4) {
     __m512i right[kPanels];
 #pragma GCC unroll 2
@@ -61,16 +59,12 @@ void multiply_block(const Operands& operands, int32_t* sums) {
     panels += 4 * kBytePanel, ahead += 4 * kBytePanel;
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) {
-      const __m512i left = _mm512_set1_epi32(quad_at(x[row / 3] + row % 3 * x_stride));
+      const __m512i left = _mm512_set1_epi32(quad_at(x.row(row)));
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel)
         totals[row][panel] = _mm512_dpbusd_epi32(totals[row][panel], left, right[panel]);
     }
-#pragma GCC unroll 5
-    for (int third = 0; third < kThirds; ++third) {
-      x[third] += 4;
-      asm volatile("" : "+r"(x[third]));
-    }
+    x.advance(4);
   }
 #pragma GCC unroll 14
   for (int row = 0; row < kRows; ++row)

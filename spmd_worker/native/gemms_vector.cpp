@@ -18,6 +18,7 @@
 #include "elements.h"
 #include "exports.h"
 #include "gemm.h"
+#include "row_addresses.h"
 #include "team.h"
 
 #if defined(SPMD_AVX512) || defined(SPMD_AVX2)
@@ -116,15 +117,11 @@ struct Steps<uint16_t> {
 template <class Element, class Ending, int kRows, int kPanels>
 void multiply_block(const Operands<Element>& operands, const Ending& ending) {
   using Step = Steps<Element>;
-  constexpr int kVectors = Step::kVectors, kElements = 64 / sizeof(Element), kThirds = (kRows + 2) / 3;
+  constexpr int kVectors = Step::kVectors, kElements = 64 / sizeof(Element);
   Floats totals[kRows][kPanels][kVectors] = {};
   const Element *panels = operands.panels, *ahead = operands.ahead;
-  const int64_t x_stride = operands.x_stride, panel_size = operands.panel_size();
-  // Every third row: there are fewer registers for addresses than rows, and what a compiler makes of a pointer for each
-  // takes a step of the units that multiply.
-  const Element* x[kThirds];
-#pragma GCC unroll 5
-  for (int third = 0; third < kThirds; ++third) x[third] = operands.x + third * 3 * x_stride;
+  const int64_t panel_size = operands.panel_size();
+  RowAddresses<Element, kRows> x(operands.x, operands.x_stride);
   for (int64_t num_left = operands.num_inputs; num_left > 0; num_left -= 2) {
     Floats right[kPanels][kVectors];
 #pragma GCC unroll 2
@@ -138,18 +135,14 @@ void multiply_block(const Operands<Element>& operands, const Ending& ending) {
     panels += 2 * kPanel, ahead += 2 * kPanel;
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) {
-      const Floats left = Step::left(x[row / 3] + row % 3 * x_stride);
+      const Floats left = Step::left(x.row(row));
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           totals[row][panel][v] = Step::step(totals[row][panel][v], left, right[panel][v]);
     }
-#pragma GCC unroll 5
-    for (int third = 0; third < kThirds; ++third) {
-      x[third] += 2;
-      asm volatile("" : "+r"(x[third]));  // else they become one pointer a row again
-    }
+    x.advance(2);
   }
 #pragma GCC unroll 14
   for (int row = 0; row < kRows; ++row) {

@@ -110,18 +110,19 @@ SPMD_INLINE Floats exp2_of_rest(Floats rest) {
   return fused(power, rest, broadcast(1.0f));
 }
 
+// 2 to the power x, to 2e-7 of it; 0 below -126, infinite from 128 on (above 127 without AVX-512). NaN stays NaN.
+// `exp2_of_falling` is the same for x that is not above 0, in fewer steps where the instruction set has them.
 #if defined(SPMD_AVX512)
-// 2 to the power x, which is at least -126 or to be 0: results too small for a normal number are left out, not computed,
-// since processors take hundreds of cycles for them. Infinity has to be kept away, NaN stays NaN.
-SPMD_INLINE Floats exp2_of_bounded(Floats x) {
+SPMD_INLINE Floats exp2_of_falling(Floats x) {
+  // Results too small for a normal number are left out, not computed: processors take hundreds of cycles for them.
   const __m512 lowest = _mm512_set1_ps(-126.0f);
   const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)x, lowest, _CMP_NLT_UQ);
   const __m512 inside = _mm512_max_ps(lowest, (__m512)x);  // the second of the two if one is NaN
   const __m512 whole = _mm512_roundscale_ps(inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (Floats)_mm512_maskz_scalef_ps(is_kept, (__m512)exp2_of_rest((Floats)inside - (Floats)whole), whole);
 }
-SPMD_INLINE Floats exp2(Floats x) { return exp2_of_bounded((Floats)_mm512_min_ps(_mm512_set1_ps(200.0f), (__m512)x)); }
-SPMD_INLINE Floats exp2_of_falling(Floats x) { return exp2_of_bounded(x); }
+// Of the large only infinity would become something else, so they are cut short.
+SPMD_INLINE Floats exp2(Floats x) { return exp2_of_falling((Floats)_mm512_min_ps(_mm512_set1_ps(200.0f), (__m512)x)); }
 #else
 SPMD_INLINE Floats exp2(Floats x) {
   const Floats lowest = broadcast(-126.0f), highest = broadcast(127.0f), magic = broadcast(12582912.0f);
