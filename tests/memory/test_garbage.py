@@ -6,6 +6,7 @@ import sys
 import weakref
 
 import pytest
+from ranks import REPOSITORY
 
 from spmd_worker.memory.garbage import hold_collections, resume_collections, settled_objects
 
@@ -77,6 +78,36 @@ def test_a_program_looks_for_no_garbage_while_it_imports_and_passes_over_what_it
     num_collections, is_enabled, is_frozen = _printed(_PROGRAM.replace("HOLD", ""))
     assert int(num_collections) > 10
     assert (is_enabled, is_frozen) == ("True", "False")
+
+
+_MODEL = REPOSITORY / "scripts" / "demo" / "model"
+_JOB = [f"model.path={_MODEL}", "job.input=-", "job.output=-", "device=cpu"]
+_SERVER = [f"model.path={_MODEL}", "serve.port=0", "device=cpu"]
+
+_COMMAND = """
+import gc, runpy, sys
+from spmd_worker import rank_program
+from spmd_worker.memory import garbage
+rank_program.run_rank = lambda *args: print(gc.isenabled(), gc.get_freeze_count() > 100_000) or 0
+FORGET
+sys.argv = {arguments}
+{run}
+"""
+_FORGETS = "garbage.resume_collections = lambda: None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run"),
+    [
+        (_JOB, f"runpy.run_path({str(REPOSITORY / 'launch.py')!r}, run_name='__main__')"),
+        (_SERVER, "runpy.run_module('spmd_worker.serve', run_name='__main__')"),
+    ],
+    ids=["job", "server"],
+)
+def test_commands_look_for_garbage_again_before_they_load_a_model(arguments: list[str], run: str):
+    program = _COMMAND.format(arguments=["command", *arguments], run=run)
+    assert _printed(program.replace("FORGET", "")) == ["True", "True"]
+    assert _printed(program.replace("FORGET", _FORGETS)) == ["False", "False"]
 
 
 def test_collections_that_the_caller_has_switched_off_stay_off():
