@@ -2,7 +2,7 @@
 
     python scripts/compare_sentence_transformers.py FOLDER ...
 
-Needs sentence-transformers, which nothing else here does. Folders of classifiers are compared with its CrossEncoder,
+Folders of classifiers are compared with its CrossEncoder,
 the others with its SentenceTransformer, in float32, texts beyond the model's length cut by both. The last line is JSON.
 """
 
