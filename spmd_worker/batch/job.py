@@ -59,6 +59,7 @@ from spmd_worker.config.schema import RunConfig
 from spmd_worker.data_parallel.replicas import Replicas, open_replicas
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import check_world_size
+from spmd_worker.engine.between_steps import Turn, patience_s
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.errors import ConfigError, JobError, JournalError, ReplicaDivergedError
@@ -78,7 +79,6 @@ logger = logging.getLogger(__name__)
 _SCAN_S: Final = 1.0
 """A start waits so long for its input to be read; then it goes on beside."""
 _PAUSE_S: Final = 0.01
-_EMPTY_STEPS_A_TIMEOUT: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,12 +342,11 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     runner = RowRunner(engine, model_name)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.config.scheduler.max_num_seqs
-    # The other ranks wait for steps, and not for ever.
-    patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
+    timeout_s = engine.config.executor.timeout_s
     stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:
-        _admit(rows, runner, output, most_unfinished)
-        if runner.num_rows or time.monotonic() - stepped_s > patience_s:
+        _admit(rows, runner, output, most_unfinished, Turn(timeout_s))
+        if runner.num_rows or time.monotonic() - stepped_s > patience_s(timeout_s):
             output.take_all(runner.step())
             stepped_s = time.monotonic()
         elif not rows.has_ended and not rows.is_ready():
@@ -356,13 +355,13 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     output.show(engine.counters.num_output_tokens)
 
 
-def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int) -> None:
-    """The rows that are there, until so many requests run, so many rows were looked at, or so large forms compiled: a
-    step may be due.
+def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: Turn) -> None:
+    """The rows that are there, until so many requests run, so many rows were looked at, so large forms compiled or the
+    turn is over: a step may be due.
     """
     most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
     for _ in range(most_unfinished):
-        if runner.num_requests >= most_unfinished or runner.num_form_bytes >= most_form_bytes:
+        if runner.num_requests >= most_unfinished or runner.num_form_bytes >= most_form_bytes or turn.is_over:
             return
         if rows.has_ended or (found := rows.next_row()) is None:
             return

@@ -1,5 +1,6 @@
 """The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,6 +19,7 @@ from spmd_worker.metrics.prometheus import PrometheusFile
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _PASSED_A_TURN: Final = 1000
+_PASSED_S: Final = 0.1
 """Rows that were done, at one time: who asks has steps to take in between."""
 
 
@@ -61,6 +63,7 @@ class JobInput:
         """The next row that is to be done; None when there are no more (`has_ended`), or none yet. Never waits for a
         stream. Raises ConfigError for a row that was done and has changed since, or is not there any more.
         """
+        until_s = time.monotonic() + _PASSED_S
         for _ in range(_PASSED_A_TURN):
             if not self.is_ready():
                 return None
@@ -81,6 +84,8 @@ class JobInput:
                     f"that the run began with, or another job.run_dir"
                 )
             self._num_not_met -= 1
+            if time.monotonic() >= until_s:
+                break
         return None
 
     def _check_all_met(self) -> None:

@@ -51,9 +51,11 @@ class RowWindow:
         """Whether every row of the input has been handed out."""
         return self._source.has_ended and not self._read and not self._sorted
 
-    def read_on(self) -> None:
-        """Read some rows, if there are more and they may be held."""
+    def read_on(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Read some rows, if there are more and they may be held, until the turn `is_over`."""
         for _ in range(_ROWS_A_TURN):
+            if is_over():
+                return
             is_full = len(self._read) >= _MAX_ROWS or self._num_read_bytes >= _MAX_BYTES
             if self._source.has_ended or is_full or (found := self._source.next_row()) is None:
                 return

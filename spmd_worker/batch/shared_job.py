@@ -19,6 +19,7 @@ from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker.engine.between_steps import Turn, patience_s
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.scheduler.budget import MOST_FORM_BYTES
 
@@ -33,7 +34,6 @@ _CHUNKS_AHEAD: Final = 2
 _PAUSE_S: Final = 0.002
 _SEND_S = _RECEIVE_S = 0.05
 _MAX_HELD_BYTES: Final = 1 << 20
-_EMPTY_STEPS_A_TIMEOUT: Final = 8
 
 Deliver = Callable[[list[RowAnswer]], None]
 
@@ -71,9 +71,10 @@ class ReplicaWork:
             self._tell_tokens()
 
     def _admit(self) -> None:
-        """What was drawn, until forms of so many bytes were compiled: a step may be due."""
+        """What was drawn, until forms of so many bytes were compiled or the turn is over: a step may be due."""
         most_form_bytes = self._runner.num_form_bytes + MOST_FORM_BYTES
-        while self._drawn and self._runner.num_form_bytes < most_form_bytes:
+        turn = Turn(self._engine.config.executor.timeout_s)
+        while self._drawn and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
             each = self._drawn.popleft()
             # Rank 0 found nothing wrong with its form, and asked after its name.
             row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
@@ -92,8 +93,7 @@ class ReplicaWork:
         self._deliver(answers)
 
     def _step_if_due(self) -> None:
-        # The other ranks of this replica wait for steps, and not for ever.
-        is_due = time.monotonic() - self._last_step_s > self._engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
+        is_due = time.monotonic() - self._last_step_s > patience_s(self._engine.config.executor.timeout_s)
         if is_due and self._engine.channel.size > 1 and not self.has_ended:
             self._step()
 
@@ -113,6 +113,7 @@ class JobSharer:
 
     def __init__(self, engine: LLMEngine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
         self._round, self._rows, self._output = round_, rows, output
+        self._timeout_s = engine.config.executor.timeout_s
         self._sender = RowSender(round_)
         self._window = RowWindow(rows, lambda row: output.take(error_result(row)))
         self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_A_ROOM))
@@ -140,7 +141,8 @@ class JobSharer:
         self._sender.forget()
 
     def _publish(self) -> None:
-        self._window.read_on()
+        turn = Turn(self._timeout_s)
+        self._window.read_on(lambda: turn.is_over)
         for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
             rows = self._window.take(self._round.num_replicas, self._most_rows)
             if not rows:

@@ -6,10 +6,10 @@ because the others wait for steps, and not for ever.
 
 import logging
 import time
-from typing import Final
 
 from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput
 from spmd_worker.batch.pooled_rows import admit_pooled
+from spmd_worker.engine.between_steps import patience_s
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.sequence.outputs import RequestOutput
@@ -18,8 +18,6 @@ from spmd_worker.sequence.sampling_params import RequestOutputKind
 from spmd_worker.serve.exchange import OpenRequest, RequestExchange
 
 logger = logging.getLogger(__name__)
-
-_EMPTY_STEPS_A_TIMEOUT: Final = 8
 
 
 class EngineLoop:
@@ -32,8 +30,7 @@ class EngineLoop:
         self._numbers: dict[OpenRequest, list[RequestId]] = {}
         self._pooled: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
-        # The other ranks wait for steps.
-        self._patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
+        self._patience_s = patience_s(engine.config.executor.timeout_s)
         # A worker of another process that ends is noticed between steps, by the next.
         engine.executor.register_failure_callback(exchange.look)
 

@@ -7,9 +7,13 @@ import pytest
 
 from spmd_worker.batch import shared_job
 from spmd_worker.batch.job import _admit
-from spmd_worker.batch.row_window import NumberedLine
+from spmd_worker.batch.job_rows import InputRow
+from spmd_worker.batch.row import RowError
+from spmd_worker.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.batch.shared_job import ReplicaWork
 from spmd_worker.config.schema import RowLimits
+from spmd_worker.engine import between_steps
+from spmd_worker.engine.between_steps import Turn
 from spmd_worker.scheduler.budget import MOST_FORM_BYTES
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -54,7 +58,7 @@ def test_a_job_takes_some_forms_between_two_steps(form_bytes: int, counts: list[
     rows, runner, found = Rows(10), Runner(form_bytes), []
     for _ in counts:
         before = len(runner.admitted)
-        _admit(rows, runner, SimpleNamespace(), 100)  # type: ignore[arg-type]  # what is asked of them
+        _admit(rows, runner, SimpleNamespace(), 100, Turn(1e9))  # type: ignore[arg-type]  # what is asked of them
         found.append(len(runner.admitted) - before)
     assert found == counts
     assert runner.admitted == list(range(10))
@@ -117,3 +121,58 @@ def test_a_replica_pauses_only_where_it_was_given_no_row(monkeypatch: pytest.Mon
     drawer.draw = list
     work.advance()
     assert num_admitted_at_pauses == [20]
+
+
+class SlowRows:
+    """Rows that are all refused; each takes `row_s` of a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_rows: int, row_s: float) -> None:
+        self.now_s, self.row_s, self.num_left = 0.0, row_s, num_rows
+        monkeypatch.setattr(between_steps, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.num_left
+
+    def next_row(self) -> Any:
+        self.now_s += self.row_s
+        self.num_left -= 1
+        return InputRow(b"", RowError(self.num_left, None, "plain", "prompt_too_long", ""))
+
+
+@pytest.mark.finding(number="B1")
+@pytest.mark.parametrize(("timeout_s", "counts"), [(300.0, [4, 4, 2]), (2.0, [1, 1, 1])])
+def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s: float, counts: list[int]):
+    """420 rows that took a second each were all looked at before the next step, for which the other ranks waited."""
+    rows, found, taken = SlowRows(monkeypatch, 10, 0.3), [], []
+    output: Any = SimpleNamespace(take=taken.append)
+    for _ in counts:
+        before = rows.num_left
+        _admit(rows, Runner(0), output, 512, Turn(timeout_s))  # type: ignore[arg-type]  # as above
+        found.append(before - rows.num_left)
+    assert found == counts
+    assert len(taken) == sum(counts)
+
+
+@pytest.mark.finding(number="B1")
+def test_a_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
+    rows, refused = SlowRows(monkeypatch, 10, 0.3), []
+    window, turn = RowWindow(rows, refused.append), Turn(300.0)
+    window.read_on(lambda: turn.is_over)
+    assert len(refused) == 4
+
+
+@pytest.mark.finding(number="B1")
+def test_a_replica_admits_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
+    runner, rows = Runner(0), SlowRows(monkeypatch, 0, 0.3)
+
+    def admit(row: Any) -> None:
+        rows.now_s += rows.row_s
+        runner.num_rows += 1
+
+    monkeypatch.setattr(runner, "admit", admit)
+    work = replica_work(monkeypatch, runner)
+    work._last_step_s = 0.0
+    while not work.has_ended:
+        work.advance()
+    assert runner.steps == [4, 4, 2]

@@ -269,7 +269,7 @@ def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
         return step(engine)
 
     monkeypatch.setattr(job_module, "JobInput", Noted)
-    monkeypatch.setattr(job_module, "_EMPTY_STEPS_A_TIMEOUT", 1e12)
+    monkeypatch.setattr(job_module, "patience_s", lambda timeout_s: 0.0)
     monkeypatch.setattr(LLMEngine, "step", noting)
 
 
