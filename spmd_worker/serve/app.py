@@ -13,10 +13,12 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from spmd_worker.batch.output.row_writer import REFUSED
 from spmd_worker.batch.row import EncodedRow, RowError
@@ -53,9 +55,16 @@ logger = logging.getLogger(__name__)
 
 BODY_S: Final = 60.0
 """So long the body of a request may take to arrive."""
+LARGE_BYTES: Final = 64 * 1024
+"""A body of more is read and encoded beside the others, which do not wait for it."""
+_MOST_LARGE: Final = 4
+"""Large bodies that are in memory at a time."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health",)
 _MAX_CUSTOM_ID: Final = 512
+
+
+_Read = TypeVar("_Read")
 
 
 class _RefusedError(Exception):
@@ -93,6 +102,8 @@ class ServerApp:
         self._started_s = int(time.time())
         # Prompts are encoded beside the loop, which must not wait for a chat template, one at a time.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
+        self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
+        self._large = asyncio.Semaphore(_MOST_LARGE)
         self._routes = _routes(self)
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +120,8 @@ class ServerApp:
 
     def close(self) -> None:
         """Prompts that are being encoded are not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._large_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: "Request") -> AsgiApp:
         """A completion or a chat completion, whole or streamed; vectors or scores; what is not here, as a row's error
@@ -128,6 +140,10 @@ class ServerApp:
         except (_RefusedError, NoPlaceError, EndingError) as error:
             places.free()
             return self.refusal(error)
+        except _GoneError:
+            places.free()
+            self.counts.aborted += 1
+            return _say_nothing
         except BaseException:
             places.free()
             raise
@@ -188,29 +204,42 @@ class ServerApp:
         custom_id = request.headers.get("x-custom-id")
         if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
             raise _RefusedError("invalid_value", f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII")
-        data = await self._body(request)
-        arguments = (next(self._indices), request.url.path, data, custom_id)
-        read = await asyncio.get_running_loop().run_in_executor(self._pool, self.reader.read, *arguments)
+        async with contextlib.AsyncExitStack() as held:
+            data = await self._body(request, held)
+            pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
+            call = partial(self.reader.read, next(self._indices), request.url.path, data, custom_id)
+            read = await _beside(pool, call, request.receive)
         if isinstance(read, RowError):
             raise _RefusedError(read.code, read.message)
         return read
 
-    async def _body(self, request: "Request") -> bytes:
+    async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
+        """The request's body. One that is large has a place among the large ones until `held` ends."""
         most = self.reader.limits.max_line_bytes
-        data = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                while True:
+        too_long = _RefusedError("line_too_long", f"the body is longer than limits.max_line_bytes={most}")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > most:
+            raise too_long
+        loop = asyncio.get_running_loop()
+        data, is_large, until_s = bytearray(), False, loop.time() + BODY_S
+        while True:
+            try:
+                async with asyncio.timeout_at(until_s):
                     message = await request.receive()
-                    if message["type"] != "http.request":
-                        raise _RefusedError("invalid_body", "the client left before its body was whole")
-                    data += message.get("body", b"")
-                    if len(data) > most:
-                        raise _RefusedError("line_too_long", f"the body is longer than limits.max_line_bytes={most}")
-                    if not message.get("more_body", False):
-                        return bytes(data)
-        except TimeoutError:
-            raise _RefusedError("body_too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+            except TimeoutError:
+                raise _RefusedError("body_too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+            if message["type"] != "http.request":
+                raise _GoneError
+            data += message.get("body", b"")
+            if len(data) > most:
+                raise too_long
+            if len(data) > LARGE_BYTES and not is_large:
+                is_large, waits_since_s = True, loop.time()
+                # Meanwhile the client's further bytes stay where they are.
+                await held.enter_async_context(self._large)
+                until_s += loop.time() - waits_since_s
+            if not message.get("more_body", False):
+                return bytes(data)
 
     def refusal(self, error: Exception) -> AsgiApp:
         """The response to a request that is refused: by its own fault, for want of places, or at the end."""
@@ -348,3 +377,27 @@ def _routes(app: ServerApp) -> AsgiApp:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
+
+
+async def _say_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """The response to a client that has left."""
+
+
+async def _beside(pool: ThreadPoolExecutor, call: Callable[[], _Read], receive: Receive) -> _Read:
+    """What `call` returns in `pool`. Raises _GoneError where the client leaves: a call that has not begun is not made,
+    and the end of one that has is waited for, because until then it holds memory.
+    """
+    loop = asyncio.get_running_loop()
+    future = pool.submit(call)
+    result = asyncio.wrap_future(future)
+    gone = loop.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            if not future.cancel():
+                await asyncio.wait((result,))
+            raise _GoneError
+        return await result
+    finally:
+        gone.cancel()
+        result.cancel()

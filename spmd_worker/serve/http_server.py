@@ -6,21 +6,17 @@ import math
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from spmd_worker.config.extras import refuse_without
 from spmd_worker.errors import ConfigError
 from spmd_worker.serve.responses import AsgiApp
 
-HEADER_BYTES: Final = 32 * 1024
-"""Of a request's line and headers."""
 _IDLE_S: Final = 5
 """A connection that was used and is idle is closed."""
 MORE_CONNECTIONS: Final = 64
-"""Beside one for each request that may be open: idle ones, health checks."""
+"""Beside one for each request that may be open: health checks, and what is idle and gives way where it must."""
 _FLUSH_S: Final = 2
-_HEADER_S = 30.0
-"""For a request's complete header, from the connection or the last response on."""
 
 
 def require_server() -> None:
@@ -77,6 +73,9 @@ class HttpServer:
     ) -> None:
         import uvicorn
 
+        from spmd_worker.serve.connections import AcceptingServer
+        from spmd_worker.serve.http_protocol import HttpConnection
+
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Else what is left in buffers would keep a connection. Accepted ones inherit it.
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * reader_s))
@@ -84,7 +83,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http=_protocol(),
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -93,12 +92,10 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=most_requests + MORE_CONNECTIONS,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_FLUSH_S,
-            h11_max_incomplete_event_size=HEADER_BYTES,
         )
-        self._server: Any = uvicorn.Server(config)
+        self._server = AcceptingServer(config, bound, most_requests + MORE_CONNECTIONS)
         self._socket, self._has_ended = bound, has_ended
         self._error: Exception | None = None
         self._is_over = False
@@ -134,38 +131,3 @@ class HttpServer:
         finally:
             self._is_over = True
             self._has_ended()
-
-
-def _protocol() -> Any:
-    """uvicorn's, which alone would keep a connection for ever that brings no request, or one byte of it at a time."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Protocol(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._arm()
-
-        def on_response_complete(self) -> None:
-            # Before the next request, which may have come already, begins.
-            self._arm()
-            super().on_response_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._disarm()
-            super().connection_lost(exc)
-
-        def _arm(self) -> None:
-            self._disarm()
-            self._deadline = self.loop.call_later(_HEADER_S, self._end)
-
-        def _disarm(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-
-        def _end(self) -> None:
-            if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol

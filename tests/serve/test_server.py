@@ -19,7 +19,7 @@ from serving import JSON, KEY, MODEL, Client, ServedHere, joined, read_events, w
 from waiting import LIMIT_S, wait_until
 
 from spmd_worker.serve import __main__ as command
-from spmd_worker.serve import app, http_server, request_reader
+from spmd_worker.serve import app, http_protocol, request_reader
 from spmd_worker.serve.app import Answer, ServerApp
 from spmd_worker.serve.engine_loop import EngineLoop
 from spmd_worker.serve.exchange import RequestExchange
@@ -218,7 +218,7 @@ def test_a_body_or_a_header_that_is_too_large_is_refused_before_it_is_all_read(
 ):
     with socket.create_connection(("127.0.0.1", client.port), LIMIT_S) as connection:
         connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX: {'a' * 40_000}\r\n".encode())
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
     body = b'{"prompt": "' + b"a" * (17 << 20) + b'"}'
     check_error(client.ask(TEXT, body), 413, "line_too_long", "limits.max_line_bytes=16777216")
     wait_until(lambda: server.exchange.num_sequences == 0)
@@ -378,11 +378,11 @@ def test_a_server_that_cuts_nobody_off_keeps_the_places_of_a_reader_that_does_no
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half a header"])
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
-    monkeypatch.setattr(http_server, "_HEADER_S", 0.2)
+    monkeypatch.setattr(http_protocol, "HEADER_S", 0.2)
     with ServedHere(max_queued=4) as server, socket.create_connection(("127.0.0.1", server.client.port), 60) as silent:
         silent.sendall(sent)
         assert silent.recv(1) == b""
-        monkeypatch.setattr(http_server, "_HEADER_S", LIMIT_S)
+        monkeypatch.setattr(http_protocol, "HEADER_S", LIMIT_S)
         # One that has had its answer may ask again.
         assert server.client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
 
