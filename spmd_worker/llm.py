@@ -20,7 +20,7 @@ from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
-from spmd_worker.compat.methods import why_absent
+from spmd_worker.compat.methods import LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.config.schema import ModelOptions, ParallelConfig
@@ -28,8 +28,9 @@ from spmd_worker.data_parallel.agreement import agree_on_call, agree_to_compute,
 from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.data_parallel.weights import broadcast_weights
-from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
+from spmd_worker.llm_engine import LLMEngine
+from spmd_worker.names import explain_keywords, hint
 from spmd_worker.pooling_calls import GivenParams, PoolingCalls
 from spmd_worker.prompt_calls import Messages, OnError, PromptCalls, UseTqdm
 from spmd_worker.sequence.events import ResetPrefixCache
@@ -69,6 +70,7 @@ def _in_one_thread(
     return guarded
 
 
+@explain_keywords()
 class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; what is
     forgotten, or open when the interpreter ends, is closed then. One thread at a time calls it: while one is in a call,
@@ -172,7 +174,7 @@ class LLM:
         }
         config = run_config({**arguments, **others})
         self._chat_template = load_template(chat_template)
-        self.llm_engine: LLMEngine = start_engine(read_run(config))
+        self.llm_engine = start_engine(read_run(config), engine_class=LLMEngine)
         self._open()
 
     @classmethod
@@ -513,7 +515,6 @@ class LLM:
         """
         return self.llm_engine.default_sampling.clone()
 
-    @_in_one_thread()
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -525,8 +526,7 @@ class LLM:
         rank order. Under torchrun each rank has one worker; with the multiproc backend, which takes names only, this
         process has them all. Raises what the executor raises: an error that says which rank and what.
         """
-        self.llm_engine.check_not_closed()
-        return self.llm_engine.executor.collective_rpc(method, timeout, args, kwargs)
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call `func` with this rank's shard of the model, as a torch module with the checkpoint's names.
@@ -776,9 +776,7 @@ class LLM:
 
         def __getattr__(self, name: str) -> Any:
             """For names that are not here only."""
-            why = why_absent(name)
-            hint = "" if why is None else f": {why}"
-            raise AttributeError(f"LLM has no attribute {name!r}{hint}")
+            raise AttributeError(f"LLM has no attribute {name!r}{hint(name, dir(self), LLM_ABSENT)}")
 
     def __enter__(self) -> "LLM":
         return self

@@ -1,155 +1,237 @@
 """An engine as scripts for vLLM drive it by hand: requests with names, prompts in any form, outputs as they come."""
 
-import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Self
 
-from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, take_pooling
 from spmd_worker.engine.engine import LLMEngine as Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
+from spmd_worker.engine.validation import as_request_ids
+from spmd_worker.names import explain_keywords, hint
 from spmd_worker.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.sequence.request import RequestId, check_sampling
 from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
 
 
-class LLMEngine:
-    """vLLM's names over an engine (`engine`, whose other methods are here too), as `from_engine_args` starts it, or as
-    an `LLM` has it: `LLMEngine(llm.llm_engine)`.
+@explain_keywords()
+class LLMEngine(Engine):
+    """An engine with vLLM's names, as `from_engine_args` starts it and as an `LLM` has it (`llm.llm_engine`).
 
     Under torchrun every rank of a replica makes the same calls, in the same order; or one rank alone makes them, while
     the others are in `follow`. `add_request` and `abort_request` may come from any thread while another steps.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __new__(cls, *given: Any, **_: Any) -> Self:
+        """`LLMEngine(llm.llm_engine)` is that engine."""
+        return given[0] if given and isinstance(given[0], cls) else super().__new__(cls)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        if given and given[0] is self:
+            return
+        super().__init__(*given, **named)
         self._numbers: dict[str, RequestId] = {}
         self._names: dict[RequestId, str] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
-        # A request may end before the thread that added it has noted its name.
-        self._lock = threading.RLock()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> "LLMEngine":
+    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:
         """Start an engine. What vLLM's method takes besides (usage_context, stat_loggers) is without effect.
 
         Raises what `LLM(**vars(engine_args))` raises. `shutdown` gives back memory and groups, and so does forgetting
         the engine.
         """
-        engine = start_engine(read_run(run_config(vars(engine_args))))
+        engine = start_engine(read_run(run_config(vars(engine_args))), engine_class=cls)
         weakref.finalize(engine, engine.release, is_closed=False)
-        return cls(engine)
+        return engine
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "engine":
-            raise AttributeError(name)
-        return getattr(self.engine, name)
+    if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
 
-    def add_request(
+        def __getattr__(self, name: str) -> Any:
+            """For names that are not here only."""
+            raise AttributeError(f"LLMEngine has no attribute {name!r}{hint(name, dir(self), ENGINE_ABSENT)}")
+
+    def add_request(  # type: ignore[override]  # vLLM's arguments, before those of a request without a name
         self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
+        request_id: str | Sequence[int],
+        prompt: Prompt | SamplingParams,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: Any = None,
-        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        prompt_text: str | None = None,
+        *,
+        custom_id: str | None = None,
+        index: int | None = None,
         **others: Any,
-    ) -> str:
+    ) -> str | RequestId:
         """Queue a request; its outputs have `request_id`. Its random numbers, where it has no seed, are named by the
         order of requests. `params.output_kind` says whether `step` gives outputs of it before it ends. With
-        PoolingParams, in a run that pools, `step` gives a PoolingRequestOutput, as `LLM.encode` does.
+        PoolingParams, in a run that pools, `step` gives a PoolingRequestOutput, as `LLM.encode` does. `arrival_time`,
+        in seconds since the epoch, is for its metrics; `prompt_text` is its output's `prompt`.
+
+        `add_request(token_ids, params)` queues a request without a name: its number is returned, and `custom_id` or
+        `index` names its random numbers as they do a job's row.
 
         Returns `request_id`. Raises ValueError for a request that could never be answered, for a name that a request
         has which has not ended, and for arguments that ask for what is not here; TypeError for what is no request.
         """
+        check_request_extras(trace_headers, others)
+        check_extras(1, lora_request, [priority], tokenization_kwargs)
+        _check_arrival(arrival_time)
+        if not isinstance(prompt_text, str | None):
+            raise TypeError(f"prompt_text is a {type(prompt_text).__name__}: give text")
+        if params is None:
+            return self._add_unnamed(request_id, prompt, custom_id, index)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
-        asked = [name for name, value in others.items() if value]
-        if asked:
-            raise ValueError(f"{asked[0]}={others[asked[0]]!r} is refused: a request is a prompt and its parameters")
-        check_extras(1, lora_request, [priority])
+        if custom_id is not None or index is not None:
+            raise ValueError("custom_id and index are of requests without a name: leave them out, or give a seed")
         if not isinstance(params, PoolingParams):
             check_sampling(params)
-        encoded = encode_prompt(prompt, self.engine.need_tokenizer)
+        encoded = encode_prompt(prompt, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
-        with self._lock:
+        encoded.text = encoded.text if prompt_text is None else prompt_text
+        # A request may end before the thread that added it has noted its name.
+        with self.calls.lock:
             if request_id in self._numbers:
                 raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
-            number = self._add(encoded, params)
+            number = self._add(encoded, params, arrival_time)
             self._numbers[request_id], self._names[number] = number, request_id
-            if isinstance(params, SamplingParams) and params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                self._partials[number] = PartialOutputs(params.output_kind, encoded.text, self.engine.tokenizer)
         return request_id
 
-    def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams) -> RequestId:
+    def _add_unnamed(self, token_ids: Any, sampling: Any, custom_id: str | None, index: int | None) -> RequestId:
+        if isinstance(token_ids, str) and not isinstance(sampling, SamplingParams | Mapping):
+            raise TypeError(
+                "params is missing: give add_request a name, a prompt and SamplingParams, or token ids and "
+                "SamplingParams"
+            )
+        with self.calls.lock:
+            number = super().add_request(token_ids, sampling, custom_id=custom_id, index=index)
+            self._watch(number, sampling, None)
+        return number
+
+    def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams, arrival_time: float | None) -> RequestId:
         if isinstance(params, SamplingParams):
-            return self.engine.add_request(encoded.token_ids, params, prompt=encoded.text)
-        config = self.engine.limits.pooling
-        take_pooling(encoded, params, config, self.engine.max_model_len, self.engine.need_tokenizer)
+            number = super().add_request(encoded.token_ids, params, prompt=encoded.text)
+        else:
+            number = self._add_pooled(encoded, params)
+        if arrival_time is not None:
+            self._request_times.arrived(number, float(arrival_time))
+        self._watch(number, params, encoded.text)
+        return number
+
+    def _add_pooled(self, encoded: Encoded, params: PoolingParams) -> RequestId:
+        config = self.limits.pooling
+        take_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         assert config is not None, "of a run that pools"
         assert encoded.pooling is not None, "as it was taken"
         token_ids, sampling = encoded.token_ids, pooled_sampling(encoded.pooling, config)
-        self.engine.check_request(token_ids, sampling, encoded.pooling)
-        return self.engine.admit_request(token_ids, sampling, prompt=encoded.text, pooling=encoded.pooling)
+        self.check_request(token_ids, sampling, encoded.pooling)
+        return self.admit_request(token_ids, sampling, prompt=encoded.text, pooling=encoded.pooling)
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+    def _watch(self, number: RequestId, params: SamplingParams | PoolingParams, text: str | None) -> None:
+        """Where outputs are wanted before the request has ended."""
+        if isinstance(params, SamplingParams) and params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            self._partials[number] = PartialOutputs(params.output_kind, text, self.tokenizer)
+
+    def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; what they have so far comes back with finish reason "abort". A name that no
-        request has, or has no more, is not an error.
-        """
-        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        # Without the lock: a finalizer or a signal's handler may come here while this thread has the engine's lock, for
-        # which another thread waits that has this one's.
-        numbers = [self._numbers.get(name) for name in names]
-        self.engine.abort_request([number for number in numbers if number is not None])
+        request has, or has no more, is not an error. `internal` is vLLM's and without effect.
 
-    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
-        """One step: the requests that ended in it, and those with new tokens that want outputs before."""
-        with self.engine.calls.inside("step"):
-            return self._outputs_of(self.engine.step())
+        Requests without a name are ended by their number, or by what their outputs have. Raises TypeError for what is
+        no id, and none is ended then.
+        """
+        is_one = isinstance(request_ids, str | bytes | bytearray) or not isinstance(request_ids, Iterable)
+        given: Any = [request_ids] if is_one else request_ids
+        numbers = [number for each in given for number in self._numbers_of(each)]
+        super().abort_request(numbers)
+
+    def _numbers_of(self, request_id: Any) -> list[RequestId]:
+        named = self._numbers.get(request_id) if isinstance(request_id, str) else None
+        if named is not None:
+            return [named]
+        # A text that is a number is not another name's.
+        is_text = isinstance(request_id, str)
+        return [each for each in as_request_ids([request_id]) if not (is_text and each in self._names)]
+
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:  # type: ignore[override]  # see there
+        """One step: the requests that ended in it, and those with new tokens that want outputs before. A row that was
+        pooled and has a name comes as a PoolingRequestOutput.
+        """
+        with self.calls.inside("step"):
+            return self._outputs_of(super().step())
 
     def _outputs_of(self, ended: list[RequestOutput]) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
-        with self._lock:
-            outputs = [_shown(self._ended(output)) for output in ended]
-            for number, partial in self._partials.items():
-                group = self.engine.scheduler.queues.groups.get(number)
-                output = partial.partial(group, self.engine.request_metrics(group)) if group is not None else None
+        with self.calls.lock:
+            outputs = [self._finished(output) for output in ended]
+            for number, partial in list(self._partials.items()):
+                group = self.scheduler.queues.groups.get(number)
+                output = partial.partial(group, self.request_metrics(group)) if group is not None else None
                 if output is not None:
-                    output.request_id = self._names[number]
+                    output.request_id = self._names.get(number, output.request_id)
                     outputs.append(output)
         return outputs
 
+    def _finished(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
+        number = RequestId(int(output.request_id))
+        partial = self._partials.pop(number, None)
+        name = self._names.pop(number, None)
+        if name is None:
+            return output if partial is None else partial.final(output)
+        del self._numbers[name]
+        output.request_id = name
+        if output.vector is not None:
+            vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
+            return PoolingRequestOutput(output.request_id, vector, token_ids, output.num_cached_tokens)
+        return output if partial is None else partial.final(output)
+
+    def close_followers(self) -> None:
+        """Rank 0 only: the other ranks return from `follow`, and the engine goes on, with calls that all ranks make or
+        with another `follow`. Raises RuntimeError while requests are unanswered, saying how many.
+        """
+        with self.calls.inside("close_followers", is_alone=True):
+            self.check_idle_or_asleep()
+            self.end_round()
+
     def get_num_unfinished_requests(self) -> int:
         """Requests that were added and have not ended."""
-        return self.engine.num_unfinished
+        return self.num_unfinished
 
     def is_sleeping(self) -> bool:
         """Whether anything sleeps."""
-        return self.engine.executor.is_sleeping
+        return self.executor.is_sleeping
 
     def reset_mm_cache(self) -> None:
         """Nothing: models of text have no other inputs."""
 
-    def _ended(self, output: RequestOutput) -> RequestOutput:
-        number = RequestId(int(output.request_id))
-        partial = self._partials.pop(number, None)
-        name = self._names.pop(number, None)
-        if name is not None:
-            del self._numbers[name]
-            output.request_id = name
-        return output if partial is None else partial.final(output)
+    def reset_encoder_cache(self) -> None:
+        """Nothing, as `reset_mm_cache`."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `LLM.collective_rpc`."""
+        with self.calls.inside("collective_rpc"):
+            self.check_not_closed()
+            return self.executor.collective_rpc(method, timeout, args, kwargs)
 
 
-def _shown(output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
-    """One that was pooled as what it gives."""
-    if output.vector is None:
-        return output
-    vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
-    return PoolingRequestOutput(output.request_id, vector, token_ids, output.num_cached_tokens)
+def _check_arrival(value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise TypeError(f"arrival_time is a {type(value).__name__}: give seconds since the epoch, or leave it out")

@@ -338,7 +338,7 @@ def test_an_engine_by_hand_cuts_texts_as_the_calls_of_llm_do() -> None:
         for length in (5, -1):
             params = PoolingParams(truncate_prompt_tokens=length)
             (expected,) = llm.encode([text], params, use_tqdm=False)
-            engine = LLMEngine(llm.llm_engine)
+            engine = llm.llm_engine
             engine.add_request("cut", text, params)
             (output,) = _stepped(engine)
             assert output.prompt_token_ids == expected.prompt_token_ids

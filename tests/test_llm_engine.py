@@ -231,18 +231,112 @@ def test_requests_without_a_seed_draw_other_numbers_each_time(engine: LLMEngine)
     assert found[0] != found[1]
 
 
-def test_the_engine_of_an_llm_can_be_driven_so_too_and_has_its_names(folder: Path):
-    with LLM(folder, num_blocks=300) as llm:
-        engine = LLMEngine(llm.llm_engine)
-        assert engine.get_tokenizer() is llm.get_tokenizer()
-        assert engine.limits is llm.llm_engine.limits
-        engine.add_request("a", "hello", GREEDY)
-        (output,) = drain(engine)
-        assert output.outputs == llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs
-        assert [each.name for each in engine.get_metrics()] == [each.name for each in llm.get_metrics()]
-        engine.reset_mm_cache()
-        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-            _ = engine.nothing
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, num_blocks=300) as made:
+        yield made
+
+
+@pytest.mark.finding(number="D1")
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_engine_of_an_llm_takes_vllms_requests(llm: LLM, kind: RequestOutputKind):
+    """It had a request's tokens and parameters as arguments, no other names, and nothing before the end."""
+    engine = llm.llm_engine
+    assert isinstance(engine, LLMEngine)
+    prompts = {"a": "hello world", "b": {"prompt_token_ids": [9, 8, 7]}}
+    expected = llm.generate(list(prompts.values()), SAMPLED, use_tqdm=False)
+    seen: dict[str, list[RequestOutput]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        # Behind `params`: arrival_time, lora_request, tokenization_kwargs, trace_headers, priority, prompt_text.
+        params = replace(SAMPLED, output_kind=kind)
+        assert engine.add_request(name, prompt, params, 5.0, None, None, None, 0, "said") == name
+    assert engine.get_num_unfinished_requests() == 2
+    for output in drain(engine):
+        assert output.prompt == "said"
+        assert output.metrics is not None
+        assert output.metrics.arrival_time == 5.0
+        seen[output.request_id].append(output)
+    lengths = [len(output.outputs[0].token_ids) for output in seen["a"]]
+    shown = {RequestOutputKind.FINAL_ONLY: [24], RequestOutputKind.DELTA: [1] * 24}
+    assert lengths == shown.get(kind, list(range(1, 25)))
+    for found, whole in zip(seen.values(), expected, strict=True):
+        parts = found if kind is RequestOutputKind.DELTA else found[-1:]
+        assert "".join(each.outputs[0].text for each in parts) == whole.outputs[0].text
+        assert [token for each in parts for token in each.outputs[0].token_ids] == whole.outputs[0].token_ids
+        assert [output.finished for output in found] == [False] * (len(found) - 1) + [True]
+
+
+@pytest.mark.finding(number="D1")
+def test_requests_without_names_have_numbers_and_partial_outputs(llm: LLM):
+    engine = llm.llm_engine
+    engine.add_request("named", "hello", replace(GREEDY, max_tokens=50))
+    number = engine.add_request([5, 6], replace(GREEDY, output_kind=RequestOutputKind.DELTA), index=3)
+    assert isinstance(number, int)
+    engine.step()
+    assert [output.request_id for output in engine.step()] == [str(number)]
+    # The number of a request with a name is no name of it.
+    engine.abort_request([str(number - 1), "nobody", 2**60])
+    engine.step()
+    assert engine.get_num_unfinished_requests() == 2
+    engine.abort_request(["named", str(number)])
+    assert {output.request_id for output in drain(engine)} == {"named", str(number)}
+
+
+@pytest.mark.finding(number="D1")
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (
+            lambda engine: engine.add_request("a", "hello"),
+            TypeError,
+            "params is missing: give add_request a name, a pr",
+        ),
+        (lambda engine: engine.add_request(3, "hello", GREEDY), TypeError, "request_id=3 is a int: give text"),
+        (
+            lambda engine: engine.add_request("a", "hello", GREEDY, "x"),
+            TypeError,
+            "arrival_time is a str: give seconds",
+        ),
+        (lambda engine: engine.add_request("a", "hello", GREEDY, prompt_text=3), TypeError, "prompt_text is a int"),
+        (
+            lambda engine: engine.add_request("a", "hello", GREEDY, prioritty=1),
+            TypeError,
+            "LLMEngine.add_request has no keyword prioritty: did you mean priority?",
+        ),
+        (
+            lambda engine: engine.add_request("a", "hello", GREEDY, index=3),
+            ValueError,
+            "custom_id and index are of requ",
+        ),
+        (
+            lambda engine: engine.add_request("a", "hello", GREEDY, tokenization_kwargs={"a": 1}),
+            ValueError,
+            "tokenization_kwargs={'a': 1} is refused",
+        ),
+        (lambda engine: engine.add_lora(3), AttributeError, "'add_lora': there are no adapters: merge them"),
+        (lambda engine: engine.vllm_config, AttributeError, "'vllm_config': a run's configuration is `config`"),
+        (lambda engine: engine.add_requests, AttributeError, "'add_requests': did you mean add_request?"),
+        (lambda engine: engine.sleep(levle=1), TypeError, "LLMEngine.sleep has no keyword levle: did you mean level?"),
+    ],
+)
+def test_engine_says_what_it_does_not_take(llm: LLM, call: Any, kind: type[Exception], words: str):
+    with pytest.raises(kind) as refused:
+        call(llm.llm_engine)
+    assert words in str(refused.value)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.finding(number="D1")
+def test_engine_of_an_llm_has_the_llms_names(llm: LLM):
+    engine = llm.llm_engine
+    assert LLMEngine(engine) is engine
+    assert engine.get_tokenizer() is llm.get_tokenizer()
+    assert [each.name for each in engine.get_metrics()] == [each.name for each in llm.get_metrics()]
+    assert engine.reset_prefix_cache() is True
+    assert engine.reset_mm_cache() is engine.reset_encoder_cache() is None
+    assert engine.collective_rpc("get_supported_tasks") == llm.collective_rpc("get_supported_tasks")
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = engine.nothing
 
 
 def test_arguments_that_cannot_be_are_refused_as_by_an_llm_and_a_forgotten_engine_is_closed(folder: Path):

@@ -11,7 +11,7 @@ from reference_models import checkpoint_folder, mixed_prompts, write_text_checkp
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from spmd_worker import LLM, LLMEngine, RequestOutput, SamplingParams
+from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.compat.script_tokenizer import PlainTokenizer
 from spmd_worker.errors import ConfigError
@@ -90,7 +90,7 @@ def test_a_conversation_may_have_a_priority_that_asks_for_nothing(text_llm: LLM)
 
 def test_the_cache_is_reset_with_vllms_arguments_where_nothing_is_unanswered(llm: LLM):
     assert llm.reset_prefix_cache(True, reset_connector=True)
-    engine = LLMEngine(llm.llm_engine)
+    engine = llm.llm_engine
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, GREEDY)
     for call in (llm.reset_prefix_cache, engine.reset_prefix_cache):
         with pytest.raises(ValueError, match="reset_running_requests=True is refused: 1 requests of llm_engine"):
@@ -426,7 +426,7 @@ def test_every_method_of_the_table_is_there_or_says_what_to_do(llm: LLM):
     for name in LLM_METHODS:
         assert callable(getattr(llm, name)), name
     for name in ENGINE_METHODS:
-        assert callable(getattr(LLMEngine(llm.llm_engine), name)), name
+        assert callable(getattr(llm.llm_engine, name)), name
     for name, words in LLM_ABSENT.items():
         assert not hasattr(llm, name), f"{name} is here now: take it out of LLM_ABSENT"
         with pytest.raises(AttributeError) as refused:

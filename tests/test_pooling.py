@@ -29,7 +29,6 @@ from reference_models import checkpoint_folder, random_prompt
 import spmd_worker.runner.pooling as pooling_module
 from spmd_worker import LLM, PoolingParams, PromptsRefusedError, SamplingParams
 from spmd_worker.errors import ConfigError, ModelConfigError
-from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.models.pooler import Pooler
 from spmd_worker.runner.pooling import RowPooling
@@ -373,7 +372,7 @@ def test_to_look_at_an_embedding_does_not_round_the_rows_of_it_that_score() -> N
 def test_an_engine_driven_by_hand_gives_the_same_vectors_by_name() -> None:
     with LLM(pooling_folder("last"), **SETTINGS) as llm:
         plain = plainly_pooled("last")
-        engine = LLMEngine(llm.llm_engine)
+        engine = llm.llm_engine
         for index, prompt in enumerate(ids(PROMPTS)):
             assert engine.add_request(f"row {index}", prompt, PoolingParams()) == f"row {index}"
         engine.add_request("cut", ids(PROMPTS)[0], PoolingParams(dimensions=16, truncate_prompt_tokens=3))

@@ -215,7 +215,7 @@ def _run(
     config = resolved.config
     if run is not None:
         run.lock.note("joins the other ranks and loads the model")
-    engine = start_engine(resolved, environment, watchdog)
+    engine: LLMEngine = start_engine(resolved, environment, watchdog)
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)

@@ -1,7 +1,26 @@
-"""Arguments of `LLM.generate` and `LLM.chat` that vLLM has and that may ask for nothing here."""
+"""Arguments of calls of `LLM` and `LLMEngine` that vLLM has and that may ask for nothing here."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from spmd_worker.names import hint
+
+_OF_REQUESTS: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
+"""More arguments of vLLM's `add_request`."""
+_NAMED: Final = (
+    *("request_id", "prompt", "params", "arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"),
+    *("priority", "prompt_text", "custom_id", "index"),
+)
+
+
+def check_request_extras(trace_headers: Any, others: Mapping[str, Any]) -> None:
+    """Raise ValueError for what asks for something, TypeError for an argument that nobody knows."""
+    for name in others:
+        if name not in _OF_REQUESTS:
+            raise TypeError(f"LLMEngine.add_request has no keyword {name}{hint(name, _NAMED)}")
+    for name, value in {"trace_headers": trace_headers, **others}.items():
+        if value:
+            raise ValueError(f"{name}={str(value)[:80]} is refused: a request is a prompt and its parameters")
 
 
 def check_extras(

@@ -62,10 +62,28 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "wake_up": "as `LLM`'s",
     "is_sleeping": "",
     "reset_mm_cache": "nothing",
+    "reset_encoder_cache": "nothing",
+    "collective_rpc": "as `LLM`'s",
+    "apply_model": "as `LLM`'s",
 }
-"""Of `LLMEngine`, which has all that `llm.llm_engine` has too."""
+"""Of `LLMEngine`, which `llm.llm_engine` is."""
 
+_ADAPTERS: Final = "there are no adapters: merge them into the checkpoint (PEFT's merge_and_unload)"
+_PARTS: Final = "an engine encodes, steps and decodes in this process: use add_request and step"
+_CONFIG: Final = "a run's configuration is `config`, what is known of its model is `model_config`"
+_PROFILE: Final = "call LLM.start_profile(folder) and LLM.stop_profile(), or worker_event of these names"
 
-def why_absent(name: str) -> str | None:
-    """The words for a method of vLLM's `LLM` that is not here; None for a name that nobody knows."""
-    return LLM_ABSENT.get(name)
+ENGINE_ABSENT: Final[Mapping[str, str]] = {
+    "from_vllm_config": "give EngineArgs to from_engine_args",
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _ADAPTERS),
+    **dict.fromkeys(
+        ("vllm_config", "cache_config", "parallel_config", "scheduler_config", "get_model_config"), _CONFIG
+    ),
+    **dict.fromkeys(("engine_core", "output_processor", "input_processor", "processor", "renderer"), _PARTS),
+    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
+    **dict.fromkeys(("do_log_stats", "do_log_stats_with_interval"), "read get_metrics"),
+    "get_tokenizer_group": "call get_tokenizer",
+    "has_unfinished_requests_dp": "each replica has requests of its own: call has_unfinished_requests",
+    "init_weight_transfer_engine": "weights are changed in this process: LLM.update_weights or apply_model",
+}
+"""Of vLLM's `LLMEngine`, not here, and the way out."""

@@ -37,6 +37,7 @@ from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes
+from spmd_worker.names import explain_keywords
 from spmd_worker.resolved import EngineModelConfig, ResolvedRun
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -99,6 +100,7 @@ def _release(
             watchdog.stop()
 
 
+@explain_keywords()
 class LLMEngine:
     """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order.
 
@@ -349,9 +351,9 @@ class LLMEngine:
         has_experts = any(layer.experts is not None for layer in self.resolved.model_config.layers)
         return self.executor.collective_rpc("get_expert_loads") if has_experts else []
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
-        """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
-        loaded since the last commit are committed: see `commit_weights`, also for what it raises.
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """From the next step on no request finds what is in the cache now; returns True. Running requests go on.
+        Weights that were loaded since the last commit are committed: see `commit_weights`, also for what it raises.
 
         Raises ValueError for `reset_running_requests` while requests are unanswered. What the host tier holds
         goes with or without `reset_connector`.
@@ -367,6 +369,7 @@ class LLMEngine:
             if not self.weight_updates.is_held:
                 self.commit_weights()
             self._events.append(ResetPrefixCache())
+            return True
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """What `func` returns for the model of each worker of this executor: see `LLM.apply_model`. It may have
@@ -515,14 +518,12 @@ class LLMEngine:
             return [self._output(group) for group in ended]
 
     def follow(self) -> None:
-        """Run steps until rank 0 closes: the loop of a rank that has no requests of its own."""
+        """Run steps until rank 0 calls `close_followers`: the loop of a rank that has no requests of its own."""
         with self.calls.inside("follow", is_alone=True):
-            while not self.is_closed:
-                self._commit_before_step()
-                self._step()
+            self.follow_round()
 
     def close_followers(self) -> None:
-        """Rank 0 only: end the `follow` loops. The engine takes no more requests."""
+        """Rank 0 only: end the `follow` loops. The engine takes no more requests, and its log ends."""
         with self.calls.inside("close_followers", is_alone=True):
             self._events.append(Close())
             while not self.is_closed:
@@ -530,9 +531,11 @@ class LLMEngine:
                 self._step()
 
     def follow_round(self) -> None:
-        """Run steps until the leader ends the round: for ranks that do not know which requests their replica has."""
+        """Run steps until the leader ends the round, or closes: for ranks that do not know which requests their replica
+        has.
+        """
         self._is_round_over = False
-        while not self._is_round_over:
+        while not (self._is_round_over or self.is_closed):
             self._commit_before_step()
             self._step()
 

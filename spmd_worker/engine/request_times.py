@@ -18,6 +18,12 @@ class RequestTimes:
         """A request was queued now."""
         self._metrics[request_id] = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
 
+    def arrived(self, request_id: RequestId, arrival_time: float) -> None:
+        """A request that was added had come before: at `arrival_time`, in seconds since the epoch."""
+        metrics = self._metrics.get(request_id)
+        if metrics is not None:
+            metrics.arrival_time = arrival_time
+
     def begin(self, plan: StepPlan) -> None:
         """A step was planned now. What is new in it is in `groups`: a step that only decodes costs nothing here."""
         for group in plan.groups:

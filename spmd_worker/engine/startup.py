@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy
 import tokenizers
@@ -49,6 +49,9 @@ WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
 
 
+_Engine = TypeVar("_Engine", bound=LLMEngine)
+
+
 def read_run(config: RunConfig) -> ResolvedRun:
     """What this process computes with, its files read once; nothing is started. Raises ConfigError, ModelConfigError
     or TokenizerError for what cannot run.
@@ -62,11 +65,12 @@ def start_engine(
     resolved: ResolvedRun,
     environment: RankEnvironment | None = None,
     watchdog: Watchdog | None = None,
-) -> LLMEngine:
+    engine_class: type[_Engine] = LLMEngine,  # type: ignore[assignment]  # mypy 1: no default of a type variable
+) -> _Engine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 
     `resolved` is from `read_run`. `watchdog` is the program's own, and started; without one the engine has one for as
-    long as it lives.
+    long as it lives. `engine_class` is the class of what is returned.
 
     Raises ConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the same on every rank,
     once the groups exist.
@@ -75,16 +79,17 @@ def start_engine(
     environment = world_environment(
         environment or read_rank_environment(), resolved.layout.world_size, executor_config.timeout_s
     )
-    executor = Executor.get_class(executor_config.backend, environment)(resolved, environment)
+    executor_class = Executor.get_class(executor_config.backend, environment, resolved.layout.world_size)
+    executor = executor_class(resolved, environment)
     if watchdog is None:
         num_ranks = resolved.layout.world_size if environment.is_launched else 1
         is_on_gpu = resolved.device_type == "cuda"
         watchdog = watch_guest(environment, num_ranks, executor_config.timeout_s, spins=is_on_gpu)
         watchdog.start()
-    return _start_together(resolved, executor, watchdog, executor.start)
+    return _start_together(resolved, executor, watchdog, executor.start, engine_class)
 
 
-def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
+def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
     """The engine that goes on in its place, over ranks divided in another way, with nothing in its caches.
 
     Under a launcher the ranks stay as many as they are; `multiproc` starts and ends processes. Everything that a start
@@ -100,7 +105,7 @@ def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
     executor.check_layout(resolved.layout)
     engine.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
-    restarted = _start_together(resolved, executor, watchdog, set_up)
+    restarted = _start_together(resolved, executor, watchdog, set_up, type(engine))
     restarted.continue_from(engine)
     return restarted
 
@@ -110,9 +115,10 @@ def _start_together(
     executor: Executor,
     watchdog: Watchdog,
     set_up: Callable[[], None],
-) -> LLMEngine:
+    engine_class: type[_Engine],
+) -> _Engine:
     try:
-        return _start(resolved, executor, watchdog, set_up)
+        return _start(resolved, executor, watchdog, set_up, engine_class)
     except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
@@ -128,7 +134,8 @@ def _start(
     executor: Executor,
     watchdog: Watchdog,
     set_up: Callable[[], None],
-) -> LLMEngine:
+    engine_class: type[_Engine],
+) -> _Engine:
     config = resolved.config
     watchdog.heartbeat.enter("joining the other ranks")
     set_up()
@@ -154,7 +161,7 @@ def _start(
         executor.shutdown()
         raise
     watchdog.heartbeat.enter(BETWEEN_STEPS)
-    return LLMEngine(resolved, resolved.tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+    return engine_class(resolved, resolved.tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
 
 
 def _check_gpus(engine_channel: ControlChannel, executor: Executor) -> None:

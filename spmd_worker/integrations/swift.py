@@ -42,18 +42,14 @@ class SwiftEngine(LLMEngine):
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> "SwiftEngine":
-        """As `LLMEngine.from_engine_args`, of arguments as ms-swift makes them: it trusts every model's own code, which
-        never runs here, and it wants log-probabilities as its trainers compute them.
+        """As `LLMEngine.from_engine_args`, of arguments as ms-swift makes them: it wants log-probabilities as its
+        trainers compute them.
         """
         arguments = {spec.name: getattr(engine_args, spec.name) for spec in fields(engine_args)}
-        arguments["trust_remote_code"] = False
         if arguments.get("logprobs_mode") == "processed_logprobs":
             # Those of the logits divided by the temperature, also where sampling was truncated: the trainer's own.
             arguments["logprobs_mode"] = "tempered_logprobs"
-        return super().from_engine_args(EngineArgs(**arguments))  # type: ignore[return-value]  # it makes this class
-
-    def reset_encoder_cache(self) -> None:
-        """Nothing: models of text have no other inputs."""
+        return super().from_engine_args(EngineArgs(**arguments))
 
     def list_loras(self) -> set[int]:
         """None: adapters are merged by ms-swift, and come as whole weights."""

@@ -61,7 +61,7 @@ def serve(
     resolved = read_run(config)
     if environment.is_launched:
         check_world_size(resolved.layout, environment.world_size)
-    engine = start_engine(resolved, environment, watchdog)
+    engine: LLMEngine = start_engine(resolved, environment, watchdog)
     try:
         if listener is None:
             engine.follow()

@@ -37,7 +37,8 @@ def calls(llm, prompts):
     yield "beams", [[each.tokens for each in output.sequences] for output in beams], plain
     if llm.llm_engine.config.parallel.data_parallel_size > 1:
         return
-    engine = LLMEngine(llm.llm_engine)
+    engine = llm.llm_engine
+    assert isinstance(engine, LLMEngine)
     for index, prompt in enumerate(prompts):
         engine.add_request(f"request {index}", prompt, SamplingParams(
             temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA))

@@ -33,7 +33,7 @@ from test_weight_updates import (
     trainers_model,
 )
 
-from spmd_worker import LLM, LLMEngine
+from spmd_worker import LLM
 from spmd_worker.errors import MissingWeightsError, WorkerEventError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.memory import host
@@ -178,7 +178,7 @@ CALLS: dict[str, Callable[[LLM], object]] = {
     "score": lambda llm: llm.score_tokens(["a"], [[3]]),
     "step": lambda llm: llm.llm_engine.step(),
     "add": lambda llm: llm.llm_engine.add_request([3, 4], GREEDY),
-    "add by name": lambda llm: LLMEngine(llm.llm_engine).add_request("a", {"prompt_token_ids": [3, 4]}, GREEDY),
+    "add by name": lambda llm: llm.llm_engine.add_request("a", {"prompt_token_ids": [3, 4]}, GREEDY),
     "layout": lambda llm: llm.reinitialize_distributed(),
 }
 
@@ -197,7 +197,7 @@ def test_with_nothing_unanswered_vllms_modes_are_the_same(llm: LLM, old: Any):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_asleep_nothing_is_computed(llm: LLM, call: Callable[[LLM], object], old: Any):
     llm.sleep()
-    assert LLMEngine(llm.llm_engine).is_sleeping()
+    assert llm.llm_engine.is_sleeping()
     for tags, left in (([], "weights and kv_cache"), (["kv_cache"], "weights")):
         llm.wake_up(tags)
         # It is said first, before an update that has not ended either.

@@ -22,7 +22,7 @@ import ranks
 from forked_child import in_child
 from test_weight_updates import open_llm
 
-from spmd_worker import LLM, LLMEngine, RequestOutput, SamplingParams
+from spmd_worker import LLM, RequestOutput, SamplingParams
 
 PROMPTS = [f"add {number} {7 * number % 10} =" for number in range(24)]
 LIMIT_S = 60.0
@@ -70,7 +70,7 @@ def test_a_forked_child_closes_without_its_parents_threads(llm: LLM, call: str |
 
 def asked_by_threads(llm: LLM, num_threads: int = 4) -> dict[str, Any]:
     """Every thread asks for its part of the prompts, one after the other as they are answered; this one steps."""
-    engine, found = LLMEngine(llm.llm_engine), dict[str, Any]()
+    engine, found = llm.llm_engine, dict[str, Any]()
     boxes: dict[str, queue.SimpleQueue[RequestOutput]] = {}
     left = list(range(num_threads))
 
@@ -259,9 +259,9 @@ def test_an_abort_between_any_two_bytecodes_of_a_step_is_not_lost(llm: LLM):
 
 
 def test_an_abort_by_the_thread_that_has_the_engines_lock_waits_for_nobody(llm: LLM):
-    """Another thread has the names' lock and waits for the engine's."""
-    engine, lock = LLMEngine(llm.llm_engine), WantedLock()
-    engine.engine.calls.lock = lock
+    """Another thread waits for the lock meanwhile."""
+    engine, lock = llm.llm_engine, WantedLock()
+    engine.calls.lock = lock
     engine.add_request("first", [3, 4], params(0))
     thread = threading.Thread(target=lambda: engine.add_request("second", [5, 6], params(1)))
     with lock:
@@ -276,7 +276,7 @@ def test_an_abort_by_the_thread_that_has_the_engines_lock_waits_for_nobody(llm: 
 
 
 def test_no_step_begins_before_the_one_before_has_given_its_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    engine, said = LLMEngine(llm.llm_engine), list[str]()
+    engine, said = llm.llm_engine, list[str]()
     give = engine._outputs_of
 
     def step() -> None:

@@ -1,0 +1,62 @@
+"""Names that a caller misspelled: the nearest one that exists, for attributes and for keywords of calls."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, Final, TypeVar
+
+_Class = TypeVar("_Class", bound=type)
+_NEAR: Final = 0.7
+"""Of difflib's ratio: less is another word."""
+_NO_WORDS: Mapping[str, str] = {}
+
+
+def hint(name: str, known: Iterable[str], words: Mapping[str, str] = _NO_WORDS) -> str:
+    """The end of an error about a name that does not exist: the words that are known for it, else the nearest of those
+    that exist; empty where nothing is near.
+    """
+    if name in words:
+        return f": {words[name]}"
+    public = [each for each in known if not each.startswith("_")]
+    nearest = [] if name.startswith("_") else difflib.get_close_matches(name, public, n=1, cutoff=_NEAR)
+    return f": did you mean {nearest[0]}?" if nearest else ""
+
+
+def explain_keywords(words: Mapping[str, Mapping[str, str]] = {}) -> Callable[[_Class], _Class]:
+    """A class decorator: a call of a public method, or of the class, with a keyword that it does not have is a
+    TypeError that names the nearest. `words`, by method and keyword, are said instead where there are some.
+    """
+
+    def decorate(made: _Class) -> _Class:
+        for name, member in list(vars(made).items()):
+            if name.startswith("_") and name != "__init__":
+                continue
+            said = words.get(name, _NO_WORDS)
+            if isinstance(member, classmethod | staticmethod):
+                setattr(made, name, type(member)(_explained(member.__func__, made, said)))
+            elif inspect.isfunction(member):
+                setattr(made, name, _explained(member, made, said))
+        return made
+
+    return decorate
+
+
+def _explained(function: Callable[..., Any], made: type, words: Mapping[str, str]) -> Callable[..., Any]:
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return function
+    known = [name for name in parameters if name not in ("self", "cls")]
+    label = made.__name__ if function.__name__ == "__init__" else f"{made.__name__}.{function.__name__}"
+
+    @wraps(function)
+    def called(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except TypeError:
+            unknown = [name for name in named if name not in parameters]
+            if not unknown:
+                raise
+            raise TypeError(f"{label} has no keyword {unknown[0]}{hint(unknown[0], known, words)}") from None
+
+    return called
