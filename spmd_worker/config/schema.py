@@ -185,8 +185,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """Who starts the workers: `auto` is external_launcher under torchrun and uniproc elsewhere, multiproc starts them
-    on this node without a launcher, and the qualified name of a class (`package.module.Class`) is imported.
+    """Who starts the workers: `auto` is external_launcher under torchrun, else uniproc for one rank and multiproc for
+    more; multiproc starts them on this node without a launcher, and the qualified name of a class
+    (`package.module.Class`) is imported.
 
     The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
     than `timeout_s` seconds. `worker_cls` is the qualified name of another worker class, `worker_extension_cls` of one

@@ -75,13 +75,15 @@ class Executor(ABC):
         return bool(self.sleeping_tags)
 
     @staticmethod
-    def get_class(backend: str, environment: RankEnvironment) -> type["Executor"]:
-        """`auto` is external_launcher under a launcher and uniproc elsewhere; a qualified name is imported.
+    def get_class(backend: str, environment: RankEnvironment, num_ranks: int = 1) -> type["Executor"]:
+        """`auto` is external_launcher under a launcher; elsewhere uniproc for one of `num_ranks`, multiproc for more. A
+        qualified name is imported.
 
         Raises ConfigError for what is neither, listing what is known.
         """
         if backend == "auto":
-            backend = "external_launcher" if environment.is_launched else "uniproc"
+            alone = "uniproc" if num_ranks == 1 else "multiproc"
+            backend = "external_launcher" if environment.is_launched else alone
         if backend not in BACKENDS and "." not in backend:
             known = ", ".join(["auto", *BACKENDS])
             raise ConfigError(f"executor.backend={backend} is not one of {known}, nor the qualified name of a class")

@@ -159,6 +159,11 @@ def resolve_class(qualified_name: str, base: type) -> Any:
         found = getattr(import_module(module_name), class_name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{qualified_name!r} cannot be imported: {error}") from error
+    if found is None and module_name == "__main__":
+        raise ValueError(
+            f"{qualified_name!r} is a class of a script, which worker processes do not run: put it into a module of "
+            f"its own, which they can import"
+        )
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{qualified_name!r} is not a subclass of {base.__module__}.{base.__qualname__}")
     return found

@@ -14,6 +14,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError
 from spmd_worker.executor.executor import MAX_CALL_S, Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
+from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.resolved import resolve_run
 from spmd_worker.sequence.step import StepPlan
@@ -42,9 +43,12 @@ def executor() -> Iterator[UniProcExecutor]:
     started.shutdown()
 
 
+@pytest.mark.finding(number="D8")
 def test_backends_are_found_by_name_and_auto_follows_the_launcher():
     launched = RankEnvironment(is_launched=True)
     assert Executor.get_class("auto", ALONE) is UniProcExecutor
+    assert Executor.get_class("auto", ALONE, 2) is MultiprocExecutor
+    assert Executor.get_class("auto", launched, 2) is ExternalLauncherExecutor
     assert Executor.get_class("auto", launched) is ExternalLauncherExecutor
     assert Executor.get_class("uniproc", launched) is UniProcExecutor
     assert Executor.get_class("spmd_worker.executor.uniproc.UniProcExecutor", ALONE) is UniProcExecutor

@@ -1,7 +1,10 @@
 """An engine over worker processes: the tokens of one rank, in a script, in a job, after a change of world size."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import ranks
 from scaled_norms import ScaledNorms, scale_norms
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.errors import WorkerError
+from spmd_worker.errors import ConfigError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 
 pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
@@ -37,8 +40,7 @@ def alone() -> list[list[RequestOutput]]:
 @pytest.fixture(scope="module")
 def two(forked_workers_of_module: None) -> Iterator[LLM]:
     extension = f"{ScaledNorms.__module__}.{ScaledNorms.__name__}"
-    layout = {"tensor_parallel_size": 2, "distributed_executor_backend": "multiproc"}
-    with LLM(MODEL, **KEYS, **layout, worker_extension_cls=extension) as llm:
+    with LLM(MODEL, **KEYS, tensor_parallel_size=2, worker_extension_cls=extension) as llm:
         yield llm
 
 
@@ -65,6 +67,7 @@ def check_same(mine: list[list[RequestOutput]], theirs: list[list[RequestOutput]
         assert ours == pytest.approx(other, abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.finding(number="D8")
 def test_two_processes_give_one_ranks_tokens_and_logprobs_in_a_second_generate_too(
     two: LLM, alone: list[list[RequestOutput]]
 ):
@@ -93,6 +96,49 @@ def test_each_process_has_half_of_the_model_and_its_errors_have_its_rank(two: LL
         two.apply_model(lambda model: None)
     with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in get_model: a value of type \S+\.DecoderFor"):
         two.collective_rpc("get_model")
+
+
+PLAIN_SCRIPT = """
+import sys
+
+from spmd_worker import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64)
+outputs = llm.generate(["copy q ="], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+print(len(llm.llm_engine.executor.worker_pids), outputs[0].outputs[0].text)
+"""
+
+
+@pytest.mark.finding(number="D8")
+@pytest.mark.stress
+@pytest.mark.parametrize("how", ["file", "standard input"])
+def test_plain_script_without_main_guard_starts_workers(tmp_path: Path, how: str):
+    """A worker that imported the script would start workers of its own."""
+    file = tmp_path / "script.py"
+    file.write_text(PLAIN_SCRIPT)
+    words = [sys.executable, str(file) if how == "file" else "-", str(MODEL)]
+    variables = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHER_VARIABLES}
+    done = subprocess.run(
+        words, input=PLAIN_SCRIPT, env=variables, cwd=ranks.REPOSITORY, capture_output=True, text=True, timeout=180
+    )
+    assert (done.returncode, done.stdout) == (0, "2  q\n"), done.stderr
+
+
+@pytest.mark.finding(number="D8")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size=2 cannot run with executor.backend=multiproc, which runs one"),
+        (
+            {"tensor_parallel_size": 2, "worker_extension_cls": "__main__.Mine"},
+            "'__main__.Mine' is a class of a script, which worker processes do not run: put it into a module",
+        ),
+    ],
+)
+def test_what_workers_cannot_run_is_said(options: dict[str, Any], words: str):
+    with pytest.raises((ConfigError, WorkerError)) as refused:
+        LLM(MODEL, **KEYS, **options)
+    assert words in str(refused.value)
 
 
 @pytest.mark.matrix
