@@ -133,7 +133,8 @@ _ROWS: Final = (
     _same(
         "distributed_executor_backend",
         "auto",
-        "None: `external_launcher` under torchrun, else `uni`; also an `Executor` class or its qualified name",
+        "None: `external_launcher` under torchrun, else `uni` for one rank and `mp` for more; also an `Executor` class "
+        "or its qualified name",
         {None: "auto", "mp": "multiproc", "uni": "uniproc"},
     ),
     _same("worker_cls", None, "a `WorkerBase` class or its qualified name", {"auto": None, "": None}),
@@ -164,6 +165,11 @@ _ROWS: Final = (
     _ours("classifier_from_token", None, 'two tokens, such as ["no", "yes"]: how much likelier the second is'),
     _ours("allow_any_dimensions", False, "cut vectors to lengths that config.json does not name"),
     # Without effect.
+    *_none(
+        "code from a model folder is never run: the families in the README need none, and a folder of another "
+        "architecture is refused by name",
+        trust_remote_code=False,
+    ),
     *_none("the tokenizer is the model's, and no code is read", code_revision=None, tokenizer_revision=None),
     *_none(
         "downloads use what huggingface_hub reads: HF_TOKEN, HF_HOME, HF_HUB_CACHE", hf_token=None, download_dir=None
@@ -423,10 +429,6 @@ _ROWS: Final = (
     *_none("read by platforms of vLLM's", additional_config=None, override_neuron_config=None),
     *_none("`logprobs` has its own limit, `-1` asks for all", max_logprobs=20),
     # Refused.
-    *_refused(
-        "code from a model folder is never executed: leave it out; the families in the README run without it",
-        trust_remote_code=False,
-    ),
     *_refused(
         "what the checkpoint's own config.json says is read, and weights run dequantised: leave it out",
         quantization_config=None,

@@ -38,8 +38,7 @@ _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 @register_model("spmd_worker")
 class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     """`pretrained` is a model folder; arguments that the harness gives every model and that mean nothing here are
-    `batch_size`, `max_batch_size` and `trust_remote_code` (code from a model folder never runs). All others are
-    `LLM`'s.
+    `batch_size` and `max_batch_size`. All others are `LLM`'s.
 
     `max_length` is the most tokens that stand before one that is scored, `max_gen_toks` the most that are generated
     where a task names none. Text is encoded with the special tokens that the tokenizer adds of its own accord, unless
@@ -57,12 +56,9 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         chat_template_args: Mapping[str, Any] | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
-        trust_remote_code: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        if trust_remote_code:
-            raise ConfigError("trust_remote_code=True: code from a model folder is never run here; leave it out")
         # The harness passes its own devices, such as cpu and cuda:0.
         options["device"] = str(options.get("device") or "auto").split(":")[0]
         self.llm = LLM(pretrained, **options)

@@ -513,7 +513,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         ]
         why = f"is not run: {reasons[0]}" if reasons else "is not known"
         if config.get("auto_map"):
-            why += ", and code from the model folder (auto_map) is never run"
+            why += ", and code from the model folder (auto_map) is never run, whatever trust_remote_code says"
         known = [*FAMILIES, *ENCODERS]
         raise ModelConfigError(f"{path}: architectures={shown(names)} {why}; known are {', '.join(known)}")
     return known[0]

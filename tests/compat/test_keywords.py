@@ -1,10 +1,12 @@
 """vLLM's keywords of `LLM(...)` and `EngineArgs(...)`: each means something, nothing, or is refused in words."""
 
 import inspect
+import json
 import logging
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from spmd_worker.compat import keywords
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, own_arguments
 from spmd_worker.config.schema import RunConfig
-from spmd_worker.errors import ConfigError
+from spmd_worker.errors import ConfigError, ModelConfigError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.worker.worker import Worker
 
@@ -246,6 +248,23 @@ def test_what_is_without_effect_is_said_once_and_at_debug_level(caplog: pytest.L
     assert record.levelno == logging.DEBUG
     words = "LLM: max_cudagraph_capture_size=64 is without effect here: CUDA graphs are recorded for sizes of our own"
     assert record.getMessage().startswith(words)
+
+
+@pytest.mark.finding(number="D4")
+def test_trust_remote_code_is_taken_and_code_never_runs(tmp_path: Path):
+    """It was an error for every model."""
+    folder = checkpoint_folder("llama3")
+    with LLM(folder, trust_remote_code=True, num_blocks=64) as llm:
+        assert len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+    assert run_config(vars(EngineArgs(str(folder), trust_remote_code=True))) == run_config({"model": str(folder)})
+    given = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "own.py").write_text("raise SystemExit('this ran')\n")
+    text = json.dumps({**given, "architectures": ["OwnForCausalLM"], "auto_map": auto_map})
+    (tmp_path / "config.json").write_text(text)
+    for trusts in (True, False):
+        with pytest.raises(ModelConfigError, match=r"OwnForCausalLM.* is never run, whatever trust_remote_code"):
+            LLM(tmp_path, trust_remote_code=trusts)
 
 
 def test_engine_args_are_fields_that_can_be_listed_set_and_taken_apart():
