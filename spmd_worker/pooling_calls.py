@@ -13,7 +13,7 @@ from spmd_worker.sequence.pooling_params import (
     PoolingParams,
     check_pooling,
     check_task,
-    cosine,
+    similarity,
 )
 
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
@@ -83,7 +83,7 @@ class PoolingCalls:
             if are_pairs:
                 firsts = firsts * len(seconds) if num_firsts == 1 else firsts
                 both = zip(firsts, seconds, strict=True)
-                if config is not None and config.is_encoder:
+                if config is not None and config.encodes_inside:
                     return [TextPair(first, second) for first, second in both]
                 return [first + second for first, second in both]
             return [*firsts, *seconds]
@@ -93,7 +93,8 @@ class PoolingCalls:
         both = self.pool("score", "score", prompts, given, PoolingOutput, **options)
         firsts, seconds = both[:num_firsts], both[num_firsts:]
         firsts = firsts * len(seconds) if num_firsts == 1 else firsts
-        return [_cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
+        name = "cosine" if config is None else config.similarity
+        return [_compared(name, first, second) for first, second in zip(firsts, seconds, strict=True)]
 
     def _take(self, encoded: Encoded, params: PoolingParams, task: str | None, length: int | None) -> None:
         if task is not None and params.task not in (None, task):
@@ -112,12 +113,12 @@ def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled]) -> Poo
     )
 
 
-def _cosine(
-    first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
+def _compared(
+    name: str, first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
     return PoolingRequestOutput(
         first.request_id,
-        ScoringOutput(cosine(first.outputs.data, second.outputs.data)),
+        ScoringOutput(similarity(name, first.outputs.data, second.outputs.data)),
         [*first.prompt_token_ids, *second.prompt_token_ids],
         first.num_cached_tokens + second.num_cached_tokens,
     )

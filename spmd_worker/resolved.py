@@ -6,6 +6,7 @@ plan needs none. Memory is resolved later, by those who measure it (`memory/plan
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
+from spmd_worker.model_config.pooling import PoolingConfig, TextForm, check_sees_earlier, last_token_pooling
 from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.record_checks import NOT_SENT
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -181,7 +182,7 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
     if options.runner == "generate" and not files.generates:
         raise ConfigError("model.runner=generate: config.json names a model without a head for tokens: leave it auto")
     if options.runner == "generate" or (pooling is None and not wants_pooling):
-        for key in ("pooling_type", "classifier_from_token", "allow_any_dimensions"):
+        for key in ("pooling_type", "classifier_from_token", "default_prompt_name", "allow_any_dimensions"):
             if getattr(options, key):
                 raise ConfigError(f"model.{key}={getattr(options, key)} needs model.runner=pooling: this run generates")
         return None
@@ -196,20 +197,51 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
     if options.classifier_from_token is not None:
         classifier = _classifier_from_tokens(options.classifier_from_token, files, location)
         pooling = replace(classifier, max_tokens=pooling.max_tokens)
+    elif pooling.label_token_ids:
+        _check_label_tokens(pooling.label_token_ids, files, location)
+    if options.default_prompt_name is not None:
+        pooling = replace(pooling, text=_with_prompt(pooling.text, options.default_prompt_name))
     if options.pooling_type is not None:
         pooling = replace(pooling, pooling_type=options.pooling_type)
     return replace(pooling, is_matryoshka=True) if options.allow_any_dimensions else pooling
+
+
+def _with_prompt(text: TextForm, name: str) -> TextForm:
+    if name and name not in dict(text.prompts):
+        known = ", ".join(name for name, _ in text.prompts)
+        raise ConfigError(
+            f"model.default_prompt_name={name} is none of the folder's prompts "
+            f"({known or 'config_sentence_transformers.json has none'}): name one of them, or '' for none"
+        )
+    return replace(text, default_prompt=name)
+
+
+def _check_plain_logits(key: str, config: ModelConfig) -> None:
+    """Raise ConfigError for a model of which two logits are more than two rows of a weight."""
+    if config.has_head_bias or config.logit_cap or config.logit_divisor != 1.0:
+        raise ConfigError(
+            f"{key} is not run for {config.architecture}, whose logits are more than a product with the head's weight: "
+            f"leave it out"
+        )
+
+
+def _check_label_tokens(token_ids: Sequence[int], files: ModelFiles, location: ModelLocation) -> None:
+    """Raise ConfigError for a folder whose LogitScore cannot be run."""
+    config, key = files.model_config, f"{location.folder}: LogitScore of modules.json"
+    _check_plain_logits(key, config)
+    beyond = next((each for each in token_ids if each >= config.vocab_size), None)
+    if beyond is not None:
+        raise ConfigError(
+            f"{key} takes the logit of token {beyond}, and the model has those below vocab_size={config.vocab_size} of "
+            f"config.json: name another token in its config.json"
+        )
 
 
 def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: ModelLocation) -> PoolingConfig:
     if not files.generates:
         raise ConfigError(f"model.classifier_from_token={tokens}: config.json names a model without a head for tokens")
     config = files.model_config
-    if config.has_head_bias or config.logit_cap or config.logit_divisor != 1.0:
-        raise ConfigError(
-            f"model.classifier_from_token={tokens} is not run for {config.architecture}, whose logits are more than a "
-            f"product with the head's weight: leave it out"
-        )
+    _check_plain_logits(f"model.classifier_from_token={tokens}", config)
     tokenizer = Tokenizer.open_if_present(location.folder)
     ids = [None if tokenizer is None else tokenizer.token_id(token) for token in tokens]
     found = [token_id for token_id in ids if token_id is not None]

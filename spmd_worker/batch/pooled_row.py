@@ -19,12 +19,15 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: the ids and the parameters of each of its texts. `are_pairs`: a text is both of a pair."""
+    """A row that can run: the ids and the parameters of each of its texts. `are_pairs`: a text is both of a pair.
+    Vectors of a row that scores are compared by `measure`.
+    """
 
     row: Row
     params: PoolingParams
     texts: tuple[tuple[tuple[int, ...], PoolingParams], ...]
     are_pairs: bool
+    measure: str = "cosine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def _encoded(
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
         # One at a time: the first that is too long ends it, before all are there.
         pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
-        prompts = pairs if config.is_encoder else (TextPrompt(pair.first + pair.second) for pair in pairs)
+        prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
     texts = []
     for prompt in prompts:
         encoded = _cut(prompt, tokenizer, engine, ask.params)
@@ -90,7 +93,7 @@ def _encoded(
             raise RowProblem("prompt_too_long", message)
         assert encoded.pooling is not None, "taken"
         texts.append((encoded.token_ids, encoded.pooling))
-    return EncodedPooledRow(row, taken, tuple(texts), are_pairs)
+    return EncodedPooledRow(row, taken, tuple(texts), are_pairs, config.similarity)
 
 
 def _cut(
@@ -125,7 +128,7 @@ def pooled_response(
     """The body of the response to an OpenAI row."""
     row = encoded.row
     assert row.pooling is not None, "a row that is pooled"
-    scores = pair_scores(row.pooling, output.outputs, are_pairs=encoded.are_pairs)
+    scores = pair_scores(row.pooling, output.outputs, are_pairs=encoded.are_pairs, measure=encoded.measure)
     return pooling_body(row, output.outputs, scores, model_name, spell)
 
 

@@ -36,6 +36,7 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "runner": "",
         "pooling_type": "",
         "classifier_from_token": "",
+        "default_prompt_name": "",
         "allow_any_dimensions": "",
     },
     ParallelConfig: {

@@ -163,6 +163,7 @@ _ROWS: Final = (
     _ours("allow_nonfinite", False, "load weights that are NaN or infinite, which are refused otherwise"),
     _ours("pooling_type", None, "`last`, `mean` or `cls`, in place of what the folder says"),
     _ours("classifier_from_token", None, 'two tokens, such as ["no", "yes"]: how much likelier the second is'),
+    _ours("default_prompt_name", None, "the folder's prompt that is put before texts that are pooled, `''` for none"),
     _ours("allow_any_dimensions", False, "cut vectors to lengths that config.json does not name"),
     # Without effect.
     *_none(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
@@ -76,30 +77,31 @@ def take_pooling(
     a length that leaves an encoder's text no token.
     """
     encoded.pooling = taken_pooling(params, config)
-    _cut(encoded, params.truncate_prompt_tokens, config, max_model_len, need_tokenizer)
-    if encoded.num_first_tokens is not None and config is not None and config.has_token_types:
+    assert config is not None, "of a run that pools"
+    length = params.truncate_prompt_tokens
+    most = max_model_len if length == -1 else length
+    is_text = encoded.text is not None or encoded.pair is not None
+    if is_text and ((most is not None and config.encodes_inside) or config.text.changes_texts):
+        _encode_again(encoded, config, most, need_tokenizer)
+    else:
+        whole, encoded.token_ids = encoded.token_ids, truncated_row(encoded.token_ids, length, max_model_len)
+        _count_first(encoded, len(whole) - len(encoded.token_ids))
+    if encoded.pair is not None and encoded.error is None and config.gives_token_types:
+        if encoded.num_first_tokens is None:
+            raise ValueError("the tokenizer gives token types in an order that no model here takes")
         encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)
 
 
-def _cut(
-    encoded: Encoded,
-    length: int | None,
-    config: PoolingConfig | None,
-    max_model_len: int,
-    need_tokenizer: Callable[[], Tokenizer],
+def _encode_again(
+    encoded: Encoded, config: PoolingConfig, most: int | None, need_tokenizer: Callable[[], Tokenizer]
 ) -> None:
-    """To the last `length` tokens, or, of texts that an encoder takes, with its special tokens to the first."""
-    most = max_model_len if length == -1 else length
-    is_text = config is not None and config.is_encoder and (encoded.text is not None or encoded.pair is not None)
-    if most is None or not is_text:
-        whole, encoded.token_ids = encoded.token_ids, truncated_row(encoded.token_ids, length, max_model_len)
-        _count_first(encoded, len(whole) - len(encoded.token_ids))
-    elif encoded.pair is not None:
-        cut = encode_pair(encoded.pair, need_tokenizer, most)
-        encoded.token_ids, encoded.num_first_tokens, encoded.error = cut.token_ids, cut.num_first_tokens, cut.error
-    elif encoded.text is not None and encoded.error is None:
-        token_ids, _ = need_tokenizer().encode_inside(encoded.text, None, most)
-        encoded.token_ids = tuple(token_ids)
+    """As the folder has its texts, and no more than `most` tokens."""
+    if encoded.error is not None:
+        return
+    pair = encoded.pair
+    first, second = (encoded.text or "", None) if pair is None else (pair.first, pair.second)
+    token_ids, encoded.num_first_tokens = encode_pooled_text(config.text, need_tokenizer(), first, second, most)
+    encoded.token_ids = tuple(token_ids)
 
 
 def _count_first(encoded: Encoded, num_dropped: int) -> None:

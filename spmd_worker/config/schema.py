@@ -105,7 +105,8 @@ class ModelOptions:
     Weights that are NaN or infinite, new ones too, are refused unless `allow_nonfinite`.
 
     `runner` is what rows get: tokens (generate) or vectors and scores (pooling); auto is what the folder is for.
-    `pooling_type` (last, mean or cls) replaces the folder's. `classifier_from_token`, such as [no,yes], makes a
+    `pooling_type` (last, mean or cls) replaces the folder's, and `default_prompt_name` the name of its prompt that is
+    put before each text ('' for none). `classifier_from_token`, such as [no,yes], makes a
     generating model one that scores: by how much likelier the second token is than the first. Vectors are cut to
     `dimensions` that config.json does not name only with `allow_any_dimensions`.
     `tool_call_format` (hermes, llama3_json, mistral, harmony) and `reasoning_format` (think, mistral, harmony) say how
@@ -124,6 +125,7 @@ class ModelOptions:
     runner: str = "auto"
     pooling_type: str | None = None
     classifier_from_token: list[str] | None = None
+    default_prompt_name: str | None = None
     allow_any_dimensions: bool = False
     tool_call_format: str = "auto"
     reasoning_format: str = "auto"

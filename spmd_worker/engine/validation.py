@@ -117,7 +117,7 @@ class RequestLimits:
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
         if len(prompt_token_ids) + num_output_tokens > self.max_model_len:
-            held = "the prompt: truncate_prompt_tokens=-1 keeps its last tokens, else"
+            held = "the prompt: truncate_prompt_tokens=-1 cuts it, else"
             held = held if self.pooling is not None else "the prompt and at least one output token:"
             raise RequestError(
                 "prompt_too_long",

@@ -19,7 +19,7 @@ from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
-from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig
+from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextForm
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.outputs import Logprob
@@ -66,6 +66,7 @@ _RECORDS: Final[dict[str, type]] = {
         SamplingParams,
         StepResult,
         StructuredOutputsParams,
+        TextForm,
         WeightFormat,
     )
 }

@@ -37,9 +37,9 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         prompts: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        # mteb passes its own devices, such as cuda:0.
+        # mteb passes its own devices, such as cuda:0. Prompts are put before texts here, by their kind.
         own = str(device or "auto").split(":")[0]
-        self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", **options)
+        self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", default_prompt_name="", **options)
         path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"
         settings = parse_json_object(read_regular_file(path)) if path.exists() else {}
         self._prompts = dict((settings.get("prompts") or {}) if prompts is None else prompts)

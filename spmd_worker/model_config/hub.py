@@ -30,7 +30,7 @@ from spmd_worker.model_config.hub_cache import (
     repository_folder,
     unknown_files,
 )
-from spmd_worker.model_config.pooling import POOLING_FILES, module_folders
+from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file
-from spmd_worker.model_config.pooling import POOLING_FILES, module_folders
+from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 
 _NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -26,7 +26,6 @@ from spmd_worker.model_config.pooling import (
     PoolingConfig,
     decoder_of,
     encoder_of,
-    pooling_files,
     read_pooling,
     sees_later,
 )
@@ -39,6 +38,7 @@ from spmd_worker.model_config.rope import (
     with_alpha,
     with_query_growth,
 )
+from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
 from spmd_worker.model_config.weight_format import Quantization
 

@@ -10,10 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.layer_config import NormConfig
+from spmd_worker.model_config.sentence_folder import (
+    PLAIN_TEXT,
+    POOLING_FILES,
+    DenseConfig,
+    SentenceFolder,
+    TextForm,
+    gives_token_types,
+    is_sentence_folder,
+    module_folders,
+    pooling_files,
+    read_activation,
+    read_sentence_folder,
+    tokenizer_length,
+    whole_size,
+)
+
+__all__ = ["POOLING_FILES", "DenseConfig", "TextForm", "module_folders", "pooling_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,37 +39,6 @@ POOLING_TYPES: Final = ("last", "mean", "cls")
 CLASSIFIER: Final = "ForSequenceClassification"
 _BACKBONE: Final = "Model"
 _MASKED: Final = "ForMaskedLM"
-_MODULES_FILE: Final = "modules.json"
-POOLING_FILES: Final = (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")
-"""Beside config.json. Without the first the others say nothing."""
-_MOST_SIZE: Final = 2**20
-
-_MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-_OLD_MODES: Final = {
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-}
-"""Keys of sentence-transformers before 5.3: one flag for each way."""
-
-_ACTIVATIONS: Final = {"Identity": "none", "Tanh": "tanh", "Sigmoid": "sigmoid"}
-"""Last words of torch's class names."""
-
-
-@dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """One linear layer behind the pooled vector, whose weights are in `folder` of the model folder. `activation` is
-    "none", "tanh" or "sigmoid".
-    """
-
-    folder: str
-    num_inputs: int
-    num_outputs: int
-    has_bias: bool
-    activation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +77,11 @@ class PoolingConfig:
     difference of these tokens' logits. `matryoshka_dimensions` are the lengths to which vectors may be cut;
     `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for as
     many as the model takes. A `head` is before the scores of an encoder. `is_encoder`: texts that are scored together
-    are encoded as the tokenizer encodes a pair, not one text behind the other; `has_token_types`: the model is told
-    which token is of which.
+    are encoded as the tokenizer encodes a pair, not one text behind the other; `has_token_types`: the model can be told
+    which token is of which, and it is where the tokenizer says so (`gives_token_types`). `is_sentence_model`: the
+    folder is of sentence-transformers, which encodes texts of decoders as those of encoders. `text` is what is made of
+    a text before, `similarity` what two vectors are compared by. Vectors are cut to `max_dimensions` behind the
+    normalisation, 0 for not at all.
     """
 
     task: str
@@ -111,11 +99,26 @@ class PoolingConfig:
     has_score_bias: bool = False
     is_encoder: bool = False
     has_token_types: bool = False
+    gives_token_types: bool = False
+    is_sentence_model: bool = False
+    text: TextForm = PLAIN_TEXT
+    similarity: str = "cosine"
+    max_dimensions: int = 0
+
+    @property
+    def encodes_inside(self) -> bool:
+        """Whether texts are encoded, and cut, as the tokenizer does it: a pair as a pair, special tokens never cut."""
+        return self.is_encoder or self.is_sentence_model
+
+    @property
+    def has_score_weight(self) -> bool:
+        """Whether scores are a product with a weight of the checkpoint that is for them alone."""
+        return self.num_labels > 0 and not self.label_token_ids and not self.denses
 
     @property
     def num_float32_elements(self) -> int:
         """Parameters of scores and of what is before them, float32 in every dtype."""
-        if self.label_token_ids or not self.num_labels:
+        if not self.has_score_weight:
             return 0
         head = 0 if self.head is None else self.head.elements(self.hidden_size)
         return head + (self.hidden_size + self.has_score_bias) * self.num_labels
@@ -125,7 +128,8 @@ class PoolingConfig:
         """Numbers of a row's vector."""
         if self.task == "classify":
             return self.num_labels
-        return self.denses[-1].num_outputs if self.denses else self.hidden_size
+        size = self.denses[-1].num_outputs if self.denses else self.hidden_size
+        return min(size, self.max_dimensions or size)
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -182,14 +186,46 @@ def read_pooling(
     """What the folder says, `config` being its config.json; None where it says nothing and the architecture
     `generates`. Raises ModelConfigError naming the file for what is not run.
     """
-    if encoder is not None:
-        return _of_encoder(folder, config, hidden_size, encoder)
-    if not generates or (folder / _MODULES_FILE).exists():
+    is_sentence_model = is_sentence_folder(folder)
+    if encoder is None and (not generates or is_sentence_model):
         check_sees_earlier(folder, sees_later(config))
-    if not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
-        return _classifier(config, folder / "config.json", hidden_size)
-    if (folder / _MODULES_FILE).exists():
-        return _modules(folder, config, hidden_size)
+    sentence = read_sentence_folder(folder, hidden_size) if is_sentence_model else None
+    pooling = _read(folder, config, hidden_size, sentence, encoder, generates=generates)
+    if pooling is None:
+        return None
+    if encoder is not None:
+        gives_types = encoder.has_token_types and gives_token_types(folder, config)
+        pooling = replace(
+            pooling, is_encoder=True, has_token_types=encoder.has_token_types, gives_token_types=gives_types
+        )
+    return pooling if pooling.max_tokens else replace(pooling, max_tokens=tokenizer_length(folder))
+
+
+def _read(
+    folder: Path,
+    config: Mapping[str, Any],
+    hidden_size: int,
+    sentence: SentenceFolder | None,
+    encoder: EncoderPooling | None,
+    *,
+    generates: bool,
+) -> PoolingConfig | None:
+    is_classifier = not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"])
+    if sentence is not None:
+        wanted = {"Transformer": is_classifier, "LogitScore": generates}.get(sentence.kind, not is_classifier)
+        if not wanted:
+            raise ModelConfigError(
+                f"{folder}: modules.json makes the model one of {sentence.kind}, and config.json says "
+                f"architectures={config['architectures']}: save the folder again, so that both name one model"
+            )
+    if is_classifier:
+        return _classifier(folder, config, hidden_size, sentence, encoder)
+    if sentence is not None:
+        return _sentence_model(folder, config, hidden_size, sentence)
+    if encoder is not None:
+        message = "%s says nothing of pooling: a row's vector is the mean of its tokens'"
+        logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
+        return mean_pooling(hidden_size)
     return None if generates else last_token_pooling(hidden_size)
 
 
@@ -207,182 +243,73 @@ def check_sees_earlier(folder: Path, setting: str | None) -> None:
         )
 
 
-def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encoder: EncoderPooling) -> PoolingConfig:
-    if any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
-        if encoder.head is None:
-            raise ModelConfigError(f"{folder / 'config.json'}: architectures={config['architectures']} is not run")
-        plain = _classifier(config, folder / "config.json", hidden_size)
-        pooling = replace(plain, pooling_type=encoder.pooling_type, head=encoder.head, has_score_bias=True)
-    elif (folder / _MODULES_FILE).exists():
-        pooling = _modules(folder, config, hidden_size)
-    else:
-        message = "%s says nothing of pooling: a row's vector is the mean of its tokens'"
-        logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
-        pooling = mean_pooling(hidden_size)
-    return replace(pooling, is_encoder=True, has_token_types=encoder.has_token_types)
-
-
-def pooling_files(folder: Path) -> list[Path]:
-    """The files that say it, beside config.json, in an order that is the same everywhere."""
-    if not (folder / _MODULES_FILE).exists():
-        return []
-    inside = [f"{name}/config.json" for name in module_folders(folder)]
-    return [path for name in (*POOLING_FILES, *inside) if (path := folder / name).exists()]
-
-
-def module_folders(folder: Path, *kinds: str) -> list[str]:
-    """Names of the folders inside, of the modules of `kinds`, or of all, that `modules.json` lists; [] without the
-    file. What may be no such name is passed over. Raises ModelConfigError for a file that cannot be read.
-    """
-    path = folder / _MODULES_FILE
-    listed = _listed(path) if path.exists() else []
-    names = [each.get("path") for each in listed if not kinds or _word(each.get("type")) in kinds]
-    return [str(name) for name in names if _is_folder_name(name)]
-
-
-def _classifier(config: Mapping[str, Any], path: Path, hidden_size: int) -> PoolingConfig:
+def _classifier(
+    folder: Path,
+    config: Mapping[str, Any],
+    hidden_size: int,
+    sentence: SentenceFolder | None,
+    encoder: EncoderPooling | None,
+) -> PoolingConfig:
+    path = folder / "config.json"
+    if encoder is not None and encoder.head is None:
+        raise ModelConfigError(f"{path}: architectures={config['architectures']} is not run")
     labels = config.get("id2label")
     num_labels = len(labels) if isinstance(labels, Mapping) and labels else config.get("num_labels", 2)
-    num_labels = _whole(num_labels, f"{path}: num_labels")
-    problem = config.get("problem_type")
+    num_labels = whole_size(num_labels, f"{path}: num_labels")
+    pooling = PoolingConfig("classify", "last", hidden_size, num_labels=num_labels)
+    given = None if sentence is None else sentence.activation
+    pooling = replace(pooling, activation=given or _score_activation(config, path, num_labels, sentence))
+    if encoder is not None:
+        pooling = replace(pooling, pooling_type=encoder.pooling_type, head=encoder.head, has_score_bias=True)
+    return pooling if sentence is None else _with_texts(pooling, sentence)
+
+
+def _score_activation(
+    config: Mapping[str, Any], path: Path, num_labels: int, sentence: SentenceFolder | None = None
+) -> str:
+    """What config.json says, or what scores of so many labels get."""
     own = config.get("sentence_transformers")
     given = own.get("activation_fn") if isinstance(own, Mapping) else None
     # Its name before sentence-transformers 4.
     given = config.get("sbert_ce_default_activation_function") if given is None else given
     if given is not None:
-        activation = _activation(given, f"{path}: activation_fn")
-    elif problem in ("regression", "multi_label_classification"):
-        activation = "none" if problem == "regression" else "sigmoid"
-    else:
-        activation = "sigmoid" if num_labels == 1 else "softmax"
-    return PoolingConfig("classify", "last", hidden_size, num_labels=num_labels, activation=activation)
+        return read_activation(given, f"{path}: activation_fn", of_scores=True)
+    problem = config.get("problem_type")
+    if sentence is None and problem in ("regression", "multi_label_classification"):
+        return "none" if problem == "regression" else "sigmoid"
+    if num_labels == 1:
+        return "sigmoid"
+    return "softmax" if sentence is None else "none"
 
 
-def _modules(folder: Path, config: Mapping[str, Any], hidden_size: int) -> PoolingConfig:
-    path = folder / _MODULES_FILE
-    modules = [(_word(each.get("type")), each.get("path")) for each in _listed(path)]
-    kinds = [kind for kind, _ in modules]
-    num_denses = kinds.count("Dense")
-    tail = ["Normalize"] if "Normalize" in kinds else []
-    if kinds != ["Transformer", "Pooling", *["Dense"] * num_denses, *tail]:
-        raise ModelConfigError(
-            f"{path}: modules {', '.join(kinds) or 'none'} are not run: only Transformer, Pooling, then Dense any "
-            f"number of times, then Normalize or not, are"
+def _sentence_model(
+    folder: Path, config: Mapping[str, Any], hidden_size: int, sentence: SentenceFolder
+) -> PoolingConfig:
+    path = folder / "config.json"
+    pooling = PoolingConfig("embed", sentence.pooling_type or "last", hidden_size, sentence.denses)
+    if sentence.kind != "Pooling":
+        num_labels = 1 if sentence.kind == "LogitScore" else sentence.denses[-1].num_outputs
+        pooling = replace(
+            pooling,
+            task="classify",
+            num_labels=num_labels,
+            activation=sentence.activation or _score_activation(config, path, num_labels, sentence),
+            label_token_ids=sentence.label_token_ids,
         )
-    if modules[0][1]:
-        raise ModelConfigError(f"{path}: the Transformer is in {modules[0][1]!r}: its files must be in {folder} itself")
-    pooling_type = _pooling_type(_object(folder, modules[1][1]))
-    denses = tuple(_dense(*_object(folder, where)) for kind, where in modules if kind == "Dense")
-    sizes = [hidden_size, *[dense.num_outputs for dense in denses]]
-    for dense, size in zip(denses, sizes):
-        if dense.num_inputs != size:
-            raise ModelConfigError(f"{folder / dense.folder}: in_features={dense.num_inputs}, it is given {size}")
-    max_tokens = _sentence_settings(folder)
-    _warn_of_default_prompt(folder)
+        return _with_texts(pooling, sentence)
     cuts = config.get("matryoshka_dimensions") or []
     if not isinstance(cuts, list):
-        raise ModelConfigError(f"{folder / 'config.json'}: matryoshka_dimensions={cuts!r} must be a list")
-    return PoolingConfig(
-        "embed",
-        pooling_type,
-        hidden_size,
-        denses,
-        is_normalized=bool(tail),
-        matryoshka_dimensions=tuple(_whole(each, f"{folder / 'config.json'}: matryoshka_dimensions") for each in cuts),
+        raise ModelConfigError(f"{path}: matryoshka_dimensions={cuts!r} must be a list")
+    pooling = replace(
+        pooling,
+        is_normalized=sentence.is_normalized,
+        matryoshka_dimensions=tuple(whole_size(each, f"{path}: matryoshka_dimensions") for each in cuts),
         is_matryoshka=config.get("is_matryoshka") is True,
-        max_tokens=max_tokens,
+        similarity=sentence.similarity,
+        max_dimensions=sentence.max_dimensions,
     )
+    return _with_texts(pooling, sentence)
 
 
-def _pooling_type(given: tuple[Mapping[str, Any], Path]) -> str:
-    settings, path = given
-    mode = settings.get("pooling_mode")
-    modes = [mode] if isinstance(mode, str) else mode or [key for key in _OLD_MODES if settings.get(key) is True]
-    known = {**_MODES, **_OLD_MODES}
-    types = [known.get(each) if isinstance(each, str) else None for each in modes] if isinstance(modes, list) else []
-    if len(types) != 1 or types[0] not in POOLING_TYPES:
-        raise ModelConfigError(f"{path}: pooling mode {modes!r} is not run: one of {', '.join(_MODES)} is")
-    if settings.get("include_prompt", True) is not True:
-        raise ModelConfigError(f"{path}: include_prompt=false is not run: every token of a row counts")
-    return str(types[0])
-
-
-def _dense(settings: Mapping[str, Any], path: Path) -> DenseConfig:
-    bias = settings.get("bias", True)
-    if not isinstance(bias, bool):
-        raise ModelConfigError(f"{path}: bias={bias!r} must be true or false")
-    return DenseConfig(
-        path.parent.name,
-        _whole(settings.get("in_features"), f"{path}: in_features"),
-        _whole(settings.get("out_features"), f"{path}: out_features"),
-        bias,
-        _activation(settings.get("activation_function", "torch.nn.modules.activation.Tanh"), f"{path}: activation"),
-    )
-
-
-def _sentence_settings(folder: Path) -> int:
-    """The most tokens of a row, 0 for as many as the model takes."""
-    path = folder / "sentence_bert_config.json"
-    if not path.exists():
-        return 0
-    settings = _read(path)
-    if settings.get("do_lower_case") is True:
-        raise ModelConfigError(f"{path}: do_lower_case=true is not run: put a lowercase normalizer into tokenizer.json")
-    most = settings.get("max_seq_length")
-    return 0 if most is None else _whole(most, f"{path}: max_seq_length")
-
-
-def _warn_of_default_prompt(folder: Path) -> None:
-    path = folder / "config_sentence_transformers.json"
-    name = _read(path).get("default_prompt_name") if path.exists() else None
-    if name is not None:
-        message = "%s: default_prompt_name=%s is ignored: put the prompt before your texts yourself"
-        logger.warning(message, path, name, extra=SAME_ON_EVERY_RANK)
-
-
-def _listed(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        text = files.read_regular_file(path)
-        # The parser takes objects only: an object cannot hide in a list of objects.
-        modules = files.parse_json_object(b'{"modules":%s}' % text)["modules"]
-    except (OSError, files.JsonError) as error:
-        raise ModelConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(modules, list) or not all(isinstance(each, Mapping) for each in modules):
-        raise ModelConfigError(f"{path} must be a list of modules")
-    return modules
-
-
-def _is_folder_name(where: Any) -> bool:
-    return isinstance(where, str) and files.is_plain_name(where)
-
-
-def _object(folder: Path, where: Any) -> tuple[Mapping[str, Any], Path]:
-    """The settings of a module, and where they are."""
-    if not _is_folder_name(where):
-        raise ModelConfigError(f"{folder / _MODULES_FILE}: path {where!r} must be the name of a folder beside it")
-    path = folder / where / "config.json"
-    return _read(path), path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return files.parse_json_object(files.read_regular_file(path), allows_nan=True)
-    except (OSError, files.JsonError) as error:
-        raise ModelConfigError(f"{path} cannot be read: {error}") from None
-
-
-def _activation(given: Any, where: str) -> str:
-    if _word(given) not in _ACTIVATIONS:
-        raise ModelConfigError(f"{where}={given!r} is not run: only {', '.join(_ACTIVATIONS)} are")
-    return _ACTIVATIONS[_word(given)]
-
-
-def _word(dotted: Any) -> str:
-    """The last word of a class's name."""
-    return str(dotted).rpartition(".")[2]
-
-
-def _whole(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_SIZE:
-        raise ModelConfigError(f"{where}={value!r} must be a whole number from 1 to {_MOST_SIZE}")
-    return value
+def _with_texts(pooling: PoolingConfig, sentence: SentenceFolder) -> PoolingConfig:
+    return replace(pooling, max_tokens=sentence.max_tokens, text=sentence.text, is_sentence_model=True)

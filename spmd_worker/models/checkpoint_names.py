@@ -31,7 +31,7 @@ class CheckpointNames:
         self._model_config, self._stage, self._names = model_config, stage, model_config.names
         names = self._names
         pooling, self._score = model_config.pooling, names.classifier
-        self._has_score = pooling is not None and pooling.num_labels > 0 and not pooling.label_token_ids
+        self._has_score = pooling is not None and pooling.has_score_weight
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
         self.embedding, self.head = f"{names.embedding}.weight", f"{names.head}.weight"

@@ -44,7 +44,7 @@ class Pooler(CheckpointLayer):
     def __init__(self, context: LayerContext, config: PoolingConfig, vocab_size: int) -> None:
         super().__init__()
         self.config, self._vocab_size, self._device = config, vocab_size, context.device
-        num_rows = len(config.label_token_ids) or config.num_labels
+        num_rows = len(config.label_token_ids) or config.num_labels * config.has_score_weight
         if num_rows:
             empty = torch.empty(num_rows, config.hidden_size, dtype=torch.float32, device=context.device)
             self.score = nn.Parameter(empty, requires_grad=False)
@@ -75,14 +75,21 @@ class Pooler(CheckpointLayer):
         for weight, bias, activation in self._denses:
             x = _activated(_product(weight, x) if bias is None else _product(weight, x) + bias, activation)
         if self.config.task == "classify":
-            x = x if self.config.head is None else self._headed(x, self.config.head)
-            scores = _product(self.score, x)
-            scores = scores if self.score_bias is None else scores + self.score_bias
-            if self.config.label_token_ids:
-                scores = scores[1:] - scores[:1]
+            scores = self._scored(x)
             return _activated(scores, self.config.activation) if activates else scores
         x = x if dimensions is None else x[:dimensions]
-        return F.normalize(x, dim=0) if normalizes else x
+        x = F.normalize(x, dim=0) if normalizes else x
+        return x[: self.config.max_dimensions or None] if dimensions is None else x
+
+    def _scored(self, x: Tensor) -> Tensor:
+        """[H] -> [L]; what dense layers make of it are the scores where nothing else makes some."""
+        if not self.config.has_score_weight and not self.config.label_token_ids:
+            return x
+        x = x if self.config.head is None else self._headed(x, self.config.head)
+        scores = _product(self.score, x)
+        scores = scores if self.score_bias is None else scores + self.score_bias
+        # (no, yes), or what is taken as it is.
+        return scores[1:] - scores[:1] if len(self.config.label_token_ids) == 2 else scores
 
     def _headed(self, x: Tensor, head: HeadConfig) -> Tensor:
         """[H] -> [H]."""
@@ -98,7 +105,7 @@ class Pooler(CheckpointLayer):
                 source, destination = ((token_id, token_id + 1), (0, size)), ((row, row + 1), (0, size))
                 shape = (self._vocab_size, size)
                 yield WeightSlice(f"{HEAD}.weight", shape, source, f"{prefix}.score", destination)
-        elif self.config.num_labels:
+        elif self.config.has_score_weight:
             shape = (self.config.num_labels, size)
             yield whole(f"{prefix}.weight", shape, f"{prefix}.score")
             if self.score_bias is not None:

@@ -145,6 +145,18 @@ def cosine(x: Sequence[float], y: Sequence[float]) -> float:
     return product / size if size else 0.0
 
 
+def similarity(name: str, x: Sequence[float], y: Sequence[float]) -> float:
+    """Of two vectors, by a `PoolingConfig.similarity`; of a distance its negative, so that more is more alike."""
+    if name == "cosine":
+        return cosine(x, y)
+    if name == "dot":
+        return math.fsum(map(float.__mul__, x, y))
+    differences = [a - b for a, b in zip(x, y, strict=True)]
+    if name == "manhattan":
+        return -math.fsum(map(abs, differences))
+    return -math.sqrt(math.fsum(each * each for each in differences))
+
+
 def check_pooling(pooling: Any) -> None:
     """Raise TypeError for anything but PoolingParams."""
     if not isinstance(pooling, PoolingParams):

@@ -65,11 +65,13 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: IsolatedTemplate | None,
         fingerprint: str,
+        truncation_side: str = "right",
     ) -> None:
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self._fingerprint = fingerprint
+        self._truncation_side = truncation_side
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
@@ -99,7 +101,10 @@ class Tokenizer:
         _register_tokens(backend, config, special_tokens, folder / _CONFIG_FILE)
         source = _chat_template_source(folder, contents, config)
         template = None if source is None else IsolatedTemplate(source, special_tokens)
-        return Tokenizer(backend, special_tokens, template, _fingerprint(contents))
+        side = config.get("truncation_side", "right")
+        if side not in ("left", "right"):
+            raise TokenizerError(f"{folder / _CONFIG_FILE}: truncation_side={side!r} must be left or right")
+        return Tokenizer(backend, special_tokens, template, _fingerprint(contents), side)
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
@@ -172,13 +177,14 @@ class Tokenizer:
 
     def encode_inside(
         self, first: str, second: str | None = None, max_tokens: int | None = None
-    ) -> tuple[list[int], int]:
+    ) -> tuple[list[int], int | None]:
         """Token ids of a text, or of two that are encoded as a pair, and how many of them are of the first text: those
-        of type 0, which are all where the tokenizer tells the two not apart.
+        of type 0, which are all where the tokenizer tells the two not apart. None where types come in another order
+        than 0 and then 1.
 
-        Of more than `max_tokens` the ends of the texts are left out, never special tokens: of a pair, so much that both
-        are of one length, or the shorter is whole. Raises ValueError for text that is not Unicode, and where special
-        tokens alone are more.
+        Of more than `max_tokens` the ends of the texts (their beginnings, with `truncation_side` left) are left out,
+        never special tokens: of a pair, so much that both are of one length, or the shorter is whole. Raises ValueError
+        for text that is not Unicode, and where special tokens alone are more.
         """
         texts = [first] if second is None else [first, second]
         if not all(map(_is_unicode, texts)):
@@ -190,13 +196,12 @@ class Tokenizer:
                 raise ValueError(f"{max_tokens} tokens leave no room for text beside {num_special} special ones")
             lengths = _cut_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
             for encoding, length in zip(encodings, lengths):
-                encoding.truncate(length)
+                encoding.truncate(length, direction=self._truncation_side)
         whole = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
         types = list(whole.type_ids)
         num_first = types.index(1) if 1 in types else len(types)
-        if any(each != int(index >= num_first) for index, each in enumerate(types)):
-            raise ValueError(f"the tokenizer gives the types {sorted(set(types))} in an order that no model here takes")
-        return list(whole.ids), num_first
+        is_ordered = all(each == int(index >= num_first) for index, each in enumerate(types))
+        return list(whole.ids), num_first if is_ordered else None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD."""

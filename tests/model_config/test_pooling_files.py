@@ -8,7 +8,7 @@ import pytest
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.model_config import ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig, pooling_files
+from spmd_worker.model_config.pooling import PoolingConfig, TextForm, pooling_files
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
@@ -47,7 +47,8 @@ def read(folder: Path, architecture: str = "LlamaForCausalLM", modules: Any = ()
 )
 def test_old_keys_and_new_ones_say_how_rows_are_pooled(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
     files = read(tmp_path, modules=pooling(settings))
-    assert files.model_config.pooling == PoolingConfig("embed", kind, 32)
+    text = TextForm((("query", ""), ("document", "")))
+    assert files.model_config.pooling == PoolingConfig("embed", kind, 32, is_sentence_model=True, text=text)
     assert files.generates
 
 

@@ -14,7 +14,7 @@ from spmd_worker.batch.output.decimals import shortest_decimals
 from spmd_worker.batch.output.openai_body import JsonObject
 from spmd_worker.batch.row import PoolingAsk, Row, TextPrompt
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.pooling_params import cosine
+from spmd_worker.sequence.pooling_params import similarity
 
 _CREATED: Final = 0
 
@@ -64,8 +64,10 @@ def pooling_body(
     return {"object": "list", "data": data, "model": model, "usage": counts}
 
 
-def pair_scores(ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs: bool) -> list[float]:
-    """Of each pair: its score, or the cosine of its texts' vectors. None where the row does not score."""
+def pair_scores(
+    ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs: bool, measure: str = "cosine"
+) -> list[float]:
+    """Of each pair: its score, or the similarity of its texts' vectors. None where the row does not score."""
     if not ask.num_firsts:
         return []
     vectors = [output.vector or [] for output in outputs]
@@ -73,7 +75,7 @@ def pair_scores(ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs:
         return [shortest_decimals(vector)[0] for vector in vectors]
     firsts, seconds = vectors[: ask.num_firsts], vectors[ask.num_firsts :]
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-    return [cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
+    return [similarity(measure, first, second) for first, second in zip(firsts, seconds, strict=True)]
 
 
 def _ranked(ask: PoolingAsk, scores: Sequence[float]) -> list[JsonObject]:

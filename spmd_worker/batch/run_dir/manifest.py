@@ -34,6 +34,7 @@ _ANSWER_KEYS: Final = (
     *("model.logprobs_mode", "seed"),
     *("model.tool_call_format", "model.reasoning_format"),
     *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
+    "model.default_prompt_name",
 )
 """Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
 
