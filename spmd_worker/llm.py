@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
@@ -174,9 +173,9 @@ class LLM:
             "generation_config": generation_config,
             "override_generation_config": override_generation_config,
         }
-        config = run_config({**arguments, **others})
-        self._chat_template = load_template(chat_template)
-        self.llm_engine = start_engine(read_run(config), engine_class=LLMEngine)
+        resolved = read_run(run_config({**arguments, **others}))
+        self._chat_template = load_template(chat_template, resolved.tokenizer)
+        self.llm_engine = start_engine(resolved, engine_class=LLMEngine)
         self._open()
 
     @classmethod
@@ -246,6 +245,9 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        tool_call_format: str = "auto",
+        reasoning_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
@@ -254,11 +256,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`.
 
-        A message's content is a string or a list of text parts, which are joined by line ends unless
-        `chat_template_content_format` is `openai`; a part that is no text (an image) is that conversation's error.
-        `tools` are JSON schemas, which the template writes; arguments of tool calls may be JSON. `chat_template` is
-        another template's text, `chat_template_kwargs` are more variables for it. `continue_final_message`, with
-        `add_generation_prompt=False`, leaves the last message open, and the answer goes on with it.
+        A message's content is a string or a list of text parts; a part that is no text (an image) is that
+        conversation's error. With `chat_template_content_format="auto"` the template gets the form that it takes, with
+        `string` parts are joined by line ends, with `openai` they are kept. `tools` are JSON schemas, which the
+        template writes; arguments of tool calls may be JSON. `tool_choice` is auto, none, required or a named function
+        as in OpenAI's API: an answer that must be a call is held to the model's own call syntax and the function's
+        schema, and `chat_messages` reads it. `tool_call_format` and `reasoning_format` as in `chat_messages`.
+        `chat_template` is another template's text or the name of one of the folder's, `chat_template_kwargs` are more
+        variables for it. `continue_final_message`, with `add_generation_prompt=False`, leaves the last message open,
+        and the answer goes on with it.
         """
 
         def encode() -> list[Encoded]:
@@ -269,6 +275,8 @@ class LLM:
                 add_generation_prompt,
                 continue_final_message,
                 tools,
+                tool_choice,
+                ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format),
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = self._prompt_calls.render(messages, options)
@@ -283,21 +291,21 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         sampling_params: SamplingParams | None = None,
         *,
+        tool_choice: str | Mapping[str, Any] | None = None,
         tool_call_format: str = "auto",
         reasoning_format: str = "auto",
     ) -> list[dict[str, Any]]:
         """The message of each completion of an output of `chat`, in OpenAI's shape, to be appended to the conversation.
 
-        `tools` and `sampling_params` are those that `chat` had: with tools, calls in the text become `tool_calls`, and
-        reasoning becomes `reasoning_content`. In which form a model writes them is found in its chat template, or said
-        as in `model.tool_call_format` and `model.reasoning_format`. What is no call stays content. Raises ConfigError
-        for a model folder without a tokenizer, ValueError for tools that are none.
+        `tools`, `tool_choice` and `sampling_params` are those that `chat` had: with tools, calls in the text become
+        `tool_calls`, and reasoning becomes `reasoning_content`. In which form a model writes them is found in its chat
+        template, or said as in `model.tool_call_format` and `model.reasoning_format`. What is no call stays content.
+        Raises ConfigError for a model folder without a tokenizer, ValueError for tools that are none.
         """
         tokenizer = self.llm_engine.need_tokenizer()
-        template = self._chat_template or tokenizer.chat_template_source
-        options = ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format)
-        chat_format = chat_format_of(options.tool_call_format, options.reasoning_format, template)
-        return answer_messages(output, tokenizer, chat_format, tools, sampling_params or SamplingParams())
+        model = ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format)
+        options = ChatOptions(self._chat_template, tools=tools, tool_choice=tool_choice, model=model)
+        return answer_messages(output, options, tokenizer, sampling_params or SamplingParams())
 
     def score_tokens(
         self,

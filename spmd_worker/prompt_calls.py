@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.chat import ChatOptions, ChatRenderer
+from spmd_worker.compat.chat import ChatOptions, answer_form, render
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
@@ -53,7 +53,6 @@ class PromptCalls:
 
     def __init__(self, engine: LLMEngine, replicas: Replicas | None, turns: Turns) -> None:
         self._engine, self._replicas, self._turns = engine, replicas, turns
-        self._chat_renderer: ChatRenderer | None = None
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair]) -> list[Encoded]:
         """Of one prompt or a list of them. Raises TypeError for what is neither."""
@@ -103,6 +102,10 @@ class PromptCalls:
             for index, each in enumerate(encoded):
                 if each.pooling is not None and pooling is not None:
                     params[index] = pooled_sampling(each.pooling, pooling)
+                elif each.form is not None and params[index].structured_outputs is not None:
+                    each.error = "structured_outputs and tool_choice both say the answer's form: leave one out"
+                elif each.form is not None:
+                    params[index] = replace(params[index], structured_outputs=each.form).frozen()
             return list(zip(encoded, params, strict=True))
 
         if gather is True or self._turns.is_open:
@@ -248,10 +251,10 @@ class PromptCalls:
     def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
         try:
             tokenizer = self._engine.need_tokenizer()
-            if self._chat_renderer is None:
-                self._chat_renderer = ChatRenderer(tokenizer)
-            text = self._chat_renderer.render(messages, options)
-            return Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+            text = render(messages, options, tokenizer)
+            encoded = Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+            encoded.form = answer_form(text, options, tokenizer)
+            return encoded
         except (ConfigError, ChatTemplateError, ValueError) as error:
             return Encoded(None, (), str(error))
 

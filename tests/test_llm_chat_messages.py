@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from chat_checkpoints import write_chat_model
@@ -45,3 +46,77 @@ def test_a_call_in_an_answer_becomes_one_that_the_template_takes_back(llm: LLM):
         llm.chat_messages(output, TOOLS, tool_call_format="xml")
     with pytest.raises(ValueError, match=r"tools\[0\]=3 must be an object"):
         llm.chat_messages(output, [3])
+
+
+# Answers that must be calls.
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+DRAWN = SamplingParams(max_tokens=200, temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module", params=["hermes with reasoning", "mistral", "llama3_json", "harmony"])
+def calling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(write_chat_model(tmp_path_factory.mktemp("calling"), request.param), num_blocks=200) as made:
+        yield made
+
+
+@pytest.mark.finding(number="D12")
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_answer_is_a_call_where_tool_choice_says_so(calling: LLM, tool_choice: Any):
+    """Of a model of random weights, whose reasoning a bias keeps short."""
+    markers = [calling.llm_engine.need_tokenizer().marker_id(each) for each in ("</think>", "<|end|>")]
+    bias = {marker: 100.0 for marker in markers if marker is not None}
+    params = replace(DRAWN, logit_bias=bias)
+    (output,) = calling.chat(TALK, params, use_tqdm=False, tools=TOOLS, tool_choice=tool_choice)
+    assert output.outputs[0].finish_reason == "stop", output
+    (message,) = calling.chat_messages(output, TOOLS, params, tool_choice=tool_choice)
+    names = [call["function"]["name"] for call in message["tool_calls"]]
+    assert set(names) <= {"add"} if tool_choice is NAMED else {"add", "stop"}
+    for call in message["tool_calls"]:
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(arguments) == ({"a"} if call["function"]["name"] == "add" else set())
+    # With none nothing is looked for, and the template still writes the tools.
+    (free,) = calling.chat(TALK, replace(DRAWN, max_tokens=3), use_tqdm=False, tools=TOOLS, tool_choice="none")
+    assert '"add"' in (free.prompt or "")
+    assert "tool_calls" not in calling.chat_messages(output, TOOLS, params, tool_choice="none")[0]
+
+
+@pytest.mark.finding(number="D12")
+def test_free_choice_changes_no_answer(llm: LLM):
+    outputs = [
+        llm.chat(TALK, DRAWN, use_tqdm=False, tools=TOOLS, tool_choice=choice)[0].outputs[0].token_ids
+        for choice in (None, "auto", "none")
+    ]
+    # The number of the call is part of what is drawn, but where a seed is given.
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.finding(number="D12")
+def test_tool_choice_that_cannot_be_is_refused_in_words(llm: LLM):
+    form = StructuredOutputsParams(regex="a")
+    for given, params, words in (
+        ({"tools": TOOLS, "tool_choice": "always"}, DRAWN, "tool_choice='always' is not supported: use 'auto'"),
+        ({"tool_choice": "required"}, DRAWN, "tool_choice='required' needs tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            DRAWN,
+            "tool_choice names 'sub', which is none of tools: add, stop",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            replace(DRAWN, structured_outputs=form),
+            "structured_outputs and tool_choice both say the answer's form",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "tool_call_format": "none"},
+            DRAWN,
+            r"set model\.tool_call_format \(tool_call_format of LLM\.chat\)",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "auto", "chat_template": "{{ messages[0].content }}"},
+            DRAWN,
+            "the model's chat template does not read tools",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.chat(TALK, params, use_tqdm=False, **given)

@@ -1,15 +1,18 @@
 """`LLM` as scripts for vLLM use it: arguments of its calls, what outputs carry, the tokenizer, the metrics."""
 
 import builtins
+import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from content_templates import WALKING
 from reference_models import checkpoint_folder, mixed_prompts, write_text_checkpoint
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
@@ -269,8 +272,9 @@ def test_the_last_message_is_continued_as_transformers_continues_it(text_llm: LL
 def test_parts_of_the_last_message_are_continued_too(text_llm: LLM):
     options = {"chat_template": TEMPLATES["parts"], "continue_final_message": True, "add_generation_prompt": False}
     expected = text_llm.get_tokenizer().apply_chat_template(PARTS, tokenize=False, **options)
-    assert prompt_of(text_llm, PARTS, chat_template_content_format="openai", **options) == expected
-    assert prompt_of(text_llm, PARTS, **options) == "<user>one\ntwo "
+    for content_format in ("openai", "auto"):
+        assert prompt_of(text_llm, PARTS, chat_template_content_format=content_format, **options) == expected
+    assert prompt_of(text_llm, PARTS, chat_template_content_format="string", **options) == "<user>one\ntwo "
 
 
 def test_tools_templates_and_variables_reach_the_prompt(text_llm: LLM):
@@ -287,10 +291,27 @@ def test_tools_templates_and_variables_reach_the_prompt(text_llm: LLM):
 
 
 def test_text_parts_are_one_string_or_the_templates_own_business(text_llm: LLM):
-    assert prompt_of(text_llm, PARTS, chat_template=TEMPLATES["parts"]) == "<user>one\ntwo </s>"
-    given = {"chat_template": TEMPLATES["parts"], "chat_template_content_format": "openai"}
-    assert prompt_of(text_llm, PARTS, **given) == "<user>[one][two ]</s>"
+    given = {"chat_template": TEMPLATES["parts"]}
+    for content_format, expected in (("string", "one\ntwo "), ("openai", "[one][two ]"), ("auto", "[one][two ]")):
+        found = prompt_of(text_llm, PARTS, chat_template_content_format=content_format, **given)
+        assert found == f"<user>{expected}</s>"
+    hello = [{"role": "user", "content": "hello"}]
+    walking = {"chat_template": WALKING["a macro"], "chat_template_content_format": "openai"}
+    assert prompt_of(text_llm, hello, **walking) == "<user>hello;"
     assert "one\ntwo" in prompt_of(text_llm, PARTS)
+
+
+@pytest.mark.finding(number="A1")
+@pytest.mark.parametrize("name", ["SmolVLM", "LLaVA", "a macro"])
+def test_texts_reach_a_template_that_walks_over_parts(text_llm: LLM, name: str):
+    given = {"chat_template": WALKING[name], "add_generation_prompt": True}
+    expected = text_llm.get_tokenizer().apply_chat_template(PARTS, tokenize=False, **given)
+    assert prompt_of(text_llm, PARTS, **given) == expected
+    for text in ("one", "two " * 50):
+        strings, parts = ([{"role": "user", "content": each}] for each in (text, [{"type": "text", "text": text}]))
+        expected = text_llm.get_tokenizer().apply_chat_template(parts, tokenize=False, **given)
+        assert text.strip() in expected
+        assert prompt_of(text_llm, strings, **given) == prompt_of(text_llm, parts, **given) == expected
 
 
 @pytest.mark.parametrize(
@@ -350,6 +371,24 @@ def test_a_template_comes_with_the_llm_as_text_or_as_a_file(tmp_path: Path, text
             assert prompt_of(llm, TALK[:1], chat_template=TEMPLATES["tools"]).startswith("none<user>hello")
     with pytest.raises(ConfigError, match="chat_template='nowhere' is neither a template's text nor a file of one"):
         LLM(folder, chat_template="nowhere")
+
+
+@pytest.mark.finding(number="A2")
+def test_chat_takes_the_template_that_its_tools_or_name_ask_for(tmp_path: Path, text_llm: LLM):
+    folder = shutil.copytree(text_llm.llm_engine.resolved.model_folder, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    sources = {"default": TEMPLATES["plain"], "tool_use": f"tools: {TEMPLATES['tools']}", "rag": "{{ documents[0] }}"}
+    config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for chat_template in (None, "rag"):
+        with LLM(folder, num_blocks=300, chat_template=chat_template) as llm:
+            for given in ({}, {"tools": TOOLS}, {"chat_template": "rag"}, {"chat_template": "tool_use"}):
+                named = {"chat_template": chat_template, **given}
+                expected = theirs.apply_chat_template(TALK, tokenize=False, documents=[{"text": "d"}], **named)
+                options = {"add_generation_prompt": False, "chat_template_kwargs": {"documents": [{"text": "d"}]}}
+                assert prompt_of(llm, TALK, **options, **given) == expected, named
+            assert llm.get_tokenizer().chat_template == PlainTokenizer(llm.llm_engine.need_tokenizer()).chat_template
 
 
 # The tokenizer.

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.config.schema import ModelOptions
 from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.tokenizer.messages import MessageProblem
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,13 @@ def model_chat_format(options: ModelOptions, tokenizer: Tokenizer | None) -> Cha
             extra=SAME_ON_EVERY_RANK,
         )
     return found
+
+
+def check_takes_tools(request: ChatRequest, chat_format: ChatFormat) -> None:
+    """Raise MessageProblem for tools that the chat template would not write."""
+    if request.tools and not chat_format.takes_tools:
+        message = "the model's chat template does not read tools, so the model would not hear of them: leave tools out"
+        raise MessageProblem("tools_unsupported", message)
 
 
 def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_reader import AnswerReader
-from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
-from spmd_worker.chat.chat_request import chat_request
+from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, check_takes_tools, prompt_opens_reasoning
+from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.chat.message import CallIds, chat_message
+from spmd_worker.config.schema import ModelOptions
 from spmd_worker.errors import ChatTemplateError, ConfigError
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import MessageProblem, check_parts, text_content, with_parsed_arguments
-from spmd_worker.tokenizer.template_process import IsolatedTemplate
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.tokenizer.content_format import FORMATS
+from spmd_worker.tokenizer.messages import MessageProblem, checked_content, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer
-
-_FORMATS: Final = ("auto", "string", "openai")
 
 _MARK: Final = "\ue0f1\ue0f2"
 """Ends the message that is continued, while it is rendered. A space goes behind it, to see whether it is kept."""
@@ -26,8 +27,9 @@ _MARK: Final = "\ue0f1\ue0f2"
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How conversations become prompts. `template` None is the model folder's. `content_format` string and auto make
-    one string of a list of text parts, openai hands the list to the template.
+    """How conversations become prompts. `template` None is the model folder's; else a name of one of its, or a text.
+    `content_format` string makes one string of a list of text parts, openai a list of every string, auto what the
+    template takes. `keeps_contents`: they are the template's business.
     """
 
     template: str | None = None
@@ -35,7 +37,10 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    model: ModelOptions = field(default_factory=ModelOptions)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    keeps_contents: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be together, TypeError for what is of another type."""
@@ -44,9 +49,9 @@ class ChatOptions:
                 "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins "
                 "another: pass add_generation_prompt=False with it"
             )
-        if self.content_format not in _FORMATS:
+        if self.content_format not in FORMATS:
             raise ValueError(
-                f"chat_template_content_format={self.content_format!r} must be one of {', '.join(_FORMATS)}"
+                f"chat_template_content_format={self.content_format!r} must be one of {', '.join(FORMATS)}"
             )
         if not isinstance(self.template, str | None):
             raise TypeError(f"chat_template is a {type(self.template).__name__}: give the template's text")
@@ -54,41 +59,41 @@ class ChatOptions:
             raise TypeError(f"tools is a {type(self.tools).__name__}: give a list of tools as JSON schemas")
         if not isinstance(self.variables, Mapping):
             raise TypeError(f"chat_template_kwargs is a {type(self.variables).__name__}: give a dict")
+        if self.tool_choice is not None:
+            _request(self)
 
 
-class ChatRenderer:
-    """Renders with the model's tokenizer, and remembers the last template that was not the model folder's."""
+def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenizer: Tokenizer) -> str:
+    """The prompt's text; encode it with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
+    prepared = [_prepared(index, message, options) for index, message in enumerate(messages)]
+    if options.continue_final_message:
+        _mark_end(prepared)
+    variables = {**({"tools": list(options.tools)} if options.tools else {}), **options.variables}
+    content_format = None if options.keeps_contents else options.content_format
+    text = tokenizer.apply_chat_template(
+        prepared, options.add_generation_prompt, variables, options.template, content_format
+    )
+    return _before_mark(text) if options.continue_final_message else text
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._template: IsolatedTemplate | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
-        """The prompt's text; encode it with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
-        prepared = [_prepared(index, message, options) for index, message in enumerate(messages)]
-        if options.continue_final_message:
-            _mark_end(prepared)
-        variables = {**({"tools": list(options.tools)} if options.tools else {}), **options.variables}
-        text = self._render(prepared, options, variables)
-        return _before_mark(text) if options.continue_final_message else text
-
-    def _render(self, messages: list[dict[str, Any]], options: ChatOptions, variables: dict[str, Any]) -> str:
-        if options.template is None:
-            return self._tokenizer.apply_chat_template(messages, options.add_generation_prompt, variables)
-        if self._template is None or self._template.source != options.template:
-            self._template = IsolatedTemplate(options.template, self._tokenizer.special_tokens)
-        return self._template.render(messages, options.add_generation_prompt, variables)
+def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
+    """The form of the answers to a prompt; None where they are free. Raises ValueError for a `tool_choice` that cannot
+    be, and for tools that are none of OpenAI's or that the template does not read where one is given.
+    """
+    if options.tool_choice is None:
+        return None
+    request, chat_format = _request(options), _chat_format(options, tokenizer)
+    if request is None:
+        return None
+    check_takes_tools(request, chat_format)
+    return AnswerGrammar(chat_format, tokenizer.marker_id).form(request, prompt)
 
 
 def answer_messages(
-    output: RequestOutput,
-    tokenizer: Tokenizer,
-    chat_format: ChatFormat,
-    tools: Sequence[Mapping[str, Any]] | None,
-    sampling: SamplingParams,
+    output: RequestOutput, options: ChatOptions, tokenizer: Tokenizer, sampling: SamplingParams
 ) -> list[dict[str, Any]]:
     """The message of each completion, in OpenAI's shape. Raises ValueError for what is no tool of OpenAI's."""
-    request = chat_request({"tools": list(tools or ())})
+    request, chat_format = _request(options), _chat_format(options, tokenizer)
     is_open = prompt_opens_reasoning(chat_format, output.prompt or "")
     reader = AnswerReader(chat_format, request, is_open, tokenizer)
     messages = []
@@ -99,19 +104,33 @@ def answer_messages(
     return messages
 
 
-def load_template(given: Any) -> str | None:
-    """A template's text, from the file of it or as it is: what holds a brace or a line end is no file's name. Raises
-    ConfigError for a file that is not there.
+def _request(options: ChatOptions) -> ChatRequest | None:
+    return chat_request({"tools": list(options.tools or ()), "tool_choice": options.tool_choice})
+
+
+def _chat_format(options: ChatOptions, tokenizer: Tokenizer) -> ChatFormat:
+    """By the template that is in use."""
+    template = options.template
+    source = tokenizer.chat_template_source if template is None else tokenizer.chat_templates.source(template)
+    return chat_format_of(options.model.tool_call_format, options.model.reasoning_format, source)
+
+
+def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
+    """A template's text, from the file of it or as it is, or the name of one of the folder's: what holds a brace or a
+    line end is no name. Raises ConfigError for a file that is not there.
     """
     if given is None:
         return None
-    text = str(given)
-    if isinstance(given, str) and any(each in text for each in "{}\n"):
+    text, names = str(given), [] if tokenizer is None else sorted(tokenizer.chat_templates.sources)
+    if isinstance(given, str) and (any(each in text for each in "{}\n") or text in names):
         return text
     try:
         return Path(text).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"chat_template={text!r} is neither a template's text nor a file of one: {error}") from None
+        raise ConfigError(
+            f"chat_template={text!r} is neither a template's text nor a file of one, nor the name of one of the model "
+            f"folder's ({', '.join(names) or 'none'}): {error}"
+        ) from None
 
 
 def _prepared(index: int, message: Any, options: ChatOptions) -> dict[str, Any]:
@@ -121,11 +140,8 @@ def _prepared(index: int, message: Any, options: ChatOptions) -> dict[str, Any]:
             "invalid_value", f"{name} is a {type(message).__name__}: give a dict with role and content"
         )
     made = with_parsed_arguments(name, message)
-    content = made.get("content")
-    if content is not None and options.content_format == "openai":
-        check_parts(f"{name}.content", content)
-    elif content is not None:
-        made["content"] = text_content(f"{name}.content", content)
+    if made.get("content") is not None and not options.keeps_contents:
+        made["content"] = checked_content(f"{name}.content", made["content"])
     return made
 
 
@@ -136,9 +152,10 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
         messages[-1]["content"] = f"{content}{_MARK} "
         return
     parts = [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content or ()]
-    if not parts:
+    texts = [part for part in parts if isinstance(part.get("text"), str)]
+    if not texts:
         raise ChatTemplateError("continue_final_message=True, and the last message has no content to go on with")
-    parts[-1]["text"] = f"{parts[-1]['text']}{_MARK} "
+    texts[-1]["text"] += f"{_MARK} "
     messages[-1]["content"] = parts
 
 

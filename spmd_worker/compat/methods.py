@@ -10,7 +10,7 @@ _QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's 
 
 LLM_METHODS: Final[Mapping[str, str]] = {
     "generate": "every rank passes the same prompts and gets every output; arguments for what is not here are refused",
-    "chat": "arguments after `sampling_params` have names; contents are text parts; `auto` makes one string of them",
+    "chat": "arguments after `sampling_params` have names; contents are text; `tool_choice` as in OpenAI's API",
     "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam; `structured_outputs` may "
     "ask for nothing",
     "embed": "arguments after the prompts have names; the vector is a list of numbers",

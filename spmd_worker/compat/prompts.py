@@ -9,6 +9,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
 from spmd_worker.sequence.request import as_token_ids
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -28,9 +29,10 @@ class TextPair:
 class Encoded:
     """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters. `pooling` is as
     `taken_pooling` leaves it, None for a prompt that is answered. Of a `pair`, `num_first_tokens` are the first text's.
+    `form` is what the prompt itself asks of its answers, None where they are free.
     """
 
-    __slots__ = ("error", "num_first_tokens", "pair", "pooling", "rope_regime", "text", "token_ids")
+    __slots__ = ("error", "form", "num_first_tokens", "pair", "pooling", "rope_regime", "text", "token_ids")
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
@@ -38,6 +40,7 @@ class Encoded:
         self.pooling: PoolingParams | None = None
         self.pair: TextPair | None = None
         self.num_first_tokens: int | None = None
+        self.form: StructuredOutputsParams | None = None
 
 
 def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.compat.chat import ChatOptions, ChatRenderer
+from spmd_worker.compat.chat import ChatOptions, render
+from spmd_worker.tokenizer.chat_templates import DEFAULT
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ class PlainTokenizer:
 
     def __init__(self, own: Tokenizer) -> None:
         self._own = own
-        self._renderer = ChatRenderer(own)
 
     def __getattr__(self, name: str) -> Any:
         kind = name.removesuffix("_id")
@@ -64,9 +64,10 @@ class PlainTokenizer:
         return self._own.vocab_size
 
     @property
-    def chat_template(self) -> str | None:
-        """The template's source, None where the folder has none."""
-        return self._own.chat_template_source
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The template's source, those of several by name, None where the folder has none."""
+        sources = self._own.chat_templates.sources
+        return sources.get(DEFAULT) if sources.keys() <= {DEFAULT} else dict(sources)
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -117,7 +118,14 @@ class PlainTokenizer:
         """One conversation's prompt, as ids unless `tokenize` is false. Raises ChatTemplateError and ValueError."""
         if documents is not None:
             variables["documents"] = documents
-        # Contents are the template's business, as transformers has it.
-        options = ChatOptions(chat_template, "openai", add_generation_prompt, continue_final_message, tools, variables)
-        text = self._renderer.render(conversation, options)
+        options = ChatOptions(
+            chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=variables,
+            # As transformers has it.
+            keeps_contents=True,
+        )
+        text = render(conversation, options, self._own)
         return self._own.encode(text, add_special_tokens=False) if tokenize else text

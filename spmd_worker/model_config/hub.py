@@ -40,11 +40,11 @@ _FILES: Final = (
     *_SETTINGS,
     *_WEIGHTS,
     *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "chat_template*"),
+    *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
 """What is fetched: weights as safetensors, configuration, tokenizer. No code and no pickle."""
-_NOT_FETCHED: Final = ("*/*", "consolidated*")
-"""Folders inside, and copies of the weights in other names. Folders of modules are fetched once they are known."""
+_NOT_FETCHED: Final = ("*/*.safetensors*", "tokenizer*/*", "consolidated*")
+"""Weights and tokenizers in folders inside, and copies of the weights in other names. Folders of modules are fetched once they are known."""
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 600.0
 """Without a byte more in the cache."""

@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from spmd_worker.errors import ChatTemplateError
+from spmd_worker.tokenizer.content_format import Message, fitted
 
 MAX_OUTPUT_CHARACTERS: Final = 4 * 1024 * 1024
 _MAX_WORK_CHARACTERS: Final = 4 * MAX_OUTPUT_CHARACTERS
@@ -32,17 +33,11 @@ _MAX_NUMBER_BITS: Final = 256
 _WIDE_FIELD: Final = re.compile(r"[0-9]{6}|%[^a-zA-Z]*\*")
 _FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
 
-EXPECTED_FAILURES: Final = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
-"""What a template's own code can raise while it is compiled or runs."""
+_MAX_EXPLAINED: Final = 500
+"""Characters of what a template raises."""
+_TOO_DEEP: Final = ("too many statically nested blocks", "too many levels of indentation")
+_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Of a message, in the order in which transformers looks for them."""
 
 
 class ChatTemplate:
@@ -59,17 +54,31 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        content_format: str | None = "auto",
     ) -> str:
-        """The prompt text, at most `MAX_OUTPUT_CHARACTERS` long. Raises ChatTemplateError."""
+        """The prompt text, at most `MAX_OUTPUT_CHARACTERS` long. Contents get a form of `content_format`, and with None
+        stay as they are. Raises ChatTemplateError.
+        """
         try:
             context = _plain({**self._variables, **(variables or {})})
             # Templates test whether a key is there, and would write "None" for one that is null.
             given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-            context |= {"messages": _plain(given), "add_generation_prompt": add_generation_prompt}
-            context = {"tools": None, "documents": None, **context}
+            context = {"tools": None, "documents": None, **context, "add_generation_prompt": add_generation_prompt}
+            plain = [_with_reasoning(message) for message in _plain(given)]
+            if content_format is not None:
+                plain = fitted(plain, lambda tried: self._tried({**context, "messages": tried}), content_format)
+            return self._render({**context, "messages": plain})
+        except Exception as error:  # of code that is not ours
+            raise ChatTemplateError(explained(error)) from error
+
+    def _tried(self, context: dict[str, Any]) -> str | None:
+        """None where the template raises. What goes beyond a bound does so in every form."""
+        try:
             return self._render(context)
-        except EXPECTED_FAILURES as error:
-            raise ChatTemplateError(_explanation(error)) from error
+        except (SecurityError, MemoryError, RecursionError):
+            raise
+        except Exception:  # of code that is not ours
+            return None
 
     def _render(self, context: dict[str, Any]) -> str:
         if self._stream is None:
@@ -85,11 +94,29 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _explanation(error: BaseException) -> str:
-    message = f"chat template: {error}" if str(error) else f"chat template: {type(error).__name__}"
+def explained(error: BaseException) -> str:
+    """The error of a template that raises `error`, of a length that an error may have."""
+    message = str(error) or type(error).__name__
+    if isinstance(error, RecursionError):
+        message = f"it is nested, or its macros call each other, too deeply ({message})"
+    if isinstance(error, SyntaxError):
+        # Of the Python that Jinja makes of a template, whose lines are not the template's.
+        message = f"it cannot be compiled: {error.msg}"
+        if error.msg in _TOO_DEEP:
+            message = f"its loops and conditions are nested too deeply ({error.msg})"
+    if len(message) > _MAX_EXPLAINED:
+        message = f"{message[: _MAX_EXPLAINED - 3]}..."
     if "strftime_now" in message:
         message += " (today's date is not offered: pass the date in chat_template_kwargs or edit the template)"
-    return message
+    return f"chat template: {message}"
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message whose reasoning has the names that templates read, whatever name it came with: gpt-oss' reads
+    `thinking`, all others `reasoning_content`. As transformers does it.
+    """
+    reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
@@ -258,8 +285,8 @@ def _format(pattern: str, *args: Any, **kwargs: Any) -> str:
     return pattern % (kwargs or args)
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(str(message)[: _MAX_EXPLAINED + 1])
 
 
 def _to_json(

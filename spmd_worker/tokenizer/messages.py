@@ -1,4 +1,4 @@
-"""Messages of a conversation as a chat template for text takes them: contents in one string, arguments of tool calls as
+"""Messages of a conversation as chat templates take them: contents as text or text parts, arguments of tool calls as
 objects.
 """
 
@@ -18,21 +18,15 @@ class MessageProblem(ValueError):
         self.code = code
 
 
-def text_content(name: str, value: Any) -> str:
-    """Text as it is; a list of text parts joined by line ends, because templates for text expect one string. Raises
-    MessageProblem, naming the part, for what is no text: images, audio.
+def checked_content(name: str, value: Any) -> str | list[dict[str, Any]]:
+    """Text as it is, and a list of text parts as templates know them: objects of type `text`; nothing is the empty
+    text. Raises MessageProblem, naming the part, for what is no text: images, audio.
     """
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple):
         raise MessageProblem("invalid_value", f"{name}={_short(value)} must be a string or a list of text parts")
-    return "\n".join(_part(f"{name}[{position}]", part) for position, part in enumerate(value))
-
-
-def check_parts(name: str, value: Any) -> None:
-    """As `text_content`, for a template that takes the parts themselves."""
-    if not isinstance(value, str):
-        text_content(name, value)
+    return [_part(f"{name}[{position}]", part) for position, part in enumerate(value)] or ""
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,15 +53,15 @@ def _parsed_call(name: str, call: Any) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _part(name: str, value: Any) -> str:
+def _part(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
-        return value
+        return {"type": "text", "text": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in _TEXT_TYPES:
         raise MessageProblem("unsupported_value", f"{name} has type {_short(kind)}: only text parts are supported")
     if not isinstance(value.get("text"), str):
         raise MessageProblem("invalid_value", f"{name}.text={_short(value.get('text'))} must be a string")
-    return str(value["text"])
+    return {**value, "type": "text"}
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 from spmd_worker.errors import ChatTemplateError
-from spmd_worker.tokenizer.chat_template import EXPECTED_FAILURES, ChatTemplate
+from spmd_worker.tokenizer.chat_template import ChatTemplate, explained
 
 CPU_S: Final = 5
 MEMORY_BYTES: Final = 512 * 1024 * 1024
@@ -53,13 +53,19 @@ class IsolatedTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        content_format: str | None = "auto",
     ) -> str:
         """As `ChatTemplate.render`. Raises ChatTemplateError."""
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables}
+        given = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "variables": variables,
+            "content_format": content_format,
+        }
         try:
             request = _pack(given)
-        except EXPECTED_FAILURES as error:
-            raise ChatTemplateError(f"chat template: {error}") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(explained(error)) from None
         with self._lock:
             return self._ask(request)
 

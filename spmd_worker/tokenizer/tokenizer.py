@@ -15,9 +15,9 @@ from typing import Any, Final
 import tokenizers
 
 from spmd_worker import files
-from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.errors import TokenizerError
+from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, named_templates
 from spmd_worker.tokenizer.conversion import converted, older_files
-from spmd_worker.tokenizer.template_process import IsolatedTemplate
 from spmd_worker.tokenizer.token_bound import token_bound
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _OLD_TEMPLATE_FILE: Final = "chat_template.json"
+_MORE_TEMPLATES: Final = "additional_chat_templates"
+_TEMPLATE_SUFFIX: Final = ".jinja"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
 _PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
@@ -63,13 +65,13 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str],
-        chat_template: IsolatedTemplate | None,
+        chat_templates: ChatTemplates,
         fingerprint: str,
         truncation_side: str = "right",
     ) -> None:
         self._backend = backend
         self._special_tokens = dict(special_tokens)
-        self._chat_template = chat_template
+        self.chat_templates = chat_templates
         self._fingerprint = fingerprint
         self._truncation_side = truncation_side
         added = backend.get_added_tokens_decoder()
@@ -83,7 +85,7 @@ class Tokenizer:
     def open(model_folder: Path) -> "Tokenizer":
         """Read the tokenizer of a model folder. Raises TokenizerError naming the file and what is wrong with it."""
         folder = Path(model_folder)
-        contents = {name: _read(folder / name) for name in _FILES}
+        contents = {name: _read(folder / name) for name in (*_FILES, *_more_templates(folder))}
         if contents[_TOKENIZER_FILE] is None:
             contents[_TOKENIZER_FILE] = converted(folder)
         tokenizer = contents[_TOKENIZER_FILE]
@@ -99,12 +101,11 @@ class Tokenizer:
         backend = _backend(folder / _TOKENIZER_FILE, tokenizer)
         special_tokens = _named_tokens(config)
         _register_tokens(backend, config, special_tokens, folder / _CONFIG_FILE)
-        source = _chat_template_source(folder, contents, config)
-        template = None if source is None else IsolatedTemplate(source, special_tokens)
+        templates = ChatTemplates(_chat_template_sources(folder, contents, config), special_tokens)
         side = config.get("truncation_side", "right")
         if side not in ("left", "right"):
             raise TokenizerError(f"{folder / _CONFIG_FILE}: truncation_side={side!r} must be left or right")
-        return Tokenizer(backend, special_tokens, template, _fingerprint(contents), side)
+        return Tokenizer(backend, special_tokens, templates, _fingerprint(contents), side)
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
@@ -142,13 +143,16 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can be called."""
-        return self._chat_template is not None
+        """Whether the folder has a chat template."""
+        return bool(self.chat_templates.sources)
 
     @property
     def chat_template_source(self) -> str | None:
-        """The template as the model folder has it."""
-        return None if self._chat_template is None else self._chat_template.source
+        """The template as the model folder has it; of several that for conversations with tools, None where there is
+        neither one for those nor a default.
+        """
+        sources = self.chat_templates.sources
+        return sources.get(TOOL_USE, sources.get(DEFAULT))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair).
@@ -234,11 +238,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        content_format: str | None = "auto",
     ) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`. Raises ChatTemplateError."""
-        if self._chat_template is None:
-            raise ChatTemplateError(f"the model folder has no chat template ({_TEMPLATE_FILE} or in {_CONFIG_FILE})")
-        return self._chat_template.render(messages, add_generation_prompt, variables)
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`. `chat_template` is the name of
+        one of the folder's, or another's text; else the folder's is taken, the one for tools where `variables` has
+        some. `content_format` as in `ChatTemplate.render`. Raises ChatTemplateError.
+        """
+        has_tools = variables is not None and variables.get("tools") is not None
+        template = self.chat_templates.template(chat_template, has_tools=has_tools)
+        return template.render(messages, add_generation_prompt, variables, content_format)
 
     def to_json(self) -> str:
         """As tokenizer.json has it, with what the other files of the folder add to its vocabulary."""
@@ -486,32 +495,34 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]
             yield tokenizers.AddedToken(content, normalized=normalized, **flags)
 
 
-def _chat_template_source(folder: Path, contents: Mapping[str, bytes | None], config: Mapping[str, Any]) -> str | None:
-    """The template's text: a file of its own goes before the configuration."""
-    template = contents[_TEMPLATE_FILE]
-    if template is not None:
-        try:
-            # With the line ends that reading as text gives.
-            return io.TextIOWrapper(io.BytesIO(template), encoding="utf-8").read()
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{folder / _TEMPLATE_FILE} cannot be read: {error}") from None
+def _more_templates(folder: Path) -> list[str]:
+    """The names of the files of further templates."""
+    try:
+        paths = sorted((folder / _MORE_TEMPLATES).glob(f"*{_TEMPLATE_SUFFIX}"))
+    except OSError as error:
+        raise TokenizerError(f"{folder / _MORE_TEMPLATES} cannot be read: {error}") from None
+    return [f"{_MORE_TEMPLATES}/{path.name}" for path in paths]
+
+
+def _chat_template_sources(
+    folder: Path, contents: Mapping[str, bytes | None], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Name -> text. Files of their own go before the configuration, as transformers has it."""
+    sources = {}
+    for name, content in contents.items():
+        if name.endswith(_TEMPLATE_SUFFIX) and content is not None:
+            key = DEFAULT if name == _TEMPLATE_FILE else Path(name).name.removesuffix(_TEMPLATE_SUFFIX)
+            try:
+                # With the line ends that reading as text gives.
+                sources[key] = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+            except UnicodeDecodeError as error:
+                raise TokenizerError(f"{folder / name} cannot be read: {error}") from None
+    if sources:
+        return sources
     old = _json_object(folder / _OLD_TEMPLATE_FILE, contents[_OLD_TEMPLATE_FILE])
-    for where, value in ((_OLD_TEMPLATE_FILE, old), (_CONFIG_FILE, config)):
-        if value.get("chat_template") is not None:
-            return _template_text(folder / where, value["chat_template"])
-    return None
-
-
-def _template_text(path: Path, value: Any) -> str:
-    """A template is a string, or a list of named ones of which "default" is taken."""
-    if isinstance(value, str):
-        return value
-    entries = value if isinstance(value, list) else []
-    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    text = named.get("default")
-    if not isinstance(text, str):
-        raise TokenizerError(f"{path}: chat_template must be a string or a list that has a template named 'default'")
-    return text
+    return named_templates(folder / _OLD_TEMPLATE_FILE, old.get("chat_template")) or named_templates(
+        folder / _CONFIG_FILE, config.get("chat_template")
+    )
 
 
 def _has_byte_fallback(backend: tokenizers.Tokenizer) -> bool:

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from chat_checkpoints import write_chat_model
 from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+from content_templates import WALKING
 from jobs_of_rows import answers_of_job, openai_row
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
+from tokenizer_folders import write_byte_level
+from transformers import PreTrainedTokenizerFast
 
 from spmd_worker.batch.input.row_parser import parse_row, resolve
 from spmd_worker.batch.output.row_writer import format_result
@@ -139,6 +142,43 @@ def test_tools_that_the_template_does_not_read_are_an_error_row(tmp_path: Path):
     row = chat.row(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
     assert isinstance(row, RowError)
     assert row.message.startswith("structured_outputs and response_format both say")
+
+
+@pytest.mark.finding(number="A1")
+@pytest.mark.parametrize("shape", ["chat", "plain"])
+def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path, shape: str):
+    folder = write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"])
+    own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    limits = RequestLimits(own.vocab_size, 4096, 64, has_tokenizer=True)
+    for texts in (["hi"], ["long " * 90], ["first", "second"]):
+        parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+        expected = theirs.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+        given: Any = [{"type": "input_text", "text": texts[0]}, *texts[1:]]
+        forms = [parts[0]["content"], given, *(texts if len(texts) == 1 else [])]
+        for content in forms:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
+            row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            line = json.dumps(row if shape == "chat" else body).encode()
+            parsed = parse_row(0, line, SamplingParams())
+            assert not isinstance(parsed, RowError), parsed
+            encoded = resolve(parsed, own, limits)
+            assert isinstance(encoded, EncodedRow), encoded
+            assert encoded.prompt == expected, content
+
+
+@pytest.mark.finding(number="A2")
+def test_tools_choose_the_template_that_is_for_them(tmp_path: Path):
+    chat = Chat(tmp_path, "hermes")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": config["chat_template"]}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    chat.tokenizer = Tokenizer.open(tmp_path)
+    chat.format = chat_format_of("auto", "auto", chat.tokenizer.chat_template_source)
+    with_tools, without = chat.row(tools=TOOLS), chat.row()
+    assert isinstance(with_tools, EncodedRow), with_tools
+    assert isinstance(without, EncodedRow), without
+    assert '"add"' in (with_tools.prompt or "")
+    assert without.prompt == "plain"
 
 
 def test_calls_that_come_back_are_objects_to_the_template(tmp_path: Path):

@@ -84,9 +84,12 @@ def test_a_prompt_that_is_null_is_absent():
     assert parse({"prompt": None, "prompt_token_ids": [1], "messages": None}).prompt == TokensPrompt((1,))
 
 
-def test_the_text_parts_of_a_message_become_one_string():
-    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse({"messages": [{"role": "user", "content": content}]}).prompt.messages[0]["content"] == "a\nb"
+def test_text_parts_of_a_message_are_those_that_templates_know():
+    content = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
+    (message,) = parse({"messages": [{"role": "user", "content": content}]}).prompt.messages
+    assert message["content"] == [{"type": "text", "text": text} for text in "abc"]
+    (message,) = parse({"messages": [{"role": "user", "content": []}]}).prompt.messages
+    assert message["content"] == ""
 
 
 def test_a_completion_body_is_mapped():

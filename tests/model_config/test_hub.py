@@ -305,6 +305,18 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], F
     return put
 
 
+@pytest.mark.finding(number="A2")
+def test_further_chat_templates_are_fetched_too(tmp_path: Path, fake_hub: Callable[[Path], FakeHub]):
+    source = tmp_path / "source"
+    shutil.copytree(MODEL, source)
+    for name in ("additional_chat_templates/tool_use.jinja", "other/model.safetensors", "other/config.json"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    fetched = fake_hub(source)
+    locate_model("org/tiny", None)
+    assert [each for each in fetched.fetched if "/" in each] == ["additional_chat_templates/tool_use.jinja"]
+
+
 def pooling_of(folder: Path) -> PoolingConfig | None:
     return read_model_files(folder).model_config.pooling
 

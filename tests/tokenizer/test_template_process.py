@@ -247,3 +247,50 @@ def test_a_job_answers_other_rows_beside_a_template_that_is_a_bomb(tmp_path: Pat
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None, "chat_template_error", None]
     assert "more than 512 MiB of memory" in answers[1]["error"]["message"]
+
+
+LONG_ERRORS = {
+    "raised": "{{ raise_exception('x' * 4000000) }}",
+    "raised, of a list": "{% set a = 'x' * 4000000 %}{{ raise_exception([a] * 16) }}",
+    "raised, of messages": "{{ raise_exception(messages[0].content * 1000) }}",
+    "a name": "{{ messages['x' * 100000] + 1 }}",
+    "an attribute": "{{ ('x' * 100000).y.z }}{{ messages[0]['k' * 99999].z }}",
+    "a filter": "{{ messages | " + "f" * 100_000 + " }}",
+    "a conversion": "{{ ('9' * 99999) | int(base=1) + messages }}{{ ['x' * 99999] + 'y' * 99999 }}",
+    "a format": "{{ '%d' % ('x' * 99999) }}{{ {}['x' * 99999].a }}",
+}
+
+
+@pytest.mark.finding(number="D17")
+@pytest.mark.parametrize("name", LONG_ERRORS)
+def test_error_of_a_template_has_a_bound(name: str):
+    with pytest.raises(ChatTemplateError, match="chat template: ") as raised:
+        IsolatedTemplate(LONG_ERRORS[name], {}).render([{"role": "user", "content": "hello " * 20}])
+    assert 20 < len(str(raised.value)) < 700
+
+
+NESTED = {
+    "loops": "{% for a in [1] %}" * 25 + "x" + "{% endfor %}" * 25,
+    "conditions": "{% if 1 %}" * 120 + "x" + "{% endif %}" * 120,
+    "both": "{% for a in [1] %}{% if a %}" * 22 + "x" + "{% endif %}{% endfor %}" * 22,
+}
+
+
+@pytest.mark.finding(number="D17")
+def test_template_that_python_cannot_compile_is_named_as_such():
+    """They were told that there was no jinja2."""
+    for source in NESTED.values():
+        with pytest.raises(ChatTemplateError, match="its loops and conditions are nested too deeply"):
+            IsolatedTemplate(source, {}).render(CONVERSATIONS[0])
+    for source, words in {
+        "{% break %}": "it cannot be compiled: 'break' outside loop",
+        "{{ f(a=1, a=2) }}": "it cannot be compiled: keyword argument repeated: a",
+        "{{ " + "[" * 3000 + "1" + "]" * 3000 + " }}": "it is nested, or its macros call each other, too deeply",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "it is nested, or its macros call each other, too deeply",
+    }.items():
+        template = IsolatedTemplate(source, {})
+        for _ in range(2):
+            with pytest.raises(ChatTemplateError, match=words):
+                template.render(CONVERSATIONS[0])
+    nineteen = "{% for a in [1] %}" * 19 + "x" + "{% endfor %}" * 19
+    assert IsolatedTemplate(nineteen, {}).render(CONVERSATIONS[0]) == "x"

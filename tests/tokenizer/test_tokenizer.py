@@ -206,7 +206,7 @@ def test_of_named_templates_the_default_is_taken(tmp_path):
     )
 
 
-@pytest.mark.parametrize("template", [3, [], [{"name": "tool_use", "template": "x"}], {"default": "x"}])
+@pytest.mark.parametrize("template", [3, [], [{"name": "tool_use", "template": 3}], {"default": "x"}])
 def test_a_template_of_another_type_is_named(tmp_path, template):
     with pytest.raises(TokenizerError, match="chat_template must be"):
         Tokenizer.open(write_byte_level(tmp_path, chat_template=template))

@@ -6,7 +6,7 @@ from spmd_worker.batch.input.prompt_values import RowProblem
 from spmd_worker.batch.row import Row
 from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_reader import AnswerReader
-from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.engine.validation import RequestError
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -18,9 +18,11 @@ _ENGINE_KEY = "structured_outputs: "
 
 def check_template(row: Row, chat_format: ChatFormat) -> None:
     """Raise RowProblem for tools that the model's chat template would not write."""
-    if row.request is not None and row.request.tools and not chat_format.takes_tools:
-        message = "the model's chat template does not read tools, so the model would not hear of them: leave tools out"
-        raise RowProblem("tools_unsupported", message)
+    try:
+        if row.request is not None:
+            check_takes_tools(row.request, chat_format)
+    except MessageProblem as problem:
+        raise RowProblem(problem.code, str(problem)) from None
 
 
 def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, format_: ChatFormat) -> SamplingParams:

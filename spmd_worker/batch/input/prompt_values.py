@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from spmd_worker.batch.row import ChatPrompt, TextPrompt, TokensPrompt
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import MessageProblem, text_content, with_parsed_arguments
+from spmd_worker.tokenizer.messages import MessageProblem, checked_content, with_parsed_arguments
 
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value of its own, and not the absence of one."""
@@ -87,8 +87,8 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
 
 
 def _message(position: int, value: Any) -> dict[str, Any]:
-    """A message with its text in one string and the arguments of its tool calls as objects; keys whose value is null
-    are dropped, as chat templates expect.
+    """A message with its content as text or text parts and the arguments of its tool calls as objects; keys whose value
+    is null are dropped, as chat templates expect.
     """
     name = f"messages[{position}]"
     if not isinstance(value, dict):
@@ -101,7 +101,7 @@ def _message(position: int, value: Any) -> dict[str, Any]:
     try:
         message = with_parsed_arguments(name, message)
         if "content" in message:
-            message["content"] = text_content(f"{name}.content", message["content"])
+            message["content"] = checked_content(f"{name}.content", message["content"])
     except MessageProblem as problem:
         raise RowProblem(problem.code, str(problem)) from None
     return message

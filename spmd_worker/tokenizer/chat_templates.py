@@ -1,0 +1,74 @@
+"""The chat templates of a model folder, by name, and which of them is taken: transformers' choice.
+
+A folder has one in `chat_template.jinja`, others in `additional_chat_templates`; older ones in `chat_template.json`, or
+in tokenizer_config.json as text or as a list with names. Files of their own go before the configuration.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.tokenizer.template_process import IsolatedTemplate
+
+DEFAULT: Final = "default"
+TOOL_USE: Final = "tool_use"
+"""Taken for conversations with tools, where there is one."""
+_NUM_KEPT: Final = 8
+"""Templates that have a process each, at most."""
+
+
+class ChatTemplates:
+    """Of one tokenizer. `sources`: name -> text; a template without a name is the default. `variables` are the special
+    tokens by name.
+    """
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        self.sources = dict(sources)
+        self._variables = dict(variables)
+        self._templates: dict[str, IsolatedTemplate] = {}
+
+    def source(self, given: str | None = None, *, has_tools: bool = False) -> str:
+        """The text of a template: of the one that `given` names, `given` itself, or the folder's. Raises
+        ChatTemplateError.
+        """
+        if given is not None:
+            return self.sources.get(given, given)
+        if not self.sources:
+            raise ChatTemplateError(
+                "the model folder has no chat template (chat_template.jinja or in tokenizer_config.json)"
+            )
+        source = self.sources.get(TOOL_USE) if has_tools else None
+        source = self.sources.get(DEFAULT) if source is None else source
+        if source is None:
+            names = ", ".join(sorted(self.sources))
+            raise ChatTemplateError(
+                f"the model folder has chat templates with names ({names}) and none that is named {DEFAULT}: name one "
+                f"by chat_template"
+            )
+        return source
+
+    def template(self, given: str | None = None, *, has_tools: bool = False) -> IsolatedTemplate:
+        """The same, ready to be rendered; the last ones are kept. Raises ChatTemplateError."""
+        source = self.source(given, has_tools=has_tools)
+        template = self._templates.pop(source, None) or IsolatedTemplate(source, self._variables)
+        self._templates[source] = template
+        if len(self._templates) > _NUM_KEPT:
+            del self._templates[next(iter(self._templates))]
+        return template
+
+
+def named_templates(path: Path, value: Any) -> dict[str, str]:
+    """Of a `chat_template` in the JSON file `path`: one text, or a list of objects with name and template. Raises
+    TokenizerError.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    entries = value if isinstance(value, list) else []
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
+    named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    if not named:
+        raise TokenizerError(f"{path}: chat_template must be a string, or a list of objects with name and template")
+    return named

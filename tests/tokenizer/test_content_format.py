@@ -1,0 +1,144 @@
+"""Contents as text or as text parts, whatever form the chat template takes: what transformers renders of that form."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from content_templates import EITHER, MIXED, STRINGS, WALKING
+from tokenizer_folders import write_byte_level
+from transformers import PreTrainedTokenizerFast
+
+from spmd_worker.tokenizer import chat_template
+from spmd_worker.tokenizer.chat_template import ChatTemplate
+from spmd_worker.tokenizer.content_format import fitted
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.finding(number="A1")
+
+TALKS = {
+    "one": [("user", ["hello"])],
+    "with a system": [("system", ["be brief"]), ("user", ["hello"])],
+    "turns": [("user", ["a < b & 'c'"]), ("assistant", [" yes "]), ("user", ['naïve "你好" 😀'])],
+    "parts": [("system", ["be brief"]), ("user", ["first", "second"]), ("assistant", ["ok"]), ("user", ["third"])],
+    "empty": [("user", [""])],
+}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+Messages = list[dict[str, Any]]
+
+
+def in_parts(talk: list[tuple[str, list[str]]]) -> Messages:
+    return [{"role": role, "content": [{"type": "text", "text": text} for text in texts]} for role, texts in talk]
+
+
+def in_strings(talk: list[tuple[str, list[str]]]) -> Messages:
+    return [{"role": role, "content": "\n".join(texts)} for role, texts in talk]
+
+
+@pytest.fixture
+def open_both(tmp_path: Path) -> Callable[[str], tuple[Callable[[Messages], str], Callable[[Messages], str]]]:
+    """Of a template: what is rendered here, and by transformers."""
+
+    def opened(template: str) -> tuple[Callable[[Messages], str], Callable[[Messages], str]]:
+        folder = write_byte_level(tmp_path, chat_template=template)
+        own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+        given = {"tools": TOOLS, "add_generation_prompt": True, "tokenize": False}
+        return (
+            lambda messages: own.apply_chat_template(messages, True, {"tools": TOOLS}),
+            lambda messages: theirs.apply_chat_template(messages, **given),
+        )
+
+    return opened
+
+
+@pytest.mark.parametrize("name", WALKING)
+def test_template_that_walks_over_parts_gets_parts(name: str, open_both: Callable):
+    ours, theirs = open_both(WALKING[name])
+    for talk in TALKS.values():
+        parts, strings = in_parts(talk), in_strings(talk)
+        assert ours(parts) == theirs(parts), talk
+        if all(len(texts) == 1 for _, texts in talk):
+            assert ours(strings) == theirs(parts), talk
+        # Some of either, in one conversation.
+        mixed = [strings[i] if i % 2 and len(texts) == 1 else parts[i] for i, (_, texts) in enumerate(talk)]
+        assert ours(mixed) == theirs(parts), talk
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_template_of_both_forms_gets_what_is_given(name: str, open_both: Callable):
+    ours, theirs = open_both(EITHER[name])
+    for talk in TALKS.values():
+        for messages in (in_parts(talk), in_strings(talk)):
+            assert ours(messages) == theirs(messages), messages
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_template_of_strings_gets_parts_joined(name: str, open_both: Callable):
+    ours, theirs = open_both(STRINGS[name])
+    for talk in TALKS.values():
+        for messages in (in_parts(talk), in_strings(talk)):
+            assert ours(messages) == theirs(in_strings(talk)), messages
+
+
+def test_each_speaker_has_its_own_form(open_both: Callable):
+    ours, theirs = open_both(MIXED)
+    for talk in (TALKS["with a system"], TALKS["parts"]):
+        expected = theirs([in_strings(talk)[0], *in_parts(talk)[1:]])
+        for messages in (in_strings(talk), in_parts(talk)):
+            if messages[1]["content"] != "first\nsecond":
+                assert ours(messages) == expected, messages
+
+
+def test_template_that_takes_one_part_loses_no_other():
+    template = ChatTemplate("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", {})
+    assert template.render(in_parts([("user", ["a", "b"])])) == "a\nb"
+    assert template.render(in_strings([("user", ["a"])])) == "a"
+
+
+def test_tool_results_and_empty_contents_keep_their_meaning():
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    walking = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+        "{% for p in m.content or [] %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    assert ChatTemplate(walking, {}).render(talk) == "<user>go<assistant>f<tool>4"
+    # A template that drops what an assistant says beside its calls drops it in every form.
+    said = [talk[0], {**talk[1], "content": "hm"}, talk[2]]
+    dropping = "{% for m in messages %}<{{ m.role }}>{% if not m.tool_calls %}{{ m.content }}{% endif %}{% endfor %}"
+    assert ChatTemplate(dropping, {}).render(said) == "<user>go<assistant><tool>4"
+
+
+def test_error_of_a_template_is_the_one_that_the_conversation_gets():
+    refusing = ChatTemplate("{{ raise_exception('no ' + messages[0].role) }}", {})
+    with pytest.raises(chat_template.ChatTemplateError, match="no user"):
+        refusing.render(in_strings(TALKS["one"]))
+
+
+def test_template_is_tried_once_where_it_takes_what_is_given():
+    asked: list[Any] = []
+
+    def render(tried: Any) -> str:
+        asked.append(tried)
+        texts = [[m["content"]] if isinstance(m["content"], str) else [p["text"] for p in m["content"]] for m in tried]
+        return str(texts)
+
+    for messages in (in_strings(TALKS["turns"]), in_parts(TALKS["parts"])):
+        asked.clear()
+        assert fitted(messages, render) == messages
+        assert len(asked) == 1
+    asked.clear()
+    talk = [{"role": role, "content": [{"text": "a"}, {"text": "b"}]} for role in ("system", "user", "tool")]
+    assert fitted(talk, asked.append) == talk
+    assert len(asked) <= 17
+
+
+def test_template_that_is_not_tried_gets_letters(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(chat_template, "fitted", lambda messages, *_: messages)
+    prompts = [ChatTemplate(WALKING["SmolVLM"], {}).render(in_strings([("user", [text])])) for text in ("a", "a" * 99)]
+    assert prompts[0] == prompts[1]
