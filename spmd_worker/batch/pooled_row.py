@@ -105,12 +105,17 @@ def _cut(
         assert tokenizer is not None, "of text"
         return tokenizer
 
+    def check_text(*texts: str) -> None:
+        if params.truncate_prompt_tokens is None:
+            engine.check_text(need_tokenizer(), *texts)
+
     if isinstance(prompt, TextPair):
         if tokenizer is None:
             raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give ids")
+        check_text(prompt.first, prompt.second)
         encoded = encode_pair(prompt, need_tokenizer)
     else:
-        text, token_ids = encode(prompt, tokenizer)
+        text, token_ids = encode(prompt, tokenizer, check_text)
         # What a chat template has made of messages is cut as ids are: its special tokens are part of the text.
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
     try:

@@ -17,9 +17,12 @@ from spmd_worker.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.sequence.taken_params import truncated_prompt
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _NO_REQUEST: Final = RequestId(-1)
 _MAX_ID_DIGITS: Final = 19
+_SHORT_TEXT: Final = 10_000
+"""Characters that are encoded in a moment."""
 
 
 def as_request_ids(given: Any) -> list[RequestId]:
@@ -84,6 +87,18 @@ class RequestLimits:
         sampling.check()
         self._check_sampling(sampling)
 
+    def check_text(self, tokenizer: Tokenizer, *texts: str, most: int | None = None, key: str = "") -> None:
+        """Raise RequestError for texts, which are encoded together, that have too many tokens whatever these are: such
+        are not encoded. With `most` the limit is that one, of the name `key`.
+        """
+        if sum(map(len, texts)) <= _SHORT_TEXT:
+            return
+        least = sum(tokenizer.min_num_tokens(text) for text in texts)
+        if least > self.max_model_len:
+            raise self._too_long(f"at least {least}")
+        if most is not None and least > most:
+            raise RequestError("prompt_too_long", f"the prompt has at least {least} tokens, more than {key}={most}")
+
     def check_runner(self, pooling: PoolingParams | None) -> None:
         """Raise RequestError for a row that another runner serves."""
         try:
@@ -117,13 +132,16 @@ class RequestLimits:
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
         if len(prompt_token_ids) + num_output_tokens > self.max_model_len:
-            held = "the prompt: truncate_prompt_tokens=-1 cuts it, else"
-            held = held if self.pooling is not None else "the prompt and at least one output token:"
-            raise RequestError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {self.max_model_len}, which "
-                f"must hold {held} shorten the prompt or raise model.max_model_len",
-            )
+            raise self._too_long(str(len(prompt_token_ids)))
+
+    def _too_long(self, count: str) -> RequestError:
+        held = "the prompt: truncate_prompt_tokens=-1 cuts it, else"
+        held = held if self.pooling is not None else "the prompt and at least one output token:"
+        return RequestError(
+            "prompt_too_long",
+            f"the prompt has {count} tokens but model.max_model_len is {self.max_model_len}, which must hold {held} "
+            f"shorten the prompt or raise model.max_model_len",
+        )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.num_sequences > self.max_num_seqs:

@@ -47,6 +47,7 @@ from spmd_worker.serve.responses import (
     response_part,
     response_start,
 )
+from spmd_worker.tokenizer.template_process import LARGE_BYTES
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -55,10 +56,8 @@ logger = logging.getLogger(__name__)
 
 BODY_S: Final = 60.0
 """So long the body of a request may take to arrive."""
-LARGE_BYTES: Final = 64 * 1024
-"""A body of more is read and encoded beside the others, which do not wait for it."""
 _MOST_LARGE: Final = 4
-"""Large bodies that are in memory at a time."""
+"""Bodies of more than `LARGE_BYTES` that are in memory at a time; they are read and encoded beside the others."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health",)
 _MAX_CUSTOM_ID: Final = 512

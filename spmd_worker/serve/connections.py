@@ -58,6 +58,7 @@ class Connections:
     def opened(self, connection: HttpConnection) -> None:
         """It is idle until its first request."""
         self._open[connection] = self._idle[connection] = None
+        self._listen()
 
     def idle(self, connection: HttpConnection) -> None:
         """The last in the order."""

@@ -7,7 +7,7 @@ came: the answer does not depend on who else asks.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 _STREAM_KEYS: Final = ("stream", "stream_options")
 _STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
 _DIGEST_BYTES: Final = 16
+_UNNAMED: Final = "request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class RequestReader:
         except RowProblem as problem:
             return RowError(index, custom_id, "openai", problem.code, str(problem))
         asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
-        name = content_name(url, asked) if custom_id is None else custom_id
-        fields = {"custom_id": name, "method": "POST", "url": url, "body": asked}
+        # A name of the content is made for what can run: of what is refused there may be megabytes.
+        fields = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": asked}
         row = parse_fields(index, fields, self.defaults, self.limits)
         if isinstance(row, RowError):
             return row
@@ -81,7 +82,10 @@ class RequestReader:
             message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
             return RowError(index, custom_id, "openai", "unsupported_value", message)
         encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
-        return encoded if isinstance(encoded, RowError) else ServedRow(encoded, is_streamed, includes_usage)
+        if isinstance(encoded, RowError):
+            return encoded
+        name = content_name(url, asked) if custom_id is None else custom_id
+        return ServedRow(replace(encoded, custom_id=name), is_streamed, includes_usage)
 
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:

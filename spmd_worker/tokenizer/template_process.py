@@ -28,6 +28,8 @@ from spmd_worker.tokenizer.chat_template import ChatTemplate, explained
 
 CPU_S: Final = 5
 MEMORY_BYTES: Final = 512 * 1024 * 1024
+LARGE_BYTES: Final = 64 * 1024
+"""Of a conversation that small ones do not wait for."""
 _WALL_S: Final = 120.0
 """For a machine so busy that five seconds of computing take as long, and a process that was stopped."""
 _PIECE_BYTES: Final = 1 << 16
@@ -37,7 +39,8 @@ _FOR_THE_OWNER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.S
 
 class IsolatedTemplate:
     """One template; `variables` are the special tokens by name (`bos_token`, ...). Not shared with forked processes:
-    each starts a process of its own. Several threads take turns.
+    each starts a process of its own. Several threads take turns, but for large conversations, which take long: those
+    have a process of their own, for which small ones do not wait.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
@@ -45,6 +48,7 @@ class IsolatedTemplate:
         self._variables = dict(variables)
         self._lock = threading.Lock()
         self._renderers: list[_Renderer] = []
+        self._for_large: IsolatedTemplate | None = None
         # When the template is forgotten, or the interpreter ends.
         weakref.finalize(self, _end_all, self._renderers)
 
@@ -66,8 +70,11 @@ class IsolatedTemplate:
             request = _pack(given)
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(explained(error)) from None
-        with self._lock:
-            return self._ask(request)
+        taken = self
+        if len(request) > LARGE_BYTES:
+            self._for_large = taken = self._for_large or IsolatedTemplate(self.source, self._variables)
+        with taken._lock:
+            return taken._ask(request)
 
     def _ask(self, request: bytes) -> str:
         try:

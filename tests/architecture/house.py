@@ -134,7 +134,8 @@ OPTIONAL = {
     "zstandard": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "pyarrow": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "prometheus_client": ("spmd_worker.metrics.prometheus",),
-    "uvicorn": ("spmd_worker.serve.http_server",),
+    "h11": ("spmd_worker.serve.http_protocol",),
+    "uvicorn": ("spmd_worker.serve.connections", "spmd_worker.serve.http_protocol", "spmd_worker.serve.http_server"),
     "starlette": ("spmd_worker.serve.app", "spmd_worker.serve.http_server"),
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
@@ -171,6 +172,8 @@ IN_OPTIONAL_LANGUAGE = (
     "spmd_worker.kernels.triton",
     "spmd_worker.attention.triton",
     "spmd_worker.worker.triton_worker",
+    "spmd_worker.serve.connections",
+    "spmd_worker.serve.http_protocol",
 )
 """Modules and folders of code in an optional package's language, nothing without it: imported when a module is, but
 where they are needed and not before by all others.

@@ -3,7 +3,7 @@
 The OpenAI shape is read in `openai_request.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
@@ -45,6 +45,7 @@ _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPL
 
 _DEFAULT_LIMITS: Final = RowLimits()
 _NO_FORMAT: Final = ChatFormat()
+_MOST_TOKENS_KEY: Final = "limits.max_prompt_tokens"
 
 
 def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _DEFAULT_LIMITS) -> Row | RowError:
@@ -146,12 +147,12 @@ def resolve(
     try:
         engine.check_runner(None)
         check_template(row, chat_format)
-        text, token_ids = encode(row.prompt, tokenizer)
+        text, token_ids = encode(row.prompt, tokenizer, _length_check(row, tokenizer, engine, limits))
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
         sampling = formed_sampling(row, text, tokenizer, chat_format)
         engine.check(token_ids, sampling)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
-            message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens="
+            message = f"the prompt has {len(token_ids)} tokens, more than {_MOST_TOKENS_KEY}="
             raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
         # A prompt that is only scored may fill the length: of its one token nothing is computed.
         num_left = max(engine.max_model_len - len(token_ids), 1)
@@ -167,14 +168,29 @@ def resolve(
     return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader)
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
-    """A prompt's text, None of one that gave ids, and its ids. Raises RowProblem."""
+def _length_check(
+    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits
+) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        if tokenizer is not None and row.sampling.truncate_prompt_tokens is None:
+            engine.check_text(tokenizer, text, most=limits.max_prompt_tokens, key=_MOST_TOKENS_KEY)
+
+    return check
+
+
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer | None, check_text: Callable[[str], None] = lambda text: None
+) -> tuple[str | None, tuple[int, ...]]:
+    """A prompt's text, None of one that gave ids, and its ids. `check_text` gets the text before it is encoded. Raises
+    RowProblem, and what `check_text` raises.
+    """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
     if tokenizer is None:
         raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give prompt_token_ids")
     is_chat = isinstance(prompt, ChatPrompt)
     text = _render(prompt, tokenizer) if isinstance(prompt, ChatPrompt) else prompt.text
+    check_text(text)
     try:
         # A chat template writes the special tokens itself.
         return text, tuple(tokenizer.encode(text, add_special_tokens=not is_chat))
