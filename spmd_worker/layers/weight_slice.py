@@ -5,8 +5,10 @@ checking, updating in place, dummy weights and saving all work from that one lis
 or ranks: a rank's share is already in the numbers.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 Rectangle = tuple[tuple[int, int], ...]
 """Per dimension (start, stop), half open. `()` is the one element of a tensor without dimensions."""
@@ -32,6 +34,59 @@ def is_inside(rectangle: Rectangle, shape: tuple[int, ...]) -> bool:
     return len(rectangle) == len(shape) and all(
         0 <= start <= stop <= size for (start, stop), size in zip(rectangle, shape, strict=True)
     )
+
+
+_AXES = {1: ("rows",), 2: ("rows", "columns"), 3: ("matrices", "rows", "columns")}
+"""Words for the dimensions of a tensor, by their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """What a rank holds of a checkpoint tensor of `checkpoint_shape`: per dimension the ranges (start, stop), ascending
+    and apart, that are moved together. As text "rows 192 to 288 of 288", or "whole".
+    """
+
+    checkpoint_shape: tuple[int, ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __str__(self) -> str:
+        axes = _AXES.get(len(self.ranges)) or [f"dimension {axis}:" for axis in range(len(self.ranges))]
+        cut = [
+            f"{axis} {_listed([f'{start} to {stop}' for start, stop in ranges])} of {size}"
+            for axis, ranges, size in zip(axes, self.ranges, self.checkpoint_shape, strict=True)
+            if ranges != ((0, size),)
+        ]
+        return ", ".join(cut) or "whole"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether that is all of it."""
+        return all(ranges == ((0, size),) for ranges, size in zip(self.ranges, self.checkpoint_shape, strict=True))
+
+    def of(self, tensor: Any) -> Any:
+        """This slice of the whole checkpoint tensor, or of an array of its shape: a view where each dimension has one
+        range.
+        """
+        for axis, ranges in enumerate(self.ranges):
+            before = (slice(None),) * axis
+            numbers = [number for start, stop in ranges for number in range(start, stop)]
+            tensor = tensor[(*before, slice(*ranges[0]) if len(ranges) == 1 else numbers)]
+        return tensor
+
+
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """In ascending order, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], set[str]]
 class CheckpointView(nn.Module):
     """The root: `named_parameters`, `state_dict`, `model.layers[0].mlp.up_proj.weight` and the rest work as in torch.
 
+    `parameter.checkpoint_slice` says which part of the checkpoint's tensor a parameter is (`HeldSlice`).
+
     What is changed through it counts once `write_back` was called, and at once where the weight is not packed. Every
     parameter that was asked for is kept until then: unpacked, a packed one takes as much memory again.
 
@@ -59,7 +61,9 @@ class _Shown:
 
     def get(self, name: str) -> nn.Parameter:
         if name not in self._parameters:
-            self._parameters[name] = nn.Parameter(self._held[name].read(), requires_grad=False)
+            parameter = nn.Parameter(self._held[name].read(), requires_grad=False)
+            parameter.checkpoint_slice = self._held[name].held_slice  # type: ignore[attr-defined]  # for the caller
+            self._parameters[name] = parameter
         return self._parameters[name]
 
     def put(self, name: str, parameter: nn.Parameter) -> None:

@@ -28,7 +28,7 @@ from spmd_worker.layers.feed_forward import FeedForward
 from spmd_worker.layers.linear import ReplicatedLinear
 from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.layers.rotary import Angles, RotaryEmbedding
-from spmd_worker.layers.weight_slice import PaddingSlice, Place, WeightSlice
+from spmd_worker.layers.weight_slice import HeldSlice, PaddingSlice, Place, WeightSlice
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
@@ -535,9 +535,20 @@ class DecoderForCausalLM(nn.Module):
                 self.weight_update.refused_calls.append(self.weight_update.num_calls)
                 raise
 
+    def held_slices(self) -> list[tuple[str, str, HeldSlice]]:
+        """Of each checkpoint tensor of which this rank has something: the module that has it, its name, and which part
+        of it that is.
+        """
+        return [(held.module_name, name, held.held_slice) for name, held in self._held.items()]
+
     @cached_property
     def _held(self) -> dict[str, HeldWeight]:
         return held_weights(self.weight_slices(), self._checkpoint_layers())
+
+    def layer_prefix_of(self, checkpoint_name: str) -> str:
+        """How the name of a layer's tensor begins; "" where it is no layer's."""
+        prefixes = map(self._names.layer_prefix, range(len(self.model_config.layers)))
+        return next((prefix for prefix in prefixes if checkpoint_name.startswith(prefix)), "")
 
     def tied_tensors(self) -> dict[str, str]:
         """By the name of a tensor that of another which is the same here: the head, where it is the embedding."""

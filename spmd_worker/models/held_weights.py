@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
-from spmd_worker.layers.weight_slice import Rectangle, WeightSlice, extents
+from spmd_worker.layers.weight_slice import HeldSlice, Rectangle, WeightSlice, extents, joined_ranges
 
 _FEW: Final = 3
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -90,6 +90,16 @@ class HeldWeight:
     def shape(self) -> tuple[int, ...]:
         """Of this rank's slices, moved together."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self._ranges())
+
+    @property
+    def module_name(self) -> str:
+        """Of the layer that holds the first slice."""
+        return self.pieces[0].piece.parameter_name.rpartition(".")[0]
+
+    @property
+    def held_slice(self) -> HeldSlice:
+        """Which part of the checkpoint tensor this rank's slices are."""
+        return HeldSlice(self.pieces[0].piece.checkpoint_shape, tuple(map(joined_ranges, self._ranges())))
 
     def read(self) -> Tensor:
         """This rank's slices: a view of the parameter where it is held in the checkpoint's order, else a copy."""

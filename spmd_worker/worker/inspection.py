@@ -1,16 +1,72 @@
 """A model as a readable tree: modules, and the shapes and dtypes of this rank's parameters."""
 
 import math
+import re
+from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from spmd_worker.kernels.cpu.int8 import int8_shape
+from spmd_worker.layers.experts import SparseFeedForward
+from spmd_worker.layers.weight_slice import HeldSlice, extents
+from spmd_worker.models.decoder import DecoderForCausalLM
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def describe_model(model: nn.Module) -> str:
     """One line a module; runs of equal layers are folded into one line with their range."""
     return "\n".join([type(model).__name__, *_children(model, depth=1)])
+
+
+def describe_slices(model: DecoderForCausalLM) -> str:
+    """Of which checkpoint tensors this rank has a part, and which part, one line for all layers and experts of which it
+    is the same; before these the layers and experts that it has. Nothing is said of what it has whole.
+    """
+    stage, layers = model.stage, model.model_config.layers
+    lines = []
+    if stage.stop - stage.start < len(layers):
+        lines.append(f"layers {stage.start} to {stage.stop} of {len(layers)}")
+    owned: dict[tuple[tuple[str, ...], int], list[str]] = {}
+    for number, layer in enumerate(model.model.layers, stage.start):
+        experts = layers[number].experts
+        if experts is not None and isinstance(layer.mlp, SparseFeedForward):
+            own = tuple(layer.mlp.experts)
+            if len(own) < experts.num_experts:
+                owned.setdefault((own, experts.num_experts), []).append(str(number))
+    lines += [f"experts {_run(own)} of {count} in layers {_run(found)}" for (own, count), found in owned.items()]
+    cut: dict[tuple[str, str, HeldSlice], list[str]] = {}
+    for module, name, part in model.held_slices():
+        if not part.is_whole:
+            inside = module.rpartition(".")[2]
+            cut.setdefault((_NUMBER.sub("*", name), inside, part), []).append(name)
+    for (pattern, inside, part), names in cut.items():
+        where = "" if f".{inside}." in f".{pattern}" else f", in {inside}"
+        lines += [f"{name} {part}{where}" for name in _as_one(pattern, names)]
+    for padding in model.padding_slices():
+        count = extents(padding.destination)[0]
+        lines.append(f"{padding.parameter_name}: {count} {'row' if count == 1 else 'rows'} of padding")
+    return "\n".join(["slices of the checkpoint:", *[f"  {line}" for line in lines]]) if lines else ""
+
+
+def _as_one(pattern: str, names: list[str]) -> list[str]:
+    """One name for those that have all combinations of their numbers; all of them where some combination lacks."""
+    numbers = [_NUMBER.findall(name) for name in names]
+    axes = [tuple(dict.fromkeys(found)) for found in zip(*numbers, strict=True)]
+    if sorted(map(tuple, numbers)) != sorted(product(*axes)):
+        return names
+    for axis in axes:
+        pattern = pattern.replace("*", _run(axis), 1)
+    return [pattern]
+
+
+def _run(numbers: Sequence[str]) -> str:
+    """Numbers in a row as 0-3, others as 1,3,5."""
+    first = int(numbers[0])
+    is_row = list(numbers) == [str(first + place) for place in range(len(numbers))]
+    return f"{numbers[0]}-{numbers[-1]}" if is_row and len(numbers) > 1 else ",".join(numbers)
 
 
 def _children(module: nn.Module, depth: int) -> list[str]:
@@ -28,7 +84,7 @@ def _children(module: nn.Module, depth: int) -> list[str]:
 def _fold(run: list[tuple[str, list[str]]], depth: int) -> list[str]:
     if not run:
         return []
-    name = run[0][0] if len(run) == 1 else f"{run[0][0]}-{run[-1][0]}"
+    name = run[0][0] if len(run) == 1 else _run([name for name, _ in run])
     first, *rest = run[0][1]
     return [f"{'  ' * depth}{name}: {first}", *rest]
 

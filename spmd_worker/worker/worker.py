@@ -72,7 +72,7 @@ from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights, load_whole
 from spmd_worker.worker.backends import arithmetic_of, choose_backends, computes_alone
 from spmd_worker.worker.device import choose_device, gpu_identity
-from spmd_worker.worker.inspection import describe_model
+from spmd_worker.worker.inspection import describe_model, describe_slices
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WakingUp, WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
 from spmd_worker.worker.worker_base import WorkerBase
@@ -461,7 +461,9 @@ class Worker(WorkerBase):
 
     def get_model_inspection(self) -> str:
         """See `WorkerBase.get_model_inspection`."""
-        return describe_model(self.get_model())
+        model = self.get_model()
+        slices = describe_slices(model) if isinstance(model, DecoderForCausalLM) else ""
+        return "\n".join(filter(None, (describe_model(model), slices)))
 
     def get_cache_block_size_bytes(self) -> int:
         """See `WorkerBase.get_cache_block_size_bytes`."""

@@ -153,7 +153,9 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def get_model_inspection(self) -> str:
-        """A readable tree of modules with the shapes of this rank's parameters."""
+        """A readable tree of modules with the shapes of this rank's parameters; below it, which slices it has of the
+        checkpoint's tensors: "model.layers.0-3.self_attn.q_proj.weight rows 192 to 288 of 288, in qkv_proj".
+        """
 
     def get_stage_times(self) -> dict[str, Any]:
         """When this rank's stage of the pipeline computed (`StageClock.report`); for a worker that takes no notes,
