@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from chat_models import CHAT_MODELS, TOOLS
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
 from spmd_worker.errors import ConfigError
+from spmd_worker.sequence.sampling_params import DIFFERENT_FIELDS
 
 pytestmark = pytest.mark.matrix
 
@@ -120,3 +122,31 @@ def test_tool_choice_that_cannot_be_is_refused_in_words(llm: LLM):
     ):
         with pytest.raises(ValueError, match=words):
             llm.chat(TALK, params, use_tqdm=False, **given)
+
+
+# Stop strings in reasoning.
+
+
+@pytest.mark.finding(number="D14")
+@pytest.mark.parametrize("includes", [False, True])
+def test_stop_in_reasoning_leaves_content_null_and_is_named(tmp_path: Path, includes: bool):
+    with LLM(write_chat_model(tmp_path, "hermes with reasoning"), num_blocks=100) as llm:
+        begin, end = [llm.llm_engine.need_tokenizer().marker_id(each) for each in ("<think>", "</think>")]
+        form = StructuredOutputsParams(grammar=f'start: <[{begin}]> "hm, Question: why" <[{end}]> "yes. Question: no"')
+        params = SamplingParams(
+            max_tokens=200, structured_outputs=form, stop=["Question:"], include_stop_str_in_output=includes
+        )
+        (output,) = llm.chat(TALK, params, use_tqdm=False)
+        (completion,) = output.outputs
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", "Question:")
+        (message,) = llm.chat_messages(output, sampling_params=params)
+        thought = "hm, Question:" if includes else "hm,"
+        assert message == {"role": "assistant", "content": None, "reasoning_content": thought}
+        # Behind the reasoning it ends the content.
+        form = replace(form, grammar=(form.grammar or "").replace("hm, Question: why", "hm"))
+        (output,) = llm.chat(TALK, replace(params, structured_outputs=form), use_tqdm=False)
+        (message,) = llm.chat_messages(output, sampling_params=params)
+        assert message["reasoning_content"] == "hm"
+        assert message["content"] == ("yes. Question:" if includes else "yes. ")
+    # The table of what differs from vLLM says it.
+    assert "`content` is null" in DIFFERENT_FIELDS["stop"]

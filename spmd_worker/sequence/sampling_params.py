@@ -40,7 +40,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "seed": "-1 is a seed like any other",
     "logprobs": f"at most {MAX_LOGPROBS}, or -1; the same of `prompt_logprobs`",
     "temperature": "has no upper end, and below 1e-5 is greedy",
-    "stop": "kept as a tuple, as all lists are",
+    "stop": "kept as a tuple, as all lists are; as in vLLM it ends reasoning too, and `content` is null then",
     "bad_words": "forbidden also where they begin in the prompt, as in transformers",
     "bad_words_ids": "only here: bad words as token ids",
     "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
