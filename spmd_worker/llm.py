@@ -546,12 +546,13 @@ class LLM:
         what `func` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
         whole tensors by name, as `update_weights` does. `parameter.checkpoint_slice` says which slice one is: as text
         "rows 192 to 288 of 288", as `ranges`, and of a whole tensor `checkpoint_slice.of(tensor)`. It has no forward
-        pass. Of a packed weight (those of the linear layers on the CPU) each parameter that is asked for is a copy, kept
-        until `func` ends: where memory is short, ask for a few in each call. `collective_rpc("get_model_inspection")`
-        shows shapes and slices without any. What was cached before is not found after it, changed or not. Raises
-        ValueError for what cannot be changed, with nothing changed on this rank; where other ranks did not refuse in the same call, what computes next raises
-        RanksDisagreeError on all, until all weights were loaded. Calls are told apart by their number, so every rank
-        makes as many where some may be refused.
+        pass. Of a packed weight (those of the linear layers on the CPU) each parameter that is asked for is a copy,
+        kept until `func` ends: where memory is short, ask for a few in each call.
+        `collective_rpc("get_model_inspection")` shows shapes and slices without any. What was cached before is not
+        found after it, changed or not. Raises ValueError for what cannot be changed, with nothing changed on this rank;
+        where other ranks did not refuse in the same call, what computes next raises RanksDisagreeError on all, until
+        all weights were loaded. Calls are told apart by their number, so every rank makes as many where some may be
+        refused.
         """
         return self.llm_engine.apply_model(func)
 

@@ -44,7 +44,9 @@ _FILES: Final = (
 )
 """What is fetched: weights as safetensors, configuration, tokenizer. No code and no pickle."""
 _NOT_FETCHED: Final = ("*/*.safetensors*", "tokenizer*/*", "consolidated*")
-"""Weights and tokenizers in folders inside, and copies of the weights in other names. Folders of modules are fetched once they are known."""
+"""Weights and tokenizers in folders inside, and copies of the weights in other names. Folders of modules are fetched
+once they are known.
+"""
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 600.0
 """Without a byte more in the cache."""
