@@ -84,6 +84,13 @@ TOOLS = [
 ]
 
 
+MARKERS = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]"),
+    *("[/THINK]", "<|python_tag|>", *HARMONY, "; ", "{", "}", "]", '"', "\\", "\n", "<", "</tool_cal", "é😀"),
+)
+"""What arguments may quote: the markers of all formats, and what JSON is made of."""
+
+
 def write_chat_tokenizer(folder: Path, name: str) -> Path:
     """A byte-level tokenizer with the template and the added tokens of one of `CHAT_MODELS`."""
     model = CHAT_MODELS[name]

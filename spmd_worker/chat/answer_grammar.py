@@ -5,12 +5,14 @@ Grammars are in llguidance's Lark, with schemas as `%json`. A marker that is one
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.chat.chat_format import NONE, PYTHON_TAG, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ANY_OBJECT, ChatRequest
+from spmd_worker.chat.harmony import BODY_ENDS
 from spmd_worker.grammar.forms import DEFAULT_WHITESPACE
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.messages import MessageProblem
@@ -82,7 +84,7 @@ class AnswerGrammar:
         if self.format.is_harmony:
             head = f'{self._mark("<|channel|>")} "analysis" {self._mark("<|message|>")}'
             turn = f'{self._mark("<|end|>")} {self._mark("<|start|>")} "assistant"'
-            return [f"reasoning: {head} TEXT {turn}", f"TEXT: {_ANY_TEXT}"]
+            return [f"reasoning: {head} TEXT {turn}", f"TEXT: {_text_without(*BODY_ENDS)}"]
         markers = REASONING_MARKERS.get(self.format.reasoning)
         if markers is None:
             return []
@@ -91,7 +93,7 @@ class AnswerGrammar:
             # Ordinary text: as little of it as there is before the marker.
             body = [f"reasons: thought {_GAP}", f"thought[suffix={_quoted(end)}]: {_ANY_TEXT}"]
         else:
-            body = [f"reasons: TEXT {self._mark(end)} {_GAP}", f"TEXT: {_ANY_TEXT}"]
+            body = [f"reasons: TEXT {self._mark(end)} {_GAP}", f"TEXT: {_text_without(end)}"]
         return [f"reasoning: {self._mark(begin)} reasons", *body]
 
     def _final(self) -> str:
@@ -153,6 +155,12 @@ def _schema(schema: Mapping[str, Any]) -> str:
     theirs = schema.get("x-guidance")
     options = {**_SPACES, **theirs} if isinstance(theirs, Mapping) else _SPACES
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+
+
+def _text_without(*markers: str) -> str:
+    """Any text in which no marker is spelled with other tokens: readers would take it for the marker."""
+    excluded = "|".join(re.escape(marker).replace("/", "\\/") for marker in markers)
+    return f"{_ANY_TEXT} & ~/(.|\\n)*({excluded})(.|\\n)*/"
 
 
 def _quoted(text: str) -> str:

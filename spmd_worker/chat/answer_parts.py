@@ -8,7 +8,7 @@ content, as it is.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -140,6 +140,106 @@ class UpTo:
         whole = self.text
         before = len(whole) - len(window)
         return whole[: before + found.start()], found[0], whole[before + found.end() :]
+
+
+class _JsonMarkers:
+    """Finds markers in JSON that comes in pieces, and tells those in strings from others. `marker` matches `markers`.
+    Each character is looked at once, but for the few that may begin a marker, or an escape.
+    """
+
+    def __init__(self, marker: re.Pattern[str], markers: Iterable[str]) -> None:
+        self._patterns = [re.compile(f"(?P<marker>{marker.pattern})|{others}") for others in _PLACES]
+        self._may_begin = (*markers, '\\"')
+        self._window = ""
+        self._place = _BETWEEN
+        self.num_read = 0
+        """Characters of the text in which all markers were found."""
+
+    def read(self, text: str, *, is_end: bool) -> Iterator[tuple[str, int, int]]:
+        """`inside` or `outside` a string, and where in the text a marker is; or `no json`, once, and where that shows:
+        from there on strings are none.
+        """
+        window, start = self._window + text, self.num_read
+        limit = len(window) - (0 if is_end else max(num_held(window, each) for each in self._may_begin))
+        at = 0
+        while (found := self._patterns[self._place].search(window, at)) is not None and found.start() < limit:
+            at, kind = max(found.end(), found.start() + 1), found.lastgroup
+            if kind == "marker":
+                is_inside = self._place == _IN_STRING
+                yield "inside" if is_inside else "outside", start + found.start(), start + found.end()
+            elif kind == "quote":
+                self._place = _BETWEEN if self._place == _IN_STRING else _IN_STRING
+            elif kind == "illegal":
+                self._place, at = _NO_JSON, found.start()
+                yield "no json", start + at, start + at
+        # The last match may be an escape that goes beyond the limit.
+        self._window = window[max(at, limit) :]
+        self.num_read = start + max(at, limit)
+
+
+_BETWEEN, _IN_STRING, _NO_JSON = range(3)
+_PLACES: Final = (
+    r'(?P<quote>")|(?P<illegal>[^ \t\r\n0-9A-Za-z{}\[\]:,.+-])',
+    r'(?P<escape>\\["\\/bfnrtu])|(?P<quote>")|(?P<illegal>[\x00-\x1f\\])',
+    r"(?!)",
+)
+"""Beside markers, what changes the place, by the place: between strings, in one, and where the text is no JSON."""
+
+
+class CallText:
+    """Keeps the JSON of a call up to the marker behind it: the first that is in none of its strings, or the first of
+    all where the text shows before that it is no JSON. `marker` matches `markers`; `parse` gives the call that a whole
+    text is.
+    """
+
+    def __init__(
+        self, marker: re.Pattern[str], markers: Iterable[str], parse: Callable[[str], ToolCall | None]
+    ) -> None:
+        self._found, self._parse = _JsonMarkers(marker, markers), parse
+        self._pieces: list[str] = []
+        self._first: tuple[int, int] | None = None
+        """Where the first marker is, if that was in a string."""
+
+    def read(self, text: str, *, is_end: bool) -> tuple[str, str, str, ToolCall | None] | None:
+        """What is before the marker, the marker, what is behind it, and the call; None while there is no marker. The
+        end of the text may stand for it.
+        """
+        self._pieces.append(text)
+        for kind, start, end in self._found.read(text, is_end=is_end):
+            if kind == "outside":
+                return self._split(start, end)
+            if kind == "inside" and self._first is None:
+                self._first = start, end
+            if kind == "no json" and self._first is not None:
+                return self._split(*self._first)
+        if not is_end:
+            return None
+        end = self._found.num_read
+        found = self._split(end, end)
+        return found if found[3] is not None or self._first is None else self._split(*self._first)
+
+    def _split(self, start: int, end: int) -> tuple[str, str, str, ToolCall | None]:
+        whole = "".join(self._pieces)
+        return whole[:start], whole[start:end], whole[end:], self._parse(whole[:start])
+
+
+class PassOnJson:
+    """As `PassOn`, of JSON: a marker in one of its strings is text."""
+
+    def __init__(self, marker: re.Pattern[str], *markers: str) -> None:
+        self._found = _JsonMarkers(marker, markers)
+        self._held = ""
+        self._num_given = 0
+
+    def read(self, text: str, *, is_end: bool = False) -> tuple[str, str | None]:
+        """See `PassOn.read`."""
+        window, given = self._held + text, self._num_given
+        for kind, start, end in self._found.read(text, is_end=is_end):
+            if kind == "outside":
+                return window[: start - given], window[end - given :]
+        self._num_given = self._found.num_read
+        self._held = window[self._num_given - given :]
+        return window[: self._num_given - given], None
 
 
 class PassOn:

@@ -72,7 +72,10 @@ class AnswerStream:
 
     def __init__(self, reader: AnswerReader) -> None:
         request, markers = reader.request, REASONING_MARKERS.get(reader.format.reasoning)
-        self._harmony = HarmonyReader(has_calls=reader.wants_calls) if reader.format.is_harmony else None
+        self._harmony: HarmonyReader | None = None
+        if reader.format.is_harmony:
+            is_json = request is not None and request.schema is not None
+            self._harmony = HarmonyReader(has_calls=reader.wants_calls, is_json=is_json)
         self._reasoning: ReasoningReader | None = None
         if markers is not None:
             self._reasoning = ReasoningReader(markers, is_open=reader.starts_in_reasoning)

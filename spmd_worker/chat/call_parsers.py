@@ -9,10 +9,10 @@ from typing import Final
 
 from spmd_worker.chat.answer_parts import (
     CallReader,
+    CallText,
     Part,
     PassOn,
     ToolCall,
-    UpTo,
     after_margin,
     call_at,
     object_members,
@@ -44,7 +44,7 @@ class HermesCalls:
 
     def __init__(self) -> None:
         self._content = PassOn(_OPEN_MARKER, _OPEN)
-        self._call: UpTo | None = None
+        self._call: CallText | None = None
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
         """See `CallReader`."""
@@ -55,14 +55,13 @@ class HermesCalls:
                 parts.append(before)
                 if behind is None:
                     return parts
-                self._call, text = UpTo(_CLOSE_MARKER, len(_CLOSE)), behind
-            call = self._call
-            found = call.read(text)
+                self._call, text = CallText(_CLOSE_MARKER, [_CLOSE], _whole_call), behind
+            found = self._call.read(text, is_end=is_end)
             if found is None:
-                return [*parts, _whole_call(call.text) or _OPEN + call.text] if is_end else parts
-            inner, close, text = found
+                return parts
+            inner, close, text, call = found
             self._call = None
-            parts.append(_whole_call(inner) or _OPEN + inner + close)
+            parts.append(call or _OPEN + inner + close)
 
 
 class Llama3Calls:
@@ -131,11 +130,7 @@ class MistralCalls:
                 return parts
             self._calls, text = [], behind
         self._calls.append(text)
-        if is_end:
-            for piece in "".join(self._calls).split(_MISTRAL_CALLS):
-                calls = _mistral_list(piece) or _mistral_named(piece)
-                parts += calls or [_MISTRAL_CALLS + piece]
-        return parts
+        return [*parts, *_mistral_calls("".join(self._calls))] if is_end else parts
 
 
 def call_reader(tool_calls: str, request: ChatRequest) -> CallReader:
@@ -151,30 +146,47 @@ def _whole_call(text: str) -> ToolCall | None:
     return found[0] if found is not None and after_margin(text, found[1]) == len(text) else None
 
 
-def _mistral_list(text: str) -> list[Part]:
-    """[] where it is none."""
+def _mistral_calls(text: str) -> list[Part]:
+    """Of all that is behind the first marker: another one begins more, where it is in no call's JSON."""
+    parts: list[Part] = []
+    at = 0
+    while True:
+        calls, end = _mistral_list(text, at) or _mistral_named(text, at) or ([], at)
+        end = after_margin(text, end)
+        if not calls or not (end == len(text) or text.startswith(_MISTRAL_CALLS, end)):
+            end = text.find(_MISTRAL_CALLS, at)
+            end = len(text) if end < 0 else end
+            calls = [_MISTRAL_CALLS + text[at:end]]
+        parts += calls
+        if end == len(text):
+            return parts
+        at = end + len(_MISTRAL_CALLS)
+
+
+def _mistral_list(text: str, at: int) -> tuple[list[Part], int] | None:
+    """The calls of the list that begins at `at`, and where it ends."""
     calls: list[Part] = []
-    at = after_margin(text, 0)
+    at = after_margin(text, at)
     if text[at : at + 1] != "[":
-        return []
+        return None
     at = after_margin(text, at + 1)
     while (found := call_at(text, at)) is not None:
         calls.append(found[0])
         at = after_margin(text, found[1])
         if text[at : at + 1] == "]":
-            return calls if after_margin(text, at + 1) == len(text) else []
+            return calls, at + 1
         if text[at : at + 1] != ",":
-            return []
+            return None
         at = after_margin(text, at + 1)
-    return []
+    return None
 
 
-def _mistral_named(text: str) -> list[Part]:
-    head = _MISTRAL_HEAD.match(text)
+def _mistral_named(text: str, at: int) -> tuple[list[Part], int] | None:
+    head = _MISTRAL_HEAD.match(text, at)
     found = object_members(text, head.end()) if head is not None else None
-    if head is None or found is None or after_margin(text, found[1]) != len(text):
-        return []
-    return [ToolCall(head[1], text[head.end() : found[1]])]
+    if head is None or found is None:
+        return None
+    return [ToolCall(head[1], text[head.end() : found[1]])], found[1]
 
 
 _READERS: Final[Mapping[str, Callable[[], CallReader]]] = {

@@ -12,14 +12,14 @@ Source: the harmony format's description by OpenAI.
 import re
 from typing import Final
 
-from spmd_worker.chat.answer_parts import Part, PassOn, Stripped, ToolCall, UpTo, object_text
+from spmd_worker.chat.answer_parts import CallText, Part, PassOn, PassOnJson, Stripped, ToolCall, UpTo, object_text
 
 _HEAD: Final = re.compile(r"(?:\s*<\|start\|>)?([^<]*)<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _END: Final = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>|<\|channel\|>)")
 _RECIPIENT: Final = re.compile(r"\bto=(\S+)")
 _FUNCTIONS: Final = "functions."
 _UNFINISHED_HEAD: Final = re.compile(r"\s*<\|(?:start|channel)\|>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*\Z")
-_BODY_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+BODY_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE: Final = re.compile(r"<\|message\|>")
 _MOST: Final = len("<|channel|>")
 """Characters of the longest of these."""
@@ -28,32 +28,32 @@ _MOST: Final = len("<|channel|>")
 class _Message:
     """One message whose head was read: reasoning, content, or a call, which is kept up to its end."""
 
-    def __init__(self, head: re.Match[str], *, has_calls: bool) -> None:
+    def __init__(self, head: re.Match[str], *, has_calls: bool, is_json: bool) -> None:
         self._head = head[0]
         recipient = _RECIPIENT.search(f"{head[1]} {head[2]}") if has_calls else None
         self._function = None if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
         self.is_reasoning = recipient is None and head[2].split()[:1] == ["analysis"]
         self.has_text = False
         """Whether any of it was passed on."""
-        self._call = UpTo(_END, _MOST) if recipient is not None else None
-        self._text, self._stripped = PassOn(_END, *_BODY_ENDS), Stripped()
+        self._call = CallText(_END, BODY_ENDS, self._called) if recipient is not None else None
+        pass_on = PassOnJson if is_json and not self.is_reasoning else PassOn
+        self._text, self._stripped = pass_on(_END, *BODY_ENDS), Stripped()
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, ToolCall | None, str | None]:
         """Text that has become certain, the call that it was, and what is behind the message; None where it goes on."""
         if self._call is not None:
-            found = self._call.read(text)
-            if found is not None:
-                return *self._called(found[0], found[1]), found[2]
-            return (*self._called(self._call.text, ""), None) if is_end else ("", None, None)
+            found = self._call.read(text, is_end=is_end)
+            if found is None:
+                return "", None, None
+            body, end, rest, call = found
+            # The message as it is where it is no call.
+            return "" if call is not None else self._head + body + end, call, rest
         certain, behind = self._text.read(text, is_end=is_end)
         return self._stripped.read(certain) if self.is_reasoning else certain, None, behind
 
-    def _called(self, body: str, end: str) -> tuple[str, ToolCall | None]:
-        """The call, or the message as it is where it is none."""
+    def _called(self, body: str) -> ToolCall | None:
         arguments = object_text(body)
-        if arguments is None or self._function is None:
-            return self._head + body + end, None
-        return "", ToolCall(self._function, arguments)
+        return None if arguments is None or self._function is None else ToolCall(self._function, arguments)
 
     @property
     def is_call(self) -> bool:
@@ -63,11 +63,11 @@ class _Message:
 
 class HarmonyReader:
     """Of one answer, whose text comes in pieces (`answer_parts.py`). `has_calls`: messages to functions are calls, and
-    content where not. From what is no message on, the text is content, with its end.
+    content where not. `is_json`: content is. From what is no message on, the text is content, with its end.
     """
 
-    def __init__(self, *, has_calls: bool) -> None:
-        self._has_calls = has_calls
+    def __init__(self, *, has_calls: bool, is_json: bool = False) -> None:
+        self._has_calls, self._is_json = has_calls, is_json
         self._head = UpTo(_MESSAGE, _MOST)
         self._message: _Message | None = None
         self._rest: list[str] | None = None
@@ -88,7 +88,7 @@ class HarmonyReader:
                 if head is None:
                     self._rest, text = [before + marker], text
                     break
-                self._message = _Message(head, has_calls=self._has_calls)
+                self._message = _Message(head, has_calls=self._has_calls, is_json=self._is_json)
             behind = self._read_message(self._message, text, reasoning, parts, is_end=is_end)
             if behind is None:
                 return "".join(reasoning), parts

@@ -1,12 +1,12 @@
 """Forms of answers, compiled by the engine of grammars: what a model may write under them, token by token."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+from chat_models import CHAT_MODELS, MARKERS, TOOLS, write_chat_tokenizer
 
 from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_parts import ToolCall
@@ -48,9 +48,13 @@ class Model:
         return self.has_form(text, form)
 
     def has_form(self, text: str, form: StructuredOutputsParams) -> bool:
+        return self.takes([text], form)
+
+    def takes(self, texts: Sequence[str], form: StructuredOutputsParams) -> bool:
+        """Whether texts in a row may be an answer of which each is written with tokens of its own."""
         self._compiler.check(form)
         state = self._compiler.start(form)
-        state.take([*self.tokenizer.encode(text, add_special_tokens=False), 1])
+        state.take([*(i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)), 1])
         return not state.problem
 
 
@@ -72,6 +76,58 @@ def test_a_call_that_is_required_is_one_in_the_models_own_words(model: Model, re
     without = text.replace("add", "stop").replace('{"a": 1}', "{}")
     assert model.may_be(without, tools=TOOLS, tool_choice="required")
     assert not model.may_be(without, tools=TOOLS, tool_choice=NAMED)
+
+
+SAY = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    },
+}
+
+
+@pytest.mark.finding(number="A3")
+@pytest.mark.parametrize("way", ["call", "content"])
+def test_what_the_grammar_allows_in_strings_is_read(model: Model, request: pytest.FixtureRequest, way: str):
+    """Markers, spelled with tokens that are none: as a marker's token they cannot be in a string."""
+    asked: dict[str, Any] = {"tools": [SAY], "tool_choice": "required"}
+    text = CHAT_MODELS[request.node.callspec.params["model"]].call
+    if way == "content":
+        asked = {"tools": [SAY], "response_format": {"type": "json_object"}}
+        text = ("<|channel|>final<|message|>" if model.format.is_harmony else "") + '{"a": 1}'
+    form, chat_request_ = model.form(**asked), chat_request(asked)
+    assert form is not None
+    before, after = text.split('{"a": 1}')
+    for marker in MARKERS:
+        quoted = json.dumps({"a": f"{marker}x{marker}"}, ensure_ascii=False)
+        assert model.takes([before, *quoted, after], form), marker
+        answer = AnswerReader(model.format, chat_request_).read(before + quoted + after)
+        if way == "call":
+            assert answer.tool_calls == (ToolCall("add", quoted),), marker
+        else:
+            assert (answer.content, answer.tool_calls) == (quoted, ()), marker
+
+
+@pytest.mark.finding(number="A3")
+@pytest.mark.parametrize("name", ["hermes with reasoning", "mistral with names", "harmony"])
+def test_reasoning_that_the_grammar_allows_ends_where_it_is_read_to_end(folder: Path, name: str):
+    model, call = Model(folder, name), CHAT_MODELS[name].call
+    begin, end = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}.get(
+        model.format.reasoning, ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+    )
+    rest = call.partition(end)[2]
+    asked = {"tools": TOOLS, "tool_choice": "required"}
+    form = model.form(**asked)
+    assert form is not None
+    ends = [end] if name != "harmony" else ["<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"]
+    for marker in (*MARKERS, *ends):
+        thought = f"I say {marker}!"
+        is_allowed = model.takes([begin, *thought, end, rest], form)
+        assert is_allowed == (marker not in ends), marker
+        if is_allowed:
+            answer = AnswerReader(model.format, chat_request(asked)).read(f"{begin}{thought}{end}{rest}")
+            assert (answer.reasoning, answer.content, len(answer.tool_calls)) == (thought, "", 1), marker
 
 
 def test_an_answer_in_json_has_the_schema_and_reasoning_before_it(model: Model):

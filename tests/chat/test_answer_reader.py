@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_models import ADD, OBJECT, TOOLS
+from chat_models import ADD, MARKERS, OBJECT, TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -263,32 +263,134 @@ def test_the_test_sees_a_piece_that_is_read_by_itself(monkeypatch: pytest.Monkey
         check_cuts(reader(HERMES), f"x{BLOCK}", range(20))
 
 
-def test_a_long_answer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
-    """In each format, as content, reasoning and an open call: what is searched grows as the text does."""
-    searched = [0]
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters patterns were searched in."""
+    count = [0]
 
     class Counting:
         def __init__(self, pattern: re.Pattern[str]) -> None:
             self._pattern = pattern
+            self.pattern = pattern.pattern
 
-        def search(self, text: str) -> Any:
-            searched[0] += len(text)
-            return self._pattern.search(text)
+        def search(self, text: str, at: int = 0) -> Any:
+            found = self._pattern.search(text, at)
+            count[0] += (len(text) if found is None else found.end()) - at
+            return found
 
     for searcher in (answer_parts.UpTo, answer_parts.PassOn):
         init = searcher.__init__
         monkeypatch.setattr(
             searcher, "__init__", lambda self, marker, *rest, _init=init: _init(self, Counting(marker), *rest)
         )
+    compile_pattern = re.compile
+    counting = SimpleNamespace(compile=lambda text: Counting(compile_pattern(text)), Pattern=re.Pattern)
+    monkeypatch.setattr(answer_parts, "re", counting)
+    return count
+
+
+def test_a_long_answer_is_looked_at_once(searched: list[int]):
+    """In each format, as content, reasoning and an open call: what is searched grows as the text does."""
     for chat_format, beginning in (
         *((HERMES, ""), (HERMES, "<think>"), (HERMES, '<tool_call>{"name": "')),
         *((LLAMA, "{"), (MISTRAL, ""), (MISTRAL, "[TOOL_CALLS]"), (HARMONY, "")),
         *((HARMONY, "<|channel|>final<|message|>"), (HARMONY, "<|channel|>analysis<|message|>")),
-        (HARMONY, "<|channel|>x to=functions.add<|message|>{"),
+        *((HARMONY, "<|channel|>x to=functions.add<|message|>{"), (HARMONY, '<|channel|>x to=f<|message|>{"a": "')),
     ):
-        searched[0] = 0
-        as_it_comes(reader(chat_format), [beginning, *["words of it "] * 500])
-        assert searched[0] <= 4 * 12 * 500, (chat_format, beginning)
+        for piece in ("words of it ", '"a" , "b" , ', "</tool_call>", "<|end|> a b "):
+            if piece == "<|end|> a b " and beginning == "<|channel|>final<|message|>":
+                continue
+            searched[0] = 0
+            as_it_comes(reader(chat_format), [beginning, *[piece] * 500])
+            assert searched[0] <= 4 * 12 * 500, (chat_format, beginning, piece)
+
+
+@pytest.mark.finding(number="A3")
+def test_calls_that_break_off_in_strings_are_looked_at_thrice_at_most(searched: list[int]):
+    """Where one's string goes on through the next ones, these are read again."""
+    pieces = ('{"a": "', '\\"', '"" ""', "", '{"a": "b"}', '{"name": "add')
+    for inner in pieces:
+        for first in pieces:
+            text, searched[0] = "".join(f"<tool_call>{each}</tool_call>" for each in (first, *[inner] * 500)), 0
+            reader(HERMES).read(text)
+            assert searched[0] <= 3 * len(text), (first, inner)
+
+
+# Markers inside the JSON of a call.
+
+TEXTS = st.lists(st.sampled_from([*MARKERS, "x", " ", "say "]), max_size=6).map("".join)
+ARGUMENTS = st.dictionaries(
+    TEXTS, TEXTS | st.lists(TEXTS, max_size=2) | st.dictionaries(TEXTS, TEXTS, max_size=2), max_size=3
+)
+
+
+def written(chat_format: ChatFormat, name: str, arguments: str) -> list[str]:
+    """A call as the format has it, in each of its ways."""
+    call = f'{{"name": "{name}", "arguments": {arguments}}}'
+    if chat_format is HERMES:
+        return [f"<tool_call>\n{call}\n</tool_call>", f"<tool_call>{call}</tool_call>"]
+    if chat_format is LLAMA:
+        return [call, f"{PYTHON}{call}"]
+    if chat_format is MISTRAL:
+        return [f"[TOOL_CALLS][{call}]", f"[TOOL_CALLS]{name}[ARGS]{arguments}", f"[TOOL_CALLS]{name}{arguments}"]
+    head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
+    return [head, f"{head}<|call|>", f"<|start|>assistant{head}<|end|>"]
+
+
+@pytest.mark.finding(number="A3")
+@settings(max_examples=150, deadline=None)
+@given(EACH_FORMAT, st.lists(ARGUMENTS, min_size=1, max_size=3), st.sampled_from([None, 1]), st.booleans(), CUTS)
+def test_arguments_come_back_whatever_they_quote(
+    chat_format: ChatFormat, arguments: list[dict[str, Any]], indent: int | None, is_ascii: bool, cuts: Sequence[int]
+):
+    texts = [json.dumps(each, indent=indent, ensure_ascii=is_ascii) for each in arguments]
+    between = {LLAMA: "; ", HERMES: "\n"}.get(chat_format, "")
+    for way in range(len(written(chat_format, "add", "{}"))):
+        calls = [written(chat_format, "add", text)[way] for text in texts]
+        if chat_format is LLAMA:
+            calls[1:] = [call.removeprefix(PYTHON) for call in calls[1:]]
+        if chat_format is HARMONY and way == 0:
+            # Without an end of its own the next message ends it.
+            calls[1:] = [f"<|start|>assistant{call}" for call in calls[1:]]
+        answer = between.join(calls)
+        expected = ChatAnswer("", "", tuple(ToolCall("add", text) for text in texts))
+        assert reader(chat_format).read(answer) == expected, answer
+        check_cuts(reader(chat_format), answer, cuts)
+        if chat_format is HERMES:
+            for is_open, thought in ((True, "why"), (False, "<think>why")):
+                found = reader(chat_format, is_open=is_open).read(f"{thought}</think>{answer}")
+                assert found == ChatAnswer("", "why", expected.tool_calls)
+
+
+QUOTING = '{"a": "</tool_call>[TOOL_CALLS]<|end|></think>"}'
+
+
+@pytest.mark.finding(number="A3")
+def test_broken_call_that_quotes_a_marker_hides_no_other():
+    good = {each: written(each, "add", '{"a": 1}')[0] for each in (HERMES, MISTRAL, HARMONY)}
+    for chat_format, call in good.items():
+        for broken in (QUOTING[:-1], QUOTING[:-2], QUOTING.replace('": "', '" "'), QUOTING.replace("<|end|>", "\\x")):
+            if chat_format is HARMONY and broken == QUOTING[:-2]:
+                # From the marker on, which may be one, it is no message.
+                continue
+            text = written(chat_format, "add", broken)[-2]
+            next_call = f"<|start|>assistant{call}" if chat_format is HARMONY else call
+            answer = reader(chat_format).read(f"{text}{next_call}")
+            assert CALL in answer.tool_calls, (chat_format, broken, answer)
+            check_cuts(reader(chat_format), f"{text}{next_call}", range(0, 300, 3))
+
+
+@pytest.mark.finding(number="A3")
+@settings(max_examples=60, deadline=None)
+@given(EACH_FORMAT, ARGUMENTS, CUTS)
+def test_content_in_json_comes_back_whatever_it_quotes(
+    chat_format: ChatFormat, content: dict[str, Any], cuts: Sequence[int]
+):
+    asked = chat_request({"tools": TOOLS, "response_format": {"type": "json_object"}})
+    text = json.dumps(content)
+    head = "<|channel|>final<|message|>" if chat_format is HARMONY else ""
+    assert reader(chat_format, asked).read(head + text) == ChatAnswer(text)
+    check_cuts(reader(chat_format, asked), head + text, cuts)
 
 
 VALUES = st.sampled_from([None, True, -1, 1.5, "", "}", '"', [], [1, "]"], {"a": {}}])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chat_checkpoints import write_chat_model
-from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+from chat_models import CHAT_MODELS, MARKERS, TOOLS, write_chat_tokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from serving import JSON, ServedHere, joined, without_names
@@ -96,6 +96,20 @@ def test_chunks_put_together_are_the_whole_answer(name: str, tmp_path: Path):
     messages = [choice["message"] for choice in whole["choices"]]
     assert [len(message.get("tool_calls", ())) for message in messages] == [1, 0, 0]
     assert messages[2]["content"] == "hello é <to"
+
+
+@pytest.mark.finding(number="A3")
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_call_that_quotes_markers_is_streamed_and_whole(name: str, tmp_path: Path):
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
+    served = served_row(tokenizer, tools=TOOLS)
+    arguments = json.dumps({"a": "".join(MARKERS)})
+    chunks, whole = streamed_and_whole(tokenizer, served, CHAT_MODELS[name].call.replace('{"a": 1}', arguments))
+    assert without_usage(joined(chunks)) == without_usage(whole)
+    (choice,) = whole["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": arguments}
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
 
 
 def test_content_before_a_call_is_streamed_and_the_call_is_one_chunk(tmp_path: Path):
