@@ -108,7 +108,7 @@ class RowError:
 
     Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
-    unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_missing, chat_template_missing,
+    unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, of a row
     that ran and could not be answered to its end.

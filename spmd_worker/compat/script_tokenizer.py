@@ -11,17 +11,27 @@ from typing import Any
 
 from spmd_worker.compat.chat import ChatOptions, render
 from spmd_worker.tokenizer.chat_templates import DEFAULT
+from spmd_worker.tokenizer.encoder import switch_off_sampling
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 def script_tokenizer(own: Tokenizer, model_folder: Path) -> Any:
-    """Nothing is downloaded and no code of the folder is executed."""
+    """Nothing is downloaded, no code of the folder is executed, and nothing in it is random."""
+    if own.is_isolated:
+        logger.info("the tokenizer of %s is of no known form, so ours, with limits, is handed out", model_folder)
+        return PlainTokenizer(own)
     try:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False)
+        found: Any = AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False)
+        if (getattr(found, "sp_model_kwargs", None) or {}).get("enable_sampling"):
+            logger.info("sp_model_kwargs.enable_sampling of %s is for training, so ours is handed out", model_folder)
+            return PlainTokenizer(own)
+        if (backend := getattr(found, "backend_tokenizer", None)) is not None:
+            switch_off_sampling(backend)
+        return found
     except ImportError:
         return PlainTokenizer(own)
     except (OSError, ValueError, KeyError) as error:  # a folder whose tokenizer needs code, or files that are not there

@@ -12,6 +12,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from spmd_worker.errors import TokenizerError
+from spmd_worker.tokenizer.encoder import is_failure
 
 _KINDS: Final = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _SENTENCEPIECE: Final = "tokenizer.model"
@@ -50,7 +51,9 @@ def converted(folder: Path) -> bytes | None:
         package = str(error.name).partition(".")[0]
         module = "protobuf" if package == "google" else package
         why = f"{module}, which converts it, is not installed"
-    except Exception as error:  # a converter for every kind of file raises whatever its libraries do
+    except BaseException as error:  # a converter for every kind of file raises whatever its libraries do
+        if not is_failure(error):
+            raise
         why = f"transformers cannot convert it here ({type(error).__name__}: {str(error)[:200].partition(chr(10))[0]})"
     else:
         if difference is None:

@@ -79,19 +79,22 @@ class TokenBound:
         return len(text.encode("utf-8", "surrogatepass")) if self.counted is Counted.BYTES else len(text)
 
 
+UNKNOWN: Final = TokenBound(Counted.NONE)
+
+
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
     """The bound of a tokenizer without truncation, by its components."""
     normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
     if not all(map(_keeps_sequences, _steps(backend.post_processor))):
-        return TokenBound(Counted.NONE)
+        return UNKNOWN
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if len(set(vocabulary.values())) < len(vocabulary):
         # Which of two texts a token covers is not known.
-        return TokenBound(Counted.NONE)
+        return UNKNOWN
     steps = (*map(_normalized, normalizer), *map(_pre_tokenized, pre_tokenizer))
     counted = min(steps, key=_order, default=Counted.CHARACTERS)
     if counted is Counted.NONE:
-        return TokenBound(Counted.NONE)
+        return UNKNOWN
     added = backend.get_added_tokens_decoder().values()
     contents = [*(token.content for token in added), *(_through(backend, token.content) for token in added)]
     letters = bytes(each for each in _LETTERS_AND_DIGITS if _has_letter(backend, vocabulary, chr(each)))
@@ -101,7 +104,7 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
         splits = splits and all(step.get("type") != "Replace" for step in normalizer)
         keeps = len(_through(backend, "a b").split()) == 2 and letters == _LETTERS_AND_DIGITS
         words = max((content.count(" ") for content in contents), default=0) + 1
-        return TokenBound(Counted.WORDS, words) if splits and keeps else TokenBound(Counted.NONE)
+        return TokenBound(Counted.WORDS, words) if splits and keeps else UNKNOWN
     if not _covers_all(backend.model, vocabulary, is_byte_level):
         counted = Counted.LETTERS_AND_DIGITS
     elif counted is Counted.CHARACTERS and is_byte_level and not normalizer:

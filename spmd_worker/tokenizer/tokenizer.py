@@ -5,8 +5,8 @@ files of older tokenizers, and nothing in the folder is executed but the chat te
 """
 
 import io
+import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,10 @@ from spmd_worker import files
 from spmd_worker.errors import TokenizerError
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, named_templates
 from spmd_worker.tokenizer.conversion import converted, older_files
-from spmd_worker.tokenizer.token_bound import token_bound
+from spmd_worker.tokenizer.encoder import Encoder, TextEncoder, library_errors, opened
+from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
+from spmd_worker.tokenizer.form import WAY_OUT, TokenizerForm, check_token, checked_form
+from spmd_worker.tokenizer.token_bound import UNKNOWN, token_bound
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +34,7 @@ _MORE_TEMPLATES: Final = "additional_chat_templates"
 _TEMPLATE_SUFFIX: Final = ".jinja"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
-_PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
-"""The library's variable: `false` and it starts no threads."""
-_LONG_TEXT: Final = 10_000
-"""Characters: shorter ones take less than what another thread would notice."""
-_MOST_BYTES: Final = 256 * 1024 * 1024
+_MOST_BYTES: Final = 128 * 1024 * 1024
 """Of each: vocabularies of a million tokens take 64 MiB."""
 _MOST_DIGITS: Final = 10
 """Of a token's id."""
@@ -64,12 +63,14 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
+        encoder: TextEncoder,
         special_tokens: Mapping[str, str],
         chat_templates: ChatTemplates,
         fingerprint: str,
         truncation_side: str = "right",
     ) -> None:
         self._backend = backend
+        self._encoder = encoder
         self._special_tokens = dict(special_tokens)
         self.chat_templates = chat_templates
         self._fingerprint = fingerprint
@@ -79,7 +80,8 @@ class Tokenizer:
         self._added_ids = {token.content: i for i, token in added.items()}
         self._has_byte_fallback = _has_byte_fallback(backend)
         self._token_texts: dict[int, str] = {}
-        self._bound = token_bound(backend)
+        self._found_anchor: tuple[tuple[int, ...], str] | None = None
+        self._bound = UNKNOWN if self.is_isolated else token_bound(backend)
 
     @staticmethod
     def open(model_folder: Path) -> "Tokenizer":
@@ -98,14 +100,15 @@ class Tokenizer:
             _json_object(folder / name, contents[name]) for name in (_SPECIAL_TOKENS_FILE, _CONFIG_FILE)
         )
         config = special_tokens_map | config
-        backend = _backend(folder / _TOKENIZER_FILE, tokenizer)
         special_tokens = _named_tokens(config)
-        _register_tokens(backend, config, special_tokens, folder / _CONFIG_FILE)
+        form = checked_form(str(folder / _TOKENIZER_FILE), tokenizer)
+        added = _added_tokens(form.values, config, special_tokens, folder / _CONFIG_FILE)
+        backend, encoder = _open_library(folder / _TOKENIZER_FILE, tokenizer.decode("utf-8"), form, added)
         templates = ChatTemplates(_chat_template_sources(folder, contents, config), special_tokens)
         side = config.get("truncation_side", "right")
         if side not in ("left", "right"):
             raise TokenizerError(f"{folder / _CONFIG_FILE}: truncation_side={side!r} must be left or right")
-        return Tokenizer(backend, special_tokens, templates, _fingerprint(contents), side)
+        return Tokenizer(backend, encoder, special_tokens, templates, _fingerprint(contents), side)
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
@@ -125,6 +128,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model's own vocabulary may be padded beyond it."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether tokenizer.json is of a form that no known model has, so that texts are encoded in a process with
+        limits.
+        """
+        return isinstance(self._encoder, IsolatedEncoder)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -155,29 +165,21 @@ class Tokenizer:
         return sources.get(TOOL_USE, sources.get(DEFAULT))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair).
+        """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair), and its subclass
+        TokenizerError where the tokenizer fails on it.
 
         There is no call for many: the library's own starts a thread per core, which takes the cores from the ranks and
-        makes it print a warning after every later fork. Told not to (TOKENIZERS_PARALLELISM), that call is made for
-        long texts, because it alone lets other threads of the interpreter go on, in the variant without offsets, which
-        takes half the time.
+        makes it print a warning after every later fork.
         """
         if not _is_unicode(text):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
-        if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
-            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-        return list(self._encoding(text, add_special_tokens).ids)
+        return self._encoder.encode(text, add_special_tokens)
 
     def min_num_tokens(self, text: str) -> int:
         """Lower bound of `len(encode(text, add_special_tokens=False))`, without encoding and at a thousandth of its
         cost: a text that has more tokens than fit is refused by it. 0 where no bound is known. Raises nothing.
         """
         return self._bound.min_num_tokens(text)
-
-    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
-            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_inside(
         self, first: str, second: str | None = None, max_tokens: int | None = None
@@ -193,23 +195,14 @@ class Tokenizer:
         texts = [first] if second is None else [first, second]
         if not all(map(_is_unicode, texts)):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
-        encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
-        if max_tokens is not None:
-            num_special = int(self._backend.num_special_tokens_to_add(second is not None))
-            if max_tokens <= num_special:
-                raise ValueError(f"{max_tokens} tokens leave no room for text beside {num_special} special ones")
-            lengths = _cut_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
-            for encoding, length in zip(encodings, lengths):
-                encoding.truncate(length, direction=self._truncation_side)
-        whole = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
-        types = list(whole.type_ids)
-        num_first = types.index(1) if 1 in types else len(types)
-        is_ordered = all(each == int(index >= num_first) for index, each in enumerate(types))
-        return list(whole.ids), num_first if is_ordered else None
+        return self._encoder.encode_inside(first, second, max_tokens, self._truncation_side)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD. Raises
+        TokenizerError where the tokenizer fails on them.
+        """
+        with library_errors("the ids cannot be decoded"):
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it, None where there is no such id."""
@@ -227,11 +220,19 @@ class Tokenizer:
         """Text of one token as it appears inside a text: with its leading space, special tokens by name."""
         text = self._token_texts.get(token_id)
         if text is None:
-            anchor = self._backend.encode("a", add_special_tokens=False).ids
-            prefix = self.decode(anchor, skip_special_tokens=False)
+            anchor, prefix = self._anchor()
             text = self.decode([*anchor, token_id], skip_special_tokens=False)[len(prefix) :]
             self._token_texts[token_id] = text
         return text
+
+    def _anchor(self) -> tuple[tuple[int, ...], str]:
+        """The first token that is a letter or word, and its text: behind it others have their leading space."""
+        if self._found_anchor is None:
+            ids = range(self.vocab_size)
+            texts = ((i, self.decode([i])) for i in ids)
+            found = next(((i, text) for i, text in texts if text.isascii() and text.isalpha()), None)
+            self._found_anchor = ((), "") if found is None else ((found[0],), found[1])
+        return self._found_anchor
 
     def apply_chat_template(
         self,
@@ -372,19 +373,6 @@ class IncrementalDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _cut_lengths(lengths: list[int], most: int) -> list[int]:
-    """As the library cuts the longest first: what is left of texts that may have `most` tokens together."""
-    if len(lengths) == 1:
-        return [min(lengths[0], most)]
-    shorter, longer = sorted(lengths)
-    if shorter + longer <= most:
-        return lengths
-    longer = shorter if shorter > most else max(shorter, most - shorter)
-    if shorter + longer > most:
-        shorter, longer = most // 2, most - most // 2
-    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]
-
-
 def _prompt_context(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
     """The last visible tokens of a prompt, from a place where no run of fallback bytes is cut."""
     context: list[int] = []
@@ -425,16 +413,24 @@ def _read(path: Path) -> bytes | None:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
-def _backend(path: Path, content: bytes) -> tokenizers.Tokenizer:
+def _open_library(
+    path: Path, text: str, form: TokenizerForm, added: Sequence[Mapping[str, Any]]
+) -> tuple[tokenizers.Tokenizer, TextEncoder]:
+    """The vocabulary and decoder, in this process, and what encodes. Raises TokenizerError."""
     try:
-        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
-    except Exception as error:  # the library raises Exception itself for a file it cannot use
-        raise TokenizerError(f"{path} is not a tokenizer of the tokenizers library: {error}") from None
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        if form.is_known:
+            backend = opened(text, added)
+            encoder: TextEncoder = Encoder(backend)
+        else:
+            backend = opened(json.dumps({**form.values, "normalizer": None, "pre_tokenizer": None}), added)
+            encoder = IsolatedEncoder(text, added)
+            encoder.check()
+            logger.warning("%s is of a form that no known model has: texts are encoded in a process with limits", path)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}: {WAY_OUT}") from None
+    if form.values["model"].get("dropout"):
+        logger.warning("%s: model.dropout=%s is for training and is off", path, form.values["model"]["dropout"])
+    return backend, encoder
 
 
 def _json_object(path: Path, content: bytes | None) -> dict[str, Any]:
@@ -458,17 +454,15 @@ def _token_content(value: Any) -> str | None:
     return content if isinstance(content, str) and content else None
 
 
-def _register_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path
-) -> None:
-    """Add what the configuration, `path`, calls a token and tokenizer.json does not, as transformers does. Raises
-    TokenizerError.
+def _added_tokens(
+    values: Mapping[str, Any], config: Mapping[str, Any], named: Mapping[str, str], path: Path
+) -> list[dict[str, Any]]:
+    """The tokens that the configuration, `path`, names and tokenizer.json does not, which are added as transformers
+    adds them: the arguments of `AddedToken`. Raises TokenizerError.
     """
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    tokens: dict[str, dict[str, Any]] = {}
     for token in _listed_tokens(config):
-        if token.content not in known:
-            backend.add_tokens([token])
-            known.add(token.content)
+        tokens.setdefault(token["content"], token)
     key = "additional_special_tokens" if config.get("additional_special_tokens") else "extra_special_tokens"
     extra = config.get(key) or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
@@ -476,12 +470,15 @@ def _register_tokens(
         # A text is a sequence too: each of its letters would be a token.
         raise TokenizerError(f"{path}: {key}={str(extra)[:80]!r} must be a list of tokens, or an object of them")
     for content in (*named.values(), *(_token_content(value) for value in extra)):
-        if content is not None and content not in known:
-            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
-            known.add(content)
+        if content is not None:
+            tokens.setdefault(content, {"content": content, "special": True, "normalized": False})
+    for content in tokens:
+        check_token(str(path), "a token", content)
+    known = {token["content"] for token in values.get("added_tokens") or []}
+    return [token for content, token in tokens.items() if content not in known]
 
 
-def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The tokens of `added_tokens_decoder`, in order of their ids."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
@@ -492,7 +489,7 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]
         if content is not None and isinstance(value, dict):
             flags = {name: value.get(name, False) is True for name in ("lstrip", "rstrip", "single_word", "special")}
             normalized = value.get("normalized", not flags["special"]) is True
-            yield tokenizers.AddedToken(content, normalized=normalized, **flags)
+            yield {"content": content, "normalized": normalized, **flags}
 
 
 def _more_templates(folder: Path) -> list[str]:

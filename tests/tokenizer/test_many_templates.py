@@ -47,7 +47,7 @@ def check(source: str, limit_s: float) -> str:
             template.render(ONE)
     else:
         assert template.render(ONE) == "fine", source
-    for renderer in template._renderers:
+    for renderer in template._process._children:
         renderer.end()
     assert used_s() - before_s < limit_s + BESIDE_S, (source, used_s() - before_s)
     return ending

@@ -20,7 +20,7 @@ from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunC
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ChatTemplateError
 from spmd_worker.process import children_of, start_time_of
-from spmd_worker.tokenizer import template_process
+from spmd_worker.tokenizer import bounded_process, template_process
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 from spmd_worker.tokenizer.template_process import IsolatedTemplate
 
@@ -75,7 +75,7 @@ def test_a_conversation_that_is_too_large_itself_is_said_to_be_and_the_next_row_
     """It was told that there was no jinja2."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 256 << 20)
     template = IsolatedTemplate("fine", {})
-    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
+    with pytest.raises(ChatTemplateError, match="more than 256 MiB of memory"):
         template.render(CONVERSATIONS[0], variables={"x": [{"": 0}] * 1_500_000})
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -84,7 +84,7 @@ def test_a_conversation_that_does_not_even_fit_is_said_to_be_too_large(monkeypat
     """Its process has ended before all of it is sent."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 128 << 20)
     template = IsolatedTemplate("fine", {})
-    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
+    with pytest.raises(ChatTemplateError, match="more than 128 MiB of memory"):
         template.render(CONVERSATIONS[0], variables={"x": "x" * (160 << 20)})
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -120,12 +120,14 @@ def test_the_control_renders_here_what_no_bound_sees():
 
 
 def process_of(template: IsolatedTemplate) -> int:
-    return template._renderers[0]._process.pid
+    pid = template._process.pid
+    assert pid is not None
+    return pid
 
 
 def test_one_process_serves_a_template_until_it_ends_and_then_another():
     template = IsolatedTemplate("{{ messages | length }}", {})
-    assert template._renderers == [], "none before it is needed"
+    assert template._process.pid is None, "none before it is needed"
     template.render(CONVERSATIONS[0])
     first = process_of(template)
     with pytest.raises(ChatTemplateError, match="division"):
@@ -167,7 +169,7 @@ def end_as_they_start(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, m
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(template_process.subprocess, "Popen", start_one)
+    monkeypatch.setattr(bounded_process.subprocess, "Popen", start_one)
     return started
 
 
@@ -200,7 +202,7 @@ def test_the_process_ends_with_its_template():
 def test_the_process_ends_with_its_owner_however_that_ends():
     source = (
         "from spmd_worker.tokenizer.template_process import IsolatedTemplate as T; import time; t = T('x', {}); "
-        "t.render([]); print(t._renderers[0]._process.pid, flush=True); time.sleep(3600)"
+        "t.render([]); print(t._process.pid, flush=True); time.sleep(3600)"
     )
     command = [sys.executable, "-c", source]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -216,14 +218,14 @@ def test_the_process_ends_with_its_owner_however_that_ends():
 def test_a_forked_process_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch):
     template = IsolatedTemplate("x", {})
     template.render(CONVERSATIONS[0])
-    first = template._renderers[0]
-    pid, own = first._process.pid, os.getpid()
+    first = template._process._children[0]
+    pid, own = first.pid, os.getpid()
     with monkeypatch.context() as forked:
-        forked.setattr(template_process.os, "getpid", lambda: own + 1)
+        forked.setattr(bounded_process.os, "getpid", lambda: own + 1)
         assert template.render(CONVERSATIONS[0]) == "x"
         assert process_of(template) != pid
         assert start_time_of(pid) is not None, "the parent's is left alone"
-        template_process._end_all(template._renderers)
+        bounded_process._end_all(template._process._children)
     first.end()
 
 

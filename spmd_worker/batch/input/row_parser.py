@@ -33,7 +33,7 @@ from spmd_worker.batch.row import (
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestError, RequestLimits
-from spmd_worker.errors import ChatTemplateError
+from spmd_worker.errors import ChatTemplateError, TokenizerError
 from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.sequence.taken_params import taken_params
@@ -194,6 +194,8 @@ def encode(
     try:
         # A chat template writes the special tokens itself.
         return text, tuple(tokenizer.encode(text, add_special_tokens=not is_chat))
+    except TokenizerError as error:
+        raise RowProblem("tokenizer_error", str(error)) from None
     except ValueError as error:
         raise RowProblem("invalid_unicode", str(error)) from None
 

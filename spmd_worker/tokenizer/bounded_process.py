@@ -1,0 +1,244 @@
+"""A small process of its own for work that is not trusted, whose memory and computing time the kernel bounds.
+
+What a model folder brings (a chat template, a tokenizer of a form that no known model has) may compute for ever or take
+all memory. Here that ends as one request's error, after `cpu_s` or with `memory_bytes` at most, whatever it does. The
+process is started for the first request and again when it has ended, and ends with its owner, whose end of the pipe it
+reads. A signal for the owner's whole group is not for it: what ends a job must not become the error of a row.
+
+A message is a line of JSON with the length of a second one, which follows.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Final
+
+_WALL_S: Final = 120.0
+"""For a machine so busy that seconds of computing take as long, and a process that was stopped."""
+_PIECE_BYTES: Final = 1 << 16
+_FOR_THE_OWNER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Terminals, launchers and batch systems send these to all processes of a group: the owner decides what they mean."""
+
+
+class RefusedError(Exception):
+    """The process answered with an error, has ended, or had to be ended; the message says why."""
+
+
+class BoundedProcess:
+    """Runs `python -m module`, which calls `serve`; `start` is what it opens. Not shared with forked processes: each
+    starts a process of its own. Several threads take turns.
+    """
+
+    def __init__(self, module: str, start: Mapping[str, Any], cpu_s: int, memory_bytes: int) -> None:
+        self._module = module
+        self._start = {"start": start, "cpu_s": cpu_s, "memory_bytes": memory_bytes}
+        self._lock = threading.Lock()
+        self._children: list[_Child] = []
+        # When it is forgotten, or the interpreter ends.
+        weakref.finalize(self, _end_all, self._children)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._children[0].pid if self._children else None
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """Send what `pack` made and wait for the answer. Raises RefusedError."""
+        with self._lock:
+            return self._ask(request)
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        try:
+            try:
+                answer = self._child_here().ask(request)
+            except _IsTooEarlyError:
+                # The next one is started behind the signal.
+                _end_all(self._children)
+                answer = self._child_here().ask(request)
+        except BaseException:
+            # It has ended, or is halfway through a message.
+            _end_all(self._children)
+            raise
+        if answer.get("is_short_of_memory"):
+            _end_all(self._children)
+        if "error" in answer:
+            raise RefusedError(str(answer["error"]))
+        return answer
+
+    def _child_here(self) -> "_Child":
+        if not self._children or not self._children[0].is_usable:
+            _end_all(self._children)
+            self._children.append(_Child(self._module, self._start))
+        return self._children[0]
+
+
+class _IsTooEarlyError(RefusedError):
+    """A signal for the owner has ended the process, which did not look away yet."""
+
+
+class _Child:
+    """The process, from its owner's side."""
+
+    def __init__(self, module: str, start: Mapping[str, Any]) -> None:
+        paths = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.path]
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            # Not the working directory's modules.
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        )
+        assert self._process.stdin is not None, "a pipe"
+        assert self._process.stdout is not None, "a pipe"
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._cpu_s = int(start["cpu_s"])
+        self._start = pack(start)
+        self._answered = select.poll()
+        self._answered.register(self._output, select.POLLIN)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it runs, and is this process's."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """Send it and wait. Raises RefusedError."""
+        # It may have ended in the middle of a conversation that is too large for it, and have said so before.
+        with contextlib.suppress(BrokenPipeError):
+            self._input.write(self._start + request)
+            self._input.flush()
+        self._start = b""
+        deadline_s = time.monotonic() + _WALL_S
+        length = int(self._read_until(b"\n", deadline_s))
+        return dict(json.loads(self._read(length, deadline_s)))
+
+    def end(self) -> None:
+        """At once. A forked process leaves its parent's alone."""
+        if self._owner != os.getpid():
+            return
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._input, self._output):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+    def _read_until(self, end: bytes, deadline_s: float) -> bytes:
+        content = b""
+        while not content.endswith(end):
+            content += self._read(1, deadline_s)
+        return content
+
+    def _read(self, num_bytes: int, deadline_s: float) -> bytes:
+        content = bytearray()
+        while len(content) < num_bytes:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            if not self._answered.poll(left_s * 1000):
+                raise RefusedError(f"it has not ended for {_WALL_S:g} s")
+            piece = os.read(self._output.fileno(), min(num_bytes - len(content), _PIECE_BYTES))
+            if not piece:
+                raise self._ended()
+            content += piece
+        return bytes(content)
+
+    def _ended(self) -> RefusedError:
+        is_early = -self._process.wait() in _FOR_THE_OWNER
+        return (_IsTooEarlyError if is_early else RefusedError)(self._ending())
+
+    def _ending(self) -> str:
+        code = self._process.wait()
+        if code == -signal.SIGXCPU:
+            return f"it took more than {self._cpu_s} s of computing"
+        if code < 0:
+            return f"it ended its process by {signal.Signals(-code).name}, as what takes more memory than there is does"
+        needed = "this package and what it requires"
+        return f"its process could not be started (exit code {code}): {sys.executable} must be a Python with {needed}"
+
+
+def _end_all(children: list[_Child]) -> None:
+    while children:
+        children.pop().end()
+
+
+# In the process.
+
+
+def serve(open_: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any]], Mapping[str, Any]]]) -> int:
+    """Open what the start names, and answer requests until there are no more. An answer has the key `error` for a
+    request that cannot be answered; `open_` and what it returns may raise MemoryError. Returns the exit code.
+    """
+    for number in _FOR_THE_OWNER:
+        signal.signal(number, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    start = _unpack(requests)
+    if start is None:
+        return 0
+    most = int(start["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _allow_computing(int(start["cpu_s"]))
+    answer_of = None
+    while True:
+        try:
+            request = _unpack(requests)
+            if request is None:
+                return 0
+            answer_of = answer_of or open_(start["start"])
+            answer = pack(answer_of(request))
+        except MemoryError:
+            # The request itself is too large. What may be left of the message is not read.
+            text = f"it takes more than {most >> 20} MiB of memory"
+            answers.write(pack({"error": text, "is_short_of_memory": True}))
+            answers.flush()
+            return 0
+        answers.write(answer)
+        answers.flush()
+        _allow_computing(int(start["cpu_s"]))
+
+
+def _allow_computing(cpu_s: int) -> None:
+    """So much from now on: the kernel counts since the process began, and ends it by SIGXCPU."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(used.ru_utime + used.ru_stime) + cpu_s + 1
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+
+
+# On both sides.
+
+
+def pack(value: Mapping[str, Any]) -> bytes:
+    """A message. Raises TypeError for what is no plain JSON."""
+    content = json.dumps(value, default=_refuse).encode("ascii")
+    return b"%d\n%s" % (len(content), content)
+
+
+def _refuse(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a conversation holds plain JSON values, not {type(value).__name__}")
+
+
+def _unpack(stream: BinaryIO) -> dict[str, Any] | None:
+    """The next message; None at the end."""
+    length = stream.readline()
+    content = stream.read(int(length)) if length else b""
+    return dict(json.loads(content)) if content else None

@@ -1,0 +1,120 @@
+"""Encodes texts with the tokenizers library: in this process, or in the one of `encoder_process.py`."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import tokenizers
+
+from spmd_worker.errors import TokenizerError
+
+_PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
+"""The library's variable: `false` and it starts no threads."""
+_LONG_TEXT: Final = 10_000
+"""Characters: shorter ones take less than what another thread would notice."""
+_MOST_WORDS: Final = 300
+"""Characters of the library's own message."""
+
+
+class TextEncoder(Protocol):
+    """Texts to ids. Both methods raise ValueError for a text that cannot be encoded."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text."""
+        ...
+
+    def encode_inside(
+        self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
+    ) -> tuple[list[int], int | None]:
+        """As `Tokenizer.encode_inside`."""
+        ...
+
+
+class Encoder:
+    """In this process."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text. A longer one takes the library's call for many, which lets other threads go on, in the variant
+        without offsets.
+        """
+        with library_errors("the text cannot be encoded"):
+            if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
+                return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_inside(
+        self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
+    ) -> tuple[list[int], int | None]:
+        """As `Tokenizer.encode_inside`."""
+        with library_errors("the text cannot be encoded"):
+            encodings = [self._pieces(text) for text in ([first] if second is None else [first, second])]
+            num_special = int(self._backend.num_special_tokens_to_add(second is not None))
+        if max_tokens is not None:
+            if max_tokens <= num_special:
+                raise ValueError(f"{max_tokens} tokens leave no room for text beside {num_special} special ones")
+            lengths = _cut_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
+            for encoding, length in zip(encodings, lengths):
+                encoding.truncate(length, direction=truncation_side)
+        with library_errors("the text cannot be encoded"):
+            whole = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
+        types = list(whole.type_ids)
+        num_first = types.index(1) if 1 in types else len(types)
+        is_ordered = all(each == int(index >= num_first) for index, each in enumerate(types))
+        return list(whole.ids), num_first if is_ordered else None
+
+    def _pieces(self, text: str) -> tokenizers.Encoding:
+        if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
+            return self._backend.encode_batch([text], add_special_tokens=False)[0]
+        return self._backend.encode(text, add_special_tokens=False)
+
+
+def opened(text: str, added: Sequence[Mapping[str, Any]]) -> tokenizers.Tokenizer:
+    """The library's tokenizer, that cuts and pads nothing and in which nothing is random. Raises TokenizerError."""
+    with library_errors("the tokenizers library cannot read it"):
+        backend = tokenizers.Tokenizer.from_str(text)
+        backend.no_truncation()
+        backend.no_padding()
+        switch_off_sampling(backend)
+        backend.add_tokens([tokenizers.AddedToken(**token) for token in added])
+        return backend
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether the library failed: its panics are no `Exception`s."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def switch_off_sampling(backend: tokenizers.Tokenizer) -> None:
+    """Dropout of BPE and sampling of Unigram regularise training: with them each encoding of a text is another."""
+    for name in ("dropout", "alpha", "nbest_size"):
+        if getattr(backend.model, name, None) is not None:
+            setattr(backend.model, name, None)
+
+
+@contextlib.contextmanager
+def library_errors(words: str) -> Iterator[None]:
+    """Raises TokenizerError for what the library raises."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        why = " ".join(str(error).split())[:_MOST_WORDS]
+        raise TokenizerError(f"{words}: {why or type(error).__name__}") from None
+
+
+def _cut_lengths(lengths: list[int], most: int) -> list[int]:
+    """As the library cuts the longest first: what is left of texts that may have `most` tokens together."""
+    if len(lengths) == 1:
+        return [min(lengths[0], most)]
+    shorter, longer = sorted(lengths)
+    if shorter + longer <= most:
+        return lengths
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter, longer = most // 2, most - most // 2
+    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]

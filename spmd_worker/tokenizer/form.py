@@ -1,0 +1,339 @@
+"""Checks a tokenizer.json before the tokenizers library reads it: it comes with a model folder and is not trusted.
+
+What the field's models have is of known form: its regular expressions take time linear in the text, and the library
+does not panic over it. It is encoded in this process. A normalizer or pre-tokenizer of another form is encoded in a
+process with limits (`encoder_process.py`). What lets a text grow or drops it is refused. What makes ids text must be
+the same on every rank and has no process: decoders of another form are refused, and so are vocabularies that name one
+id twice, of which the library takes a random one.
+"""
+
+import base64
+import binascii
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from spmd_worker import files
+from spmd_worker.errors import TokenizerError
+from spmd_worker.tokenizer.patterns import is_linear
+
+_MAX_NESTING: Final = 64
+_MAX_ARRAYS: Final = 4_000_000
+_MAX_ITEMS: Final = 16_000_000
+"""Of the file: parsing takes some hundred bytes each. Merges of 500,000 tokens are 500,000 arrays."""
+_MAX_ID: Final = 1 << 22
+_MAX_TOKEN_CHARACTERS: Final = 8192
+"""A text of answers grows by so much a token at most. Models have tokens of a few hundred spaces."""
+_MAX_UNIGRAM_CHARACTERS: Final = 256
+"""Encoding looks at so many characters from each."""
+_MAX_WORD_CHARACTERS: Final = 1000
+"""`max_input_chars_per_word`: encoding takes its square. BERT has 100."""
+_MAX_STEPS: Final = 32
+_MAX_GROWTH: Final = 64
+_MAX_TEMPLATE: Final = 64
+"""Special tokens of a post-processor, and ids of one of them."""
+_MAX_SHOWN: Final = 60
+WAY_OUT: Final = "take the file that the model was published with, or move it away and give prompt_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerForm:
+    """A file that was checked, and whether all of it may run in this process."""
+
+    values: Mapping[str, Any]
+    is_known: bool
+
+
+def checked_form(name: str, content: bytes) -> TokenizerForm:
+    """Check the file `name`. Raises TokenizerError: key, value, rule, way out."""
+    if content.count(b"[") + content.count(b"{") > _MAX_ARRAYS or content.count(b",") > _MAX_ITEMS:
+        raise TokenizerError(f"{name} has more than {_MAX_ARRAYS} arrays or {_MAX_ITEMS} items: {WAY_OUT}")
+    try:
+        values = files.parse_json_object(content, max_nesting=_MAX_NESTING)
+    except files.JsonError as error:
+        raise TokenizerError(f"{name} {error}: {WAY_OUT}") from None
+    try:
+        return TokenizerForm(values, _check(values))
+    except _FormError as error:
+        raise TokenizerError(f"{name}: {error}: {WAY_OUT}") from None
+
+
+def check_token(name: str, key: str, content: str) -> None:
+    """Of another file of the folder. Raises TokenizerError."""
+    if len(content) > _MAX_TOKEN_CHARACTERS:
+        raise TokenizerError(
+            f"{name}: {key}={_short(content)} has {len(content)} characters, more than {_MAX_TOKEN_CHARACTERS}: "
+            f"{WAY_OUT}"
+        )
+
+
+class _FormError(ValueError):
+    """Key, value and rule."""
+
+
+def _check(values: Mapping[str, Any]) -> bool:
+    model = _object("model", values.get("model"))
+    _check_model(model)
+    _check_added(values.get("added_tokens"))
+    for key in ("post_processor", "decoder"):
+        for step in _steps(key, values.get(key)):
+            (_check_processor if key == "post_processor" else _check_decoder)(key, step)
+    are_known = [_is_known(key, _steps(key, values.get(key))) for key in ("normalizer", "pre_tokenizer")]
+    return _has_known_model(model) and all(are_known)
+
+
+def _object(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _FormError(f"{key}={_short(value)} must be an object")
+    return value
+
+
+def _list(key: str, value: Any) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise _FormError(f"{key}={_short(value)} must be an array")
+    return value or []
+
+
+def _steps(key: str, value: Any) -> list[Mapping[str, Any]]:
+    """The steps of a component, those of its sequences one after the other."""
+    if value is None:
+        return []
+    value = _object(key, value)
+    nested = next((name for name in ("normalizers", "pretokenizers", "processors", "decoders") if name in value), None)
+    if nested is None:
+        return [value]
+    steps = [step for part in _list(f"{key}.{nested}", value[nested]) for step in _steps(key, part)]
+    if len(steps) > _MAX_STEPS:
+        raise _FormError(f"{key} has {len(steps)} steps, more than {_MAX_STEPS}")
+    return steps
+
+
+# The vocabulary.
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        tokens: Iterable[Any] = vocabulary
+        _check_ids("model.vocab", list(vocabulary.values()))
+    else:
+        entries = _list("model.vocab", vocabulary)
+        for index, entry in enumerate(entries):
+            if not isinstance(entry, list) or len(entry) != 2 or not _is_score(entry[1]):
+                raise _FormError(f"model.vocab[{index}]={_short(entry)} must be a token and its score")
+        tokens = [entry[0] for entry in entries]
+        unknown = model.get("unk_id")
+        if unknown is not None and not (_is_id(unknown) and unknown < len(entries)):
+            raise _FormError(f"model.unk_id={_short(unknown)} must be the index of one of {len(entries)} tokens")
+    for token in tokens:
+        if not isinstance(token, str) or len(token) > _MAX_TOKEN_CHARACTERS:
+            raise _FormError(f"model.vocab: {_short(token)} must be a text of at most {_MAX_TOKEN_CHARACTERS}")
+    _check_prefix(model)
+
+
+def _check_ids(key: str, ids: list[Any]) -> None:
+    for each in ids:
+        if not _is_id(each):
+            raise _FormError(f"{key}: the id {_short(each)} must be a whole number from 0 to {_MAX_ID - 1}")
+    if len(dict.fromkeys(ids)) < len(ids):
+        counts: dict[int, int] = {}
+        for each in ids:
+            counts[each] = counts.get(each, 0) + 1
+        twice = next(each for each, count in counts.items() if count > 1)
+        raise _FormError(f"{key}: the id {twice} is of {counts[twice]} tokens and must be of one")
+
+
+def _check_prefix(model: Mapping[str, Any]) -> None:
+    """The library cuts the prefix off the second part of each merge without looking."""
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
+        return
+    for index, merge in enumerate(merges):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or len(parts) != 2 or not str(parts[1]).startswith(prefix):
+            raise _FormError(f"model.merges[{index}]={_short(merge)} must continue with {_short(prefix)}")
+
+
+def _check_added(tokens: Any) -> None:
+    for index, token in enumerate(_list("added_tokens", tokens)):
+        key = f"added_tokens[{index}]"
+        token = _object(key, token)
+        content = token.get("content")
+        if not _is_id(token.get("id")):
+            raise _FormError(f"{key}.id={_short(token.get('id'))} must be a whole number from 0 to {_MAX_ID - 1}")
+        if not isinstance(content, str) or len(content) > _MAX_TOKEN_CHARACTERS:
+            raise _FormError(f"{key}.content={_short(content)} must be a text of at most {_MAX_TOKEN_CHARACTERS}")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_ID
+
+
+def _is_score(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _has_known_model(model: Mapping[str, Any]) -> bool:
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, list):
+        return all(len(entry[0]) <= _MAX_UNIGRAM_CHARACTERS for entry in vocabulary)
+    most = model.get("max_input_chars_per_word")
+    return most is None or (_is_id(most) and most <= _MAX_WORD_CHARACTERS)
+
+
+# Ids to other ids and to text: refused where the form is not known.
+
+
+def _check_processor(key: str, step: Mapping[str, Any]) -> None:
+    if step.get("type") in ("BertProcessing", "ByteLevel", "RobertaProcessing"):
+        return
+    if step.get("type") != "TemplateProcessing":
+        raise _FormError(f"{key}.type={_short(step.get('type'))} is not known here")
+    single, pair = _list(f"{key}.single", step.get("single")), _list(f"{key}.pair", step.get("pair"))
+    texts = [[name for kind, name in _names(key, parts) if kind != "SpecialToken"] for parts in (single, pair)]
+    if texts[0] != ["A"]:
+        raise _FormError(f"{key}.single={_short(single)} must have the text once, as A")
+    if texts[1] not in (["A", "B"], ["B", "A"], ["A"], []):
+        raise _FormError(f"{key}.pair={_short(pair)} must have both texts once")
+    special = _object(f"{key}.special_tokens", step.get("special_tokens") or {})
+    num_ids = [len(_list(key, _object(key, each).get("ids"))) for each in special.values()]
+    if max(len(single), len(pair), *num_ids, 0) > _MAX_TEMPLATE:
+        raise _FormError(f"{key} has more than {_MAX_TEMPLATE} special tokens")
+    for kind, name in _names(key, [*single, *pair]):
+        if kind == "SpecialToken" and (not isinstance(name, str) or name not in special):
+            raise _FormError(f"{key}: the special token {_short(name)} must be one of special_tokens")
+
+
+def _names(key: str, parts: list[Any]) -> list[tuple[str, Any]]:
+    """Of each part its kind and its id."""
+    return [(kind, _object(key, value).get("id")) for part in parts for kind, value in _object(key, part).items()]
+
+
+def _check_decoder(key: str, step: Mapping[str, Any]) -> None:
+    kind = step.get("type")
+    if kind in ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece", "CTC"):
+        return
+    if kind == "Strip":
+        # More at the end than a token has makes the library panic.
+        if step.get("stop") != 0 or not _is_id(step.get("start")):
+            raise _FormError(f"{key}.stop={_short(step.get('stop'))} of Strip must be 0, and start a whole number")
+        return
+    if kind != "Replace":
+        raise _FormError(f"{key}.type={_short(kind)} is not known here")
+    pattern, content = _short(step.get("pattern")), _short(step.get("content"))
+    if _growth(step) > 1:
+        raise _FormError(f"{key}: Replace of {pattern} by {content} must not let text grow")
+    if not _is_known_pattern(step.get("pattern")):
+        raise _FormError(f"{key}: Replace of {pattern} must be of a text or an expression of linear time")
+
+
+# Text to pieces: encoded in a process with limits where the form is not known.
+
+
+def _is_known(key: str, steps: list[Mapping[str, Any]]) -> bool:
+    for step in steps:
+        if step.get("type") == "Precompiled":
+            _check_charsmap(f"{key}.precompiled_charsmap", step.get("precompiled_charsmap"))
+        if isinstance(pattern := step.get("pattern"), dict) and "" in pattern.values():
+            raise _FormError(f"{key}: {step.get('type')} must have a pattern that is not empty")
+    growth = math.prod(map(_growth, steps))
+    if growth > _MAX_GROWTH:
+        raise _FormError(f"{key} makes up to {_short(growth)} characters of one and must make {_MAX_GROWTH} at most")
+    return all(map(_is_known_normalizer if key == "normalizer" else _is_known_pre_tokenizer, steps))
+
+
+def _is_known_normalizer(step: Mapping[str, Any]) -> bool:
+    kind = step.get("type")
+    if kind == "Replace":
+        return _is_known_pattern(step.get("pattern"))
+    return kind in _NORMALIZERS
+
+
+_NORMALIZERS: Final = (
+    *("BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend"),
+    *("Strip", "StripAccents"),
+)
+
+
+def _is_known_pre_tokenizer(step: Mapping[str, Any]) -> bool:
+    kind = step.get("type")
+    return _is_known_pattern(step.get("pattern")) if kind == "Split" else kind in _PRE_TOKENIZERS
+
+
+_PRE_TOKENIZERS: Final = (
+    *("BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation", "UnicodeScripts"),
+    *("Whitespace", "WhitespaceSplit"),
+)
+
+
+def _is_known_pattern(pattern: Any) -> bool:
+    if not isinstance(pattern, dict):
+        return False
+    text, regex = pattern.get("String"), pattern.get("Regex")
+    return bool(text) if isinstance(text, str) else isinstance(regex, str) and is_linear(regex)
+
+
+def _growth(step: Mapping[str, Any]) -> int:
+    """Characters that one of the text comes to, at most, beside what Unicode itself decomposes."""
+    kind = step.get("type")
+    if kind == "Replace":
+        pattern = step.get("pattern")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        covered = len(text) if isinstance(text, str) and text else 1
+        return max(1, math.ceil(len(str(step.get("content"))) / covered))
+    if kind == "Prepend":
+        return 1 + len(str(step.get("prepend")))
+    return 2 if kind in ("ByteLevel", "Metaspace") else 1
+
+
+def _check_charsmap(key: str, value: Any) -> None:
+    """SentencePiece's: the size of a double array, the array, and the texts that its leaves point to."""
+    try:
+        content = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
+        (size,) = struct.unpack_from("<I", content)
+        units = struct.unpack_from(f"<{size // 4}I", content, 4)
+        texts = content[4 + size :]
+        texts.decode("utf-8")
+        is_whole = size % 4 == 0 and bool(units) and _is_whole(units, texts)
+    except (binascii.Error, struct.error, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise _FormError(f"{key}={_short(value)} is damaged")
+
+
+def _is_whole(units: tuple[int, ...], texts: bytes) -> bool:
+    """Whether each walk from the root stays in the array, and each leaf points to the beginning of a character."""
+    children: dict[int, list[int]] = {}
+    for place, unit in enumerate(units):
+        if unit & 0xFF and not unit >> 31:
+            children.setdefault(place ^ (unit & 0xFF), []).append(place)
+    reached, waiting = bytearray(len(units)), [_offset(units[0])]
+    while waiting:
+        base = waiting.pop()
+        if base | 0xFF >= len(units):
+            return False
+        for place in children.get(base, ()):
+            unit = units[place]
+            if reached[place]:
+                continue
+            reached[place] = 1
+            below = place ^ _offset(unit)
+            if below >= len(units):
+                return False
+            if unit >> 8 & 1:
+                leaf = units[below] & 0x7FFFFFFF
+                if leaf > len(texts) or (leaf < len(texts) and texts[leaf] & 0xC0 == 0x80):
+                    return False
+            waiting.append(below)
+    return True
+
+
+def _offset(unit: int) -> int:
+    return (unit >> 10) << ((unit & (1 << 9)) >> 6)
+
+
+def _short(value: Any) -> str:
+    text = repr(value[:_MAX_SHOWN] if isinstance(value, str | list) else value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

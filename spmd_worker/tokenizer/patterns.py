@@ -1,0 +1,98 @@
+"""Regular expressions of tokenizers whose matching takes time linear in the text.
+
+A backtracking engine takes the square of the text, or worse, where an alternative can fail after it has consumed an
+unbounded run. An alternative is known to be linear when it is a sequence of single characters and classes of which all
+behind the first unbounded one may be empty: having begun that, it cannot fail. Before it there may be few choices. A
+few of the field's are not of that form and are linear beside another alternative, which consumes what they give up.
+"""
+
+import re
+from typing import Final
+
+_MAX_CHARACTERS: Final = 4000
+_MAX_ALTERNATIVES: Final = 64
+_MAX_CHOICES: Final = 100
+"""Ways to match what stands before the first unbounded one, each of which may be tried at each character."""
+
+_ATOM: Final = re.compile(
+    r"(?:\[\^?(?:[^\[\]\\]|\\[pP]\{\^?\w+\}|\\[^pPxuoOcgkQEdDhHRXNyY]|\\[dD])+\]"
+    r"|\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|\\[^\w\s]|[^\\\[\](){}|*+?.^$])"
+    r"(?P<quantifier>\+\+|\?\+|\*\+|\+|\?|\*|\{\d{1,2}(?:,\d{0,2})?\})?"
+)
+
+_CONTRACTIONS: Final = (
+    *("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"),
+    *("'(?i:[sdmt]|ll|ve|re)", "'(?:[sdmt]|ll|ve|re)", "(?i:[sdmt]|ll|ve|re)"),
+)
+_UPPER_THEN_LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+
+_LINEAR_BESIDE: Final = {
+    **dict.fromkeys((*_CONTRACTIONS, r"\s+(?!\S)", " ?[^(\\s|[.,!?…。，、।۔،])]+"), ""),
+    **dict.fromkeys((r"\s*[\r\n]+", r"\s*[\r\n]", r"\s*\r?\n"), r"\s+"),
+    _UPPER_THEN_LOWER: _UPPER,
+    **{f"{_UPPER_THEN_LOWER}{each}?": f"{_UPPER}{each}?" for each in _CONTRACTIONS},
+    **{f"{_UPPER}{each}?": "" for each in _CONTRACTIONS},
+}
+"""Alternative -> the other one that it needs, "" for none. GPT-4's, Llama 3's, Qwen's, Mistral's, BLOOM's."""
+
+
+def is_linear(pattern: str) -> bool:
+    """Whether finding all matches takes time linear in the text, as far as it is known."""
+    if len(pattern) > _MAX_CHARACTERS:
+        return False
+    # Files have these characters as they are, or escaped.
+    pattern = pattern.replace("\r", r"\r").replace("\n", r"\n").replace("\t", r"\t")
+    alternatives = _alternatives(pattern)
+    if len(alternatives) == 1 and pattern.startswith("(") and pattern.endswith(")") and pattern[1] != "?":
+        alternatives = _alternatives(pattern[1:-1])
+    known = dict.fromkeys(alternatives)
+    return len(alternatives) <= _MAX_ALTERNATIVES and all(
+        _LINEAR_BESIDE[each] in known or not _LINEAR_BESIDE[each] if each in _LINEAR_BESIDE else _cannot_fail(each)
+        for each in alternatives
+    )
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Between the bars that stand in no group and no class."""
+    found, depth, is_class, begin, place = [], 0, False, 0, 0
+    while place < len(pattern):
+        each = pattern[place]
+        if each == "\\":
+            place += 1
+        elif is_class:
+            is_class = each != "]"
+        elif each == "[":
+            is_class = True
+        elif each in "()":
+            depth += 1 if each == "(" else -1
+        elif each == "|" and depth == 0:
+            found.append(pattern[begin:place])
+            begin = place + 1
+        place += 1
+    return [*found, pattern[begin:]]
+
+
+def _cannot_fail(alternative: str) -> bool:
+    """Whether it matches a character at least, and nothing that must match follows what is unbounded."""
+    place, num_choices, is_unbounded, needs_one = 0, 1, False, False
+    while place < len(alternative):
+        atom = _ATOM.match(alternative, place)
+        if atom is None:
+            return False
+        least, most = _counts(atom["quantifier"] or "")
+        if is_unbounded and least > 0:
+            return False
+        needs_one |= least > 0
+        is_unbounded |= most is None
+        num_choices *= 1 if is_unbounded or most is None else most - least + 1
+        place = atom.end()
+    return needs_one and num_choices <= _MAX_CHOICES
+
+
+def _counts(quantifier: str) -> tuple[int, int | None]:
+    """How often an atom may match; None: as often as there is text."""
+    if quantifier.startswith("{"):
+        least, _, most = quantifier[1:-1].partition(",")
+        return int(least), int(most or least) if "," not in quantifier or most else None
+    return {"": (1, 1), "?": (0, 1), "*": (0, None), "+": (1, None)}[quantifier[:1]]
