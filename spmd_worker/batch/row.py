@@ -66,11 +66,15 @@ class PoolingAsk:
     top_n: int | None = None
 
 
+EchoKind = Literal["both", "prompt"]
+"""What stands in the text of a choice: the prompt and the completion, or the prompt alone (`max_tokens` 0)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for,
     `request` what it asks of its answer's form. With `pooling` nothing is generated: `prompt` is the first of its
-    prompts, and `sampling` says nothing.
+    prompts, and `sampling` says nothing. `returns_token_ids`: the answer has the ids of its prompt and texts.
     """
 
     index: int
@@ -81,6 +85,19 @@ class Row:
     model: str | None = None
     pooling: PoolingAsk | None = None
     request: ChatRequest | None = None
+    echo: EchoKind | None = None
+    returns_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt's text as it stands before a completion. `first_token` is the text of its first token, which has no
+    log-probability. `is_alone`: nothing stands behind it.
+    """
+
+    text: str
+    first_token: str
+    is_alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,8 @@ class EncodedRow:
     sampling: SamplingParams
     model: str | None = None
     reader: AnswerReader | None = None
+    echo: Echo | None = None
+    returns_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)

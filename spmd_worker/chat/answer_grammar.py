@@ -44,7 +44,7 @@ class AnswerGrammar:
         reasoning = self._reasoning(prompt)
         has_calls = request.wants_calls and self.format.tool_calls != NONE
         if not has_calls and not reasoning and not self.format.is_harmony:
-            return _json_form(request.schema or ANY_OBJECT)
+            return json_form(request.schema or ANY_OBJECT)
         rules = [f"start: {reasoning}answer"]
         answers = []
         if has_calls and not request.must_call and self.format.tool_calls == "llama3_json":
@@ -145,7 +145,8 @@ class AnswerGrammar:
         return _quoted(marker) if token_id is None else f"<[{token_id}]>"
 
 
-def _json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
+def json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
+    """The form of a text that is JSON and nothing else. Raises ValueError for what is too long."""
     if schema is ANY_OBJECT:
         return StructuredOutputsParams(json_object=True)
     return StructuredOutputsParams(json=json.dumps(schema, ensure_ascii=False))

@@ -61,7 +61,7 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest | None:
     is_parallel = body.get("parallel_tool_calls")
     if not isinstance(is_parallel, bool | None):
         raise MessageProblem("invalid_value", f"parallel_tool_calls={_short(is_parallel)} must be true or false")
-    schema = _schema(body.get("response_format"))
+    schema = response_schema(body.get("response_format"))
     if not tools and schema is None:
         return None
     # A named function is called once.
@@ -133,8 +133,8 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[str, str | None]:
     return REQUIRED, None
 
 
-def _schema(value: Any) -> Mapping[str, Any] | None:
-    """The schema that the answer must have; None for text."""
+def response_schema(value: Any) -> Mapping[str, Any] | None:
+    """The schema that `response_format` wants of the answer; None for text. Raises MessageProblem."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None

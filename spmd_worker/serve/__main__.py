@@ -65,7 +65,9 @@ usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOS
   --cfg job          prints the configuration that the command line comes to, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
-paths: POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health (without a key), GET /metrics
+paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, and of a model that pools /v1/embeddings,
+       /v1/score, /v1/rerank (/score, /rerank, /v2/rerank); GET /v1/models, /version, /metrics, and without a key
+       /health, /ping
 
 exit codes: 0 it was asked to end and did; 1 it failed; 70 the ranks diverged"""
 

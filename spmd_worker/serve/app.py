@@ -1,10 +1,11 @@
 """The ASGI application: OpenAI's paths, who may ask, how much, and what becomes of a client that leaves.
 
-    POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /metrics
-    POST /v1/embeddings, /v1/score, /v1/rerank    of a model that pools
+    POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /ping, /version, /metrics
+    POST /v1/embeddings, /v1/score, /v1/rerank    of a model that pools; /score, /rerank and /v2/rerank too
+    POST /tokenize, /detokenize
 
-Everything but /health needs the key. A request holds places from its headers on, so that at most so many bodies are in
-memory as there are places. Knows the engine only through the exchange.
+Everything but /health and /ping needs the key. A request holds places from its headers on, so that at most so many
+bodies are in memory as there are places, few of them large. Knows the engine only through the exchange.
 """
 
 import asyncio
@@ -13,14 +14,17 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from spmd_worker.batch.input.openai_request import URLS
+from spmd_worker.batch.output.openai_body import JsonObject
 from spmd_worker.batch.output.row_writer import REFUSED
+from spmd_worker.batch.pooled_row import PooledOutput
 from spmd_worker.batch.row import EncodedRow, RowError
 from spmd_worker.compat.metrics import Counter, Gauge, Metric
 from spmd_worker.sequence.outputs import RequestOutput
@@ -31,6 +35,7 @@ from spmd_worker.serve.openai_stream import (
     ChunkWriter,
     error_body,
     event,
+    joined_body,
     response_body,
     status_of,
 )
@@ -47,7 +52,9 @@ from spmd_worker.serve.responses import (
     response_part,
     response_start,
 )
+from spmd_worker.serve.token_requests import DETOKENIZE_URL, TOKENIZE_URL, answer_tokens
 from spmd_worker.tokenizer.template_process import LARGE_BYTES
+from spmd_worker.version import version
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -59,7 +66,8 @@ BODY_S: Final = 60.0
 _MOST_LARGE: Final = 4
 """Bodies of more than `LARGE_BYTES` that are in memory at a time; they are read and encoded beside the others."""
 _RETRY_AFTER_S: Final = 1
-_OPEN_PATHS: Final = ("/health",)
+_OPEN_PATHS: Final = ("/health", "/ping")
+_PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
 _MAX_CUSTOM_ID: Final = 512
 
 
@@ -149,6 +157,26 @@ class ServerApp:
         # From here on the answer frees them.
         return Answer(self, served, places)
 
+    async def tokens(self, request: "Request") -> AsgiApp:
+        """vLLM's answer of `/tokenize` or `/detokenize`."""
+        places = Places(self.exchange)
+        try:
+            # A body is in memory.
+            places.take(1)
+            answer = partial(answer_tokens, self.reader, request.url.path)
+            return JsonResponse(await self._read_by(request, answer))
+        except (_RefusedError, NoPlaceError, EndingError) as error:
+            return self.refusal(error)
+        except _GoneError:
+            self.counts.aborted += 1
+            return _say_nothing
+        finally:
+            places.free()
+
+    async def version(self, request: "Request") -> AsgiApp:
+        """Under vLLM's key."""
+        return JsonResponse({"version": version()})
+
     async def models(self, request: "Request") -> AsgiApp:
         """The one model there is."""
         model = {"id": self.model_name, "object": "model", "created": self._started_s, "owned_by": "spmd-worker"}
@@ -186,9 +214,12 @@ class ServerApp:
 
     async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
         """A path or a method that is not here."""
-        is_path = getattr(error, "status_code", 404) == 404
-        code, what = ("not_found", "path") if is_path else ("method_not_allowed", "method")
-        return self.refusal(_RefusedError(code, f"{request.method} {request.url.path[:100]}: no such {what}"))
+        asked = f"{request.method} {request.url.path[:100]}"
+        if getattr(error, "status_code", 404) == 404:
+            return self.refusal(_RefusedError("not_found", f"{asked}: no such path: use one of {', '.join(_PATHS)}"))
+        allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
+        refused = _RefusedError("method_not_allowed", f"{asked}: no such method: use {allowed}")
+        return self.refusal(refused, (("allow", allowed),))
 
     async def broken(self, request: "Request", error: Exception) -> AsgiApp:
         """A fault of ours; the server logs it."""
@@ -203,14 +234,18 @@ class ServerApp:
         custom_id = request.headers.get("x-custom-id")
         if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
             raise _RefusedError("invalid_value", f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII")
+        read = partial(self.reader.read, next(self._indices), request.url.path)
+        return await self._read_by(request, lambda data: read(data, custom_id))
+
+    async def _read_by(self, request: "Request", read: Callable[[bytes], _Read | RowError]) -> _Read:
+        """What `read` makes of the body, in a thread."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
-            call = partial(self.reader.read, next(self._indices), request.url.path, data, custom_id)
-            read = await _beside(pool, call, request.receive)
-        if isinstance(read, RowError):
-            raise _RefusedError(read.code, read.message)
-        return read
+            found = await _beside(pool, lambda: read(data), request.receive)
+        if isinstance(found, RowError):
+            raise _RefusedError(found.code, found.message)
+        return found
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
         """The request's body. One that is large has a place among the large ones until `held` ends."""
@@ -240,9 +275,8 @@ class ServerApp:
             if not message.get("more_body", False):
                 return bytes(data)
 
-    def refusal(self, error: Exception) -> AsgiApp:
+    def refusal(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> AsgiApp:
         """The response to a request that is refused: by its own fault, for want of places, or at the end."""
-        headers: tuple[tuple[str, str], ...] = ()
         if isinstance(error, NoPlaceError):
             message = (
                 f"{self.exchange.num_sequences} sequences are not answered yet: ask again later (serve.max_queued)"
@@ -283,66 +317,100 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         app, loop = self._app, asyncio.get_running_loop()
-        request = OpenRequest(self._served.row, self._served.is_streamed, loop)
+        requests = [OpenRequest(row, self._served.is_streamed, loop) for row in self._served.rows]
+        submitted: list[OpenRequest] = []
         try:
-            app.exchange.submit(request)
+            for request in requests:
+                app.exchange.submit(request)
+                submitted.append(request)
         except EndingError as error:
+            for request in submitted:
+                app.exchange.close(request)
             self._places.free()
             await app.refusal(error)(scope, receive, send)
             return
-        work = loop.create_task(self._respond(request, send))
+        work = loop.create_task(self._respond(requests, send))
         gone = loop.create_task(_until_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 app.counts.aborted += 1
         finally:
-            app.exchange.close(request)
+            for request in requests:
+                app.exchange.close(request)
             self._places.free()
             for task in (work, gone):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, _GoneError):
                 await work
 
-    async def _respond(self, request: OpenRequest, send: Send) -> None:
+    async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
         if self._served.is_streamed:
-            is_answered = await self._stream(request, send)
+            is_answered = await self._stream(requests, send)
         else:
-            is_answered = await self._answer_whole(request, send)
+            is_answered = await self._answer_whole(requests, send)
         self._app.counts.answered += is_answered
 
-    async def _answer_whole(self, request: OpenRequest, send: Send) -> bool:
-        output = await self._app.exchange.newest(request)
-        if output.error is None:
-            response = JsonResponse(response_body(self._served.row, output, self._name), 200, self._headers())
+    async def _answer_whole(self, requests: list[OpenRequest], send: Send) -> bool:
+        outputs = [await self._app.exchange.newest(request) for request in requests]
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is None:
+            response = JsonResponse(self._whole_body(outputs), 200, self._headers())
         else:
-            code = output.error_code or REFUSED
+            code = failed.error_code or REFUSED
             self._app.count_refused(status_of(code))
-            response = JsonResponse(error_body(code, output.error), status_of(code), self._headers())
+            response = JsonResponse(error_body(code, failed.error or ""), status_of(code), self._headers())
         for message in response.messages():
             await self._send(send, message)
-        return output.error is None
+        return failed is None
 
-    async def _stream(self, request: OpenRequest, send: Send) -> bool:
+    def _whole_body(self, outputs: Sequence[RequestOutput | PooledOutput]) -> JsonObject:
+        if len(outputs) == 1:
+            return response_body(self._served.row, outputs[0], self._name)
+        rows = [row for row in self._served.rows if isinstance(row, EncodedRow)]
+        return joined_body(rows, [each for each in outputs if isinstance(each, RequestOutput)], self._name)
+
+    async def _stream(self, requests: list[OpenRequest], send: Send) -> bool:
         headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
         await self._send(send, response_start(200, (*headers, *self._headers())))
-        row = self._served.row
-        assert isinstance(row, EncodedRow), "what is pooled is not streamed"
-        writer = ChunkWriter(row, self._name, self._served.includes_usage)
-        while True:
-            output = await self._app.exchange.newest(request)
-            assert isinstance(output, RequestOutput), output
-            if output.error is not None:
-                code = output.error_code or REFUSED
-                self._app.count_refused(status_of(code))
-                await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
-                return False
-            data = b"".join(map(event, writer.chunks(output)))
-            if output.finished:
-                await self._send(send, response_part(data + DONE, more_body=False))
-                return True
-            if data:
-                await self._send(send, response_part(data))
+        writers = self._writers()
+        ended: dict[int, RequestOutput] = {}
+        waiting = {asyncio.ensure_future(self._app.exchange.newest(each)): i for i, each in enumerate(requests)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                # In the order of the prompts.
+                data = b""
+                for index, output in sorted(((waiting.pop(each), each.result()) for each in done), key=_first):
+                    assert isinstance(output, RequestOutput), output
+                    if output.error is not None:
+                        code = output.error_code or REFUSED
+                        self._app.count_refused(status_of(code))
+                        await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
+                        return False
+                    data += b"".join(map(event, writers[index].chunks(output)))
+                    if output.finished:
+                        ended[index] = output
+                    else:
+                        waiting[asyncio.ensure_future(self._app.exchange.newest(requests[index]))] = index
+                if data and waiting:
+                    await self._send(send, response_part(data))
+            if self._served.includes_usage:
+                data += event(writers[0].last_chunk([ended[index] for index in sorted(ended)]))
+            await self._send(send, response_part(data + DONE, more_body=False))
+            return True
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    def _writers(self) -> list[ChunkWriter]:
+        """One for each prompt, with the numbers of its choices."""
+        writers, first_index = [], 0
+        for row in self._served.rows:
+            assert isinstance(row, EncodedRow), "what is pooled is not streamed"
+            writers.append(ChunkWriter(row, self._name, self._served.includes_usage, first_index))
+            first_index += row.sampling.n
+        return writers
 
     def _headers(self) -> tuple[tuple[str, str], ...]:
         return (("x-request-id", self._name.request),)
@@ -365,12 +433,19 @@ def _routes(app: ServerApp) -> AsgiApp:
         Route("/v1/models", app.models),
         Route("/v1/models/{name:path}", app.models),
         Route("/health", app.health),
+        Route("/ping", app.health, methods=["GET", "POST"]),
+        Route("/version", app.version),
         Route("/metrics", app.metrics),
-        Route("/v1/{path:path}", app.answer, methods=["POST"]),
+        *(Route(path, app.answer, methods=["POST"]) for path in URLS),
+        *(Route(path, app.tokens, methods=["POST"]) for path in (TOKENIZE_URL, DETOKENIZE_URL)),
     ]
     handlers: Any = {404: app.no_such, 405: app.no_such, 500: app.broken}
     routed: AsgiApp = Starlette(routes=routes, exception_handlers=handlers)
     return routed
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -5,6 +5,7 @@ together, are that body. Where a chat's answers may have tool calls, what may be
 and a call is one chunk.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ from spmd_worker.batch.output.openai_body import (
     chat_choice,
     completion_body,
     completion_choice,
+    drop_first_logprob,
+    echoed,
     usage,
 )
 from spmd_worker.batch.output.row_writer import json_line
@@ -85,6 +88,24 @@ def response_body(
     return answer_body(row, output, name)
 
 
+def joined_body(rows: Sequence[EncodedRow], outputs: Sequence[RequestOutput], name: AnswerName) -> JsonObject:
+    """The body of an answer to several prompts: the choices of each behind those of the one before, as OpenAI's."""
+    bodies = [answer_body(row, output, name) for row, output in zip(rows, outputs, strict=True)]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    body = {**bodies[0], "choices": choices, "usage": _counts(outputs)}
+    # Of each prompt they would need a place of their own, which OpenAI's bodies do not have.
+    body.pop("prompt_logprobs", None)
+    return body
+
+
+def _counts(outputs: Sequence[RequestOutput]) -> JsonObject:
+    each = [usage(output) for output in outputs]
+    counts = {key: sum(one[key] for one in each) for key in each[0]}
+    return {**counts, "total_tokens": sum(counts.values())}
+
+
 def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> JsonObject:
     """The same of a completion or a chat completion."""
     body = (chat_body if row.kind == "chat" else completion_body)(row, output, name.model)
@@ -97,6 +118,7 @@ class _Sent:
 
     num_characters: int = 0
     num_tokens: int = 0
+    num_logprobs: int = 0
     offset: int = 0
     has_ended: bool = False
     text: MarkedText | None = None
@@ -105,21 +127,46 @@ class _Sent:
 
 @dataclass(slots=True)
 class ChunkWriter:
-    """The chunks of one request's stream, from outputs that each have all of it so far."""
+    """The chunks of one prompt's stream, from outputs that each have all of it so far. `first_index` is that of its
+    first choice.
+    """
 
     row: EncodedRow
     name: AnswerName
     includes_usage: bool
+    first_index: int = 0
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
     def chunks(self, output: RequestOutput) -> list[JsonObject]:
-        """What is new in `output`, and, after the last, the usage if it was asked for."""
-        choices = [choice for each in output.outputs if (choice := self._choice(each)) is not None]
-        found = [self._chunk([choice]) for choice in choices]
-        if output.finished and self.includes_usage:
-            counts = usage(output)
-            found.append(self._chunk([]) | {"usage": {**counts, "total_tokens": sum(counts.values())}})
+        """What is new in `output`."""
+        if self.row.echo is not None:
+            if self.row.sampling.logprobs is not None and output.prompt_logprobs is None:
+                # Those of the prompt come first, and are there at the end.
+                return []
+            output = echoed(self.row, output)
+        found = []
+        for completion in output.outputs:
+            sent = self._sent.get(completion.index)
+            is_first, num_tokens = sent is None, 0 if sent is None else sent.num_tokens
+            choice = self._choice(completion)
+            if choice is not None:
+                chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
+                if self.row.returns_token_ids:
+                    self._add_token_ids(chunk, completion.token_ids[num_tokens:], is_first=is_first)
+                found.append(chunk)
         return found
+
+    def last_chunk(self, outputs: Sequence[RequestOutput]) -> JsonObject:
+        """The usage of all prompts."""
+        return self._chunk([]) | {"usage": _counts([echoed(self.row, output) for output in outputs])}
+
+    def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], *, is_first: bool) -> None:
+        """As vLLM's chunks have them: the prompt's once."""
+        (choice,) = chunk["choices"]
+        choice["token_ids"] = list(token_ids)
+        if is_first:
+            prompt = chunk if self.row.kind == "chat" else choice
+            prompt["prompt_token_ids"] = list(self.row.prompt_token_ids)
 
     def _choice(self, completion: CompletionOutput) -> JsonObject | None:
         """None where nothing is new."""
@@ -127,7 +174,7 @@ class ChunkWriter:
             return self._read_choice(completion, self.row.reader)
         is_first = completion.index not in self._sent
         sent = self._sent.get(completion.index) or _Sent()
-        logprobs = None if completion.logprobs is None else completion.logprobs[sent.num_tokens :] or None
+        logprobs = None if completion.logprobs is None else completion.logprobs[sent.num_logprobs :] or None
         part = replace(completion, text=completion.text[sent.num_characters :], logprobs=logprobs)
         is_end = completion.finish_reason is not None and not sent.has_ended
         if not (part.text or part.logprobs or is_end):
@@ -135,11 +182,14 @@ class ChunkWriter:
         # Not before: the first chunk of a choice says whose words they are.
         self._sent[completion.index] = sent
         sent.num_characters, sent.num_tokens = len(completion.text), len(completion.token_ids)
+        sent.num_logprobs = len(completion.logprobs or ())
         sent.has_ended = sent.has_ended or is_end
         if self.row.kind == "chat":
             role = {"role": "assistant"} if is_first else {}
             return chat_choice(part, {"delta": {**role, "content": part.text}}, self.row)
         choice = completion_choice(part, sent.offset)
+        if self.row.echo is not None and is_first:
+            drop_first_logprob(choice)
         sent.offset += sum(map(len, (choice["logprobs"] or {"tokens": ()})["tokens"]))
         return choice
 

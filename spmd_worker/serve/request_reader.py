@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
-from spmd_worker.batch.input.openai_request import IGNORED_KEYS
+from spmd_worker.batch.input.openai_request import COMPLETIONS_URL, IGNORED_KEYS
+from spmd_worker.batch.input.pooling_request import MAX_INPUTS
 from spmd_worker.batch.input.prompt_values import RowProblem, refuse_unknown_keys, short
 from spmd_worker.batch.input.row_parser import parse_fields, resolve
 from spmd_worker.batch.pooled_row import EncodedPooledRow, encode_pooled
@@ -31,17 +32,25 @@ _UNNAMED: Final = "request"
 
 @dataclass(frozen=True, slots=True)
 class ServedRow:
-    """A request that can run. `includes_usage`: its stream ends with the numbers of tokens."""
+    """A request that can run: a row, or one for each prompt of a completion. `includes_usage`: its stream ends with the
+    numbers of tokens.
+    """
 
-    row: EncodedRow | EncodedPooledRow
+    rows: tuple[EncodedRow, ...] | tuple[EncodedPooledRow]
     is_streamed: bool
     includes_usage: bool
 
     @property
+    def row(self) -> EncodedRow | EncodedPooledRow:
+        """The first."""
+        return self.rows[0]
+
+    @property
     def num_sequences(self) -> int:
         """Of the engine, at a time."""
-        row = self.row
-        return len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences
+        return sum(
+            len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences for row in self.rows
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,37 @@ class RequestReader:
         except RowProblem as problem:
             return RowError(index, custom_id, "openai", problem.code, str(problem))
         asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
+        prompts = _prompts(url, asked)
+        if len(prompts) > MAX_INPUTS:
+            message = f"prompt has {len(prompts)} prompts, more than {MAX_INPUTS}: send more requests"
+            return RowError(index, custom_id, "openai", "limit_exceeded", message)
+        if len(prompts) > 1:
+            return self._read_several(index, url, asked, prompts, custom_id, (is_streamed, includes_usage))
+        return self._read_one(index, url, asked, custom_id, is_streamed, includes_usage)
+
+    def _read_several(
+        self, index: int, url: str, asked: dict[str, Any], prompts: list[Any], custom_id: str | None, stream: Any
+    ) -> ServedRow | RowError:
+        """Each prompt as if it were asked alone, under a name of its own."""
+        name = content_name(url, asked) if custom_id is None else custom_id
+        rows: list[EncodedRow] = []
+        for place, prompt in enumerate(prompts):
+            one = {**asked, "prompt": prompt}
+            served = self._read_one(index, url, one, f"{name}#{place}" if place else name, *stream)
+            if isinstance(served, RowError):
+                return replace(served, message=f"prompt[{place}]: {served.message}")
+            rows += [row for row in served.rows if isinstance(row, EncodedRow)]
+        return ServedRow(tuple(rows), *stream)
+
+    def _read_one(
+        self,
+        index: int,
+        url: str,
+        asked: dict[str, Any],
+        custom_id: str | None,
+        is_streamed: bool,
+        includes_usage: bool,
+    ) -> ServedRow | RowError:
         # A name of the content is made for what can run: of what is refused there may be megabytes.
         fields = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": asked}
         row = parse_fields(index, fields, self.defaults, self.limits)
@@ -77,15 +117,22 @@ class RequestReader:
                 message = "vectors and scores cannot be streamed: leave out stream"
                 return RowError(index, custom_id, "openai", "unsupported_value", message)
             pooled = encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
-            return pooled if isinstance(pooled, RowError) else ServedRow(pooled, False, False)
-        if is_streamed and row.sampling.prompt_logprobs is not None:
+            return pooled if isinstance(pooled, RowError) else ServedRow((pooled,), False, False)
+        if is_streamed and row.sampling.prompt_logprobs is not None and row.echo is None:
             message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
             return RowError(index, custom_id, "openai", "unsupported_value", message)
         encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
         if isinstance(encoded, RowError):
             return encoded
         name = content_name(url, asked) if custom_id is None else custom_id
-        return ServedRow(replace(encoded, custom_id=name), is_streamed, includes_usage)
+        return ServedRow((replace(encoded, custom_id=name),), is_streamed, includes_usage)
+
+
+def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
+    """Of a completion that asks for several texts, or lists of ids; else none."""
+    given = asked.get("prompt")
+    is_several = isinstance(given, list) and any(isinstance(each, str | list) for each in given[:1])
+    return list(given or ()) if is_several and url == COMPLETIONS_URL else []
 
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ class Chat:
         parsed = parse_row(0, json.dumps(row).encode(), SamplingParams())
         if isinstance(parsed, RowError):
             return parsed
-        limits = RequestLimits(self.tokenizer.vocab_size, 4096, 64, has_tokenizer=True)
+        limits = RequestLimits(self.tokenizer.vocab_size, 65536, 64, has_tokenizer=True)
         return resolve(parsed, self.tokenizer, limits, RowLimits(), self.format)
 
     def completion(self, text: str, index: int = 0) -> CompletionOutput:

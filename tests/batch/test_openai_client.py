@@ -21,7 +21,7 @@ COMPLETIONS = [
     {"prompt": "add 7 8 =", "best_of": 3, "n": 2, "seed": 1},
     {"prompt": "copy a b c =", "stop": ["b", "c"], "max_tokens": 20},
     {"prompt": "copy a b c =", "max_tokens": 1, "user": "someone", "model": "named"},
-    {"prompt": "add 1 1 =", "echo": True},
+    {"prompt": "add 1 1 =", "suffix": "b"},
     {"prompt": "", "max_tokens": 3},
     {"prompt": "add 2 2 =", "max_tokens": -1},
 ]

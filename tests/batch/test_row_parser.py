@@ -245,7 +245,10 @@ BAD_OPENAI_ROWS = {
     "empty list": (completion(prompt=[]), "empty_prompt"),
     "stream": (completion(stream=True), "unsupported_value"),
     "stream as number": (completion(stream=1), "unsupported_value"),
-    "echo": (completion(echo=True), "unsupported_value"),
+    "echo as number": (completion(echo=1), "invalid_value"),
+    "echo in a chat": (chat(echo=True), "unsupported_value"),
+    "ids asked for by a word": (completion(return_token_ids="yes"), "invalid_value"),
+    "no tokens without echo": (completion(max_tokens=0), "invalid_value"),
     "best_of below n": (completion(n=3, best_of=2), "invalid_value"),
     "best_of true": (completion(best_of=True), "invalid_value"),
     "best_of beyond 32 bits": (completion(best_of=2**31), "invalid_value"),
@@ -254,7 +257,15 @@ BAD_OPENAI_ROWS = {
     "suffix": (completion(suffix="x"), "unsupported_value"),
     "tools": (chat(tools=[{"type": "function"}]), "invalid_value"),
     "tools in a completion": (completion(tools=[{"type": "function"}]), "unsupported_value"),
-    "json mode in a completion": (completion(response_format={"type": "json_object"}), "unsupported_value"),
+    "unknown format in a completion": (completion(response_format={"type": "xml"}), "unsupported_value"),
+    "schema without a name in a completion": (
+        completion(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+        "invalid_value",
+    ),
+    "a form twice in a completion": (
+        completion(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "conflicting_keys",
+    ),
     "a form twice": (
         chat(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
         "conflicting_keys",

@@ -139,7 +139,7 @@ REFUSED = [
     ({"prompt": "a", "stream_options": []}, 400, "invalid_value", "stream_options=[] must be an object"),
     ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "unsupported_value", "cannot be streamed"),
     ({"prompt": "a", "temperature": -1}, 400, "invalid_value", "temperature=-1.0 must be 0"),
-    ({"prompt": "a", "echo": True}, 400, "unsupported_value", "echo=True is not supported"),
+    ({"prompt": "a", "suffix": "b"}, 400, "unsupported_value", "suffix='b' is not supported"),
     (b"{", 400, "invalid_json", "the body is not JSON"),
     (b'{"prompt": "a", "prompt": "b"}', 400, "invalid_json", "the key 'prompt' appears twice"),
     (b'{"prompt": NaN}', 400, "invalid_json", "which is not a JSON number"),
@@ -168,7 +168,8 @@ def test_a_request_that_cannot_run_is_an_error_in_openais_shape(
 
 def test_what_is_not_here_says_so(client: Client, server: ServedHere):
     check_error(client.ask("/v1/embeddings", {"input": "a"}), 400, "wrong_runner", "set model.runner=pooling")
-    check_error(client.ask("/v1/nothing", {}), 404, "unsupported_url", "'/v1/nothing' is not supported")
+    nothing = client.ask("/v1/nothing", {})
+    check_error(nothing, 404, "not_found", "POST /v1/nothing: no such path: use one of")
     check_error(client.ask("/nothing", method="GET"), 404, "not_found", "GET /nothing: no such path")
     check_error(client.ask(TEXT, method="GET"), 405, "method_not_allowed", "no such method")
     check_error(client.ask("/v1/models/other", method="GET"), 404, "not_found", "there is no model 'other'")

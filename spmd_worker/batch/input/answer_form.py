@@ -1,10 +1,10 @@
-"""What a chat row's tools and response format come to for one model: the form its answers keep to, and their reader."""
+"""Compiles a row's tools and response_format into a grammar and an output parser."""
 
 from dataclasses import replace
 
 from spmd_worker.batch.input.prompt_values import RowProblem
 from spmd_worker.batch.row import Row
-from spmd_worker.chat.answer_grammar import AnswerGrammar
+from spmd_worker.chat.answer_grammar import AnswerGrammar, json_form
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ChatRequest
@@ -29,6 +29,11 @@ def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, f
     """The row's parameters, with the form that its answer must have. `prompt` is the row's text, None of one that gave
     token ids. Raises RowProblem.
     """
+    if row.kind == "completion" and row.request is not None and row.request.schema is not None:
+        try:
+            return replace(row.sampling, structured_outputs=json_form(row.request.schema))
+        except ValueError as error:
+            raise RowProblem("invalid_value", f"{_key(row.request)}: {error}"[:500]) from None
     if row.kind != "chat" or prompt is None or tokenizer is None:
         return row.sampling
     grammar, own = AnswerGrammar(format_, tokenizer.marker_id), row.sampling.structured_outputs

@@ -15,20 +15,23 @@ from spmd_worker.batch.input.prompt_values import (
     tokens_prompt,
 )
 from spmd_worker.batch.row import ChatPrompt, PoolingKind, Prompt, Row, TextPrompt, TokensPrompt
-from spmd_worker.chat.chat_request import ChatRequest, chat_request
+from spmd_worker.chat.chat_request import ChatRequest, chat_request, response_schema
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.messages import MessageProblem
 
 OPENAI_ROW_KEYS: Final = ("method", "url", "body")
 """A row with any of these is read as an OpenAI batch row."""
 
-_COMPLETIONS_URL: Final = "/v1/completions"
-_CHAT_URL: Final = "/v1/chat/completions"
+COMPLETIONS_URL: Final = "/v1/completions"
+CHAT_URL: Final = "/v1/chat/completions"
 _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     "/v1/embeddings": "embedding",
-    "/v1/score": "score",
-    "/v1/rerank": "rerank",
+    **dict.fromkeys(("/v1/score", "/score"), "score"),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
 }
+"""vLLM's names too."""
+COMPLETION_URLS: Final = (COMPLETIONS_URL, CHAT_URL)
+URLS: Final = (*COMPLETION_URLS, *_POOLING_URLS)
 
 IGNORED_KEYS: Final = (
     "model",
@@ -44,14 +47,12 @@ IGNORED_KEYS: Final = (
 
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "stream": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -61,16 +62,20 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Keys that ask for what is not done here, with the values besides null that ask for nothing."""
 
-_FORM_KEYS: Final = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-"""What a chat body asks of its answer's form."""
+_FORM_KEYS: Final = ("tools", "tool_choice", "parallel_tool_calls")
+"""What a chat body alone asks of its answer's form."""
 
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **{key: neutral for key, neutral in _UNSUPPORTED.items() if key not in _FORM_KEYS},
     # OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for.
     "best_of": (1,),
+    "echo": (False,),
 }
 
-_COMMON_KEYS: Final = (*SAMPLING_KEYS, "max_completion_tokens", *IGNORED_KEYS, *_UNSUPPORTED)
+_COMMON_KEYS: Final = (
+    *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo"),
+    *(*IGNORED_KEYS, *_UNSUPPORTED),
+)
 _COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
 _CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
 
@@ -89,14 +94,13 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     if not isinstance(body, dict):
         raise RowProblem("invalid_value", f"body={short(body)} must be an object")
     url = fields["url"]
-    if url == _COMPLETIONS_URL:
+    if url == COMPLETIONS_URL:
         return _completion_row(index, custom_id, body, defaults)
-    if url == _CHAT_URL:
+    if url == CHAT_URL:
         return _chat_row(index, custom_id, body, defaults)
     if isinstance(url, str) and url in _POOLING_URLS:
         return pooling_row(index, custom_id, _POOLING_URLS[url], body, defaults)
-    known = ", ".join([_COMPLETIONS_URL, _CHAT_URL, *_POOLING_URLS])
-    raise RowProblem("unsupported_url", f"url={short(url)} is not supported: use one of {known}")
+    raise RowProblem("unsupported_url", f"url={short(url)} is not supported: use one of {', '.join(URLS)}")
 
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
@@ -104,8 +108,20 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
     if body.get("prompt") is None:
         raise RowProblem("missing_prompt", "the body has no prompt")
     prompt = _completion_prompt(body["prompt"])
-    given = _sampling_values(body)
-    return Row(index, custom_id, "completion", prompt, sampling_from(defaults, given), _model_name(body))
+    given, echo = _sampling_values(body), _flag(body, "echo")
+    is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
+    if is_alone:
+        # The least that an engine does; it is not shown.
+        given["max_tokens"] = 1
+    sampling = sampling_from(defaults, given)
+    if echo and sampling.logprobs is not None and sampling.prompt_logprobs is None:
+        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+    return Row(
+        *(index, custom_id, "completion", prompt, sampling, _model_name(body)),
+        request=_response_format(body),
+        echo=("prompt" if is_alone else "both") if echo else None,
+        returns_token_ids=_flag(body, "return_token_ids"),
+    )
 
 
 def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
@@ -122,7 +138,23 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
-    return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body), request=request)
+    return Row(
+        *(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body)),
+        request=request,
+        returns_token_ids=_flag(body, "return_token_ids"),
+    )
+
+
+def _response_format(body: Mapping[str, Any]) -> ChatRequest | None:
+    """Of a completion; None where its text is free."""
+    try:
+        schema = response_schema(body.get("response_format"))
+    except MessageProblem as problem:
+        raise RowProblem(problem.code, str(problem)) from None
+    if schema is None:
+        return None
+    _check_one_form(body, "response_format")
+    return ChatRequest(schema=schema)
 
 
 def _chat_request(body: Mapping[str, Any], prompt: ChatPrompt) -> ChatRequest | None:
@@ -134,10 +166,21 @@ def _chat_request(body: Mapping[str, Any], prompt: ChatPrompt) -> ChatRequest | 
         return None
     if request.tools and "tools" in prompt.template_kwargs:
         raise RowProblem("conflicting_keys", "tools and chat_template_kwargs.tools are both given: leave one out")
-    if body.get("structured_outputs") and (request.schema is not None or request.must_call):
-        key = "response_format" if request.schema is not None else "tool_choice"
-        raise RowProblem("conflicting_keys", f"structured_outputs and {key} both say the answer's form: leave one out")
+    if request.schema is not None or request.must_call:
+        _check_one_form(body, "response_format" if request.schema is not None else "tool_choice")
     return request
+
+
+def _check_one_form(body: Mapping[str, Any], key: str) -> None:
+    if body.get("structured_outputs"):
+        raise RowProblem("conflicting_keys", f"structured_outputs and {key} both say the answer's form: leave one out")
+
+
+def _flag(body: Mapping[str, Any], key: str) -> bool:
+    value = body.get(key)
+    if not isinstance(value, bool | None):
+        raise RowProblem("invalid_value", f"{key}={short(value)} must be true or false")
+    return bool(value)
 
 
 def _check_keys(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:

@@ -22,6 +22,7 @@ from spmd_worker.batch.input.prompt_values import (
 )
 from spmd_worker.batch.row import (
     ChatPrompt,
+    Echo,
     EncodedRow,
     ErrorShape,
     Prompt,
@@ -45,6 +46,7 @@ _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPL
 
 _DEFAULT_LIMITS: Final = RowLimits()
 _NO_FORMAT: Final = ChatFormat()
+_MAX_TOKEN_ID: Final = 2**31
 _MOST_TOKENS_KEY: Final = "limits.max_prompt_tokens"
 
 
@@ -149,6 +151,7 @@ def resolve(
         check_template(row, chat_format)
         text, token_ids = encode(row.prompt, tokenizer, _length_check(row, tokenizer, engine, limits))
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
+        echo = _echo(row, text, token_ids, tokenizer)
         sampling = formed_sampling(row, text, tokenizer, chat_format)
         engine.check(token_ids, sampling)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
@@ -165,7 +168,24 @@ def resolve(
     except RequestError as problem:
         return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, form_problem(row, problem))
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
-    return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader)
+    return EncodedRow(
+        *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
+        echo=echo,
+        returns_token_ids=row.returns_token_ids,
+    )
+
+
+def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> Echo | None:
+    if row.echo is None or not token_ids:
+        return None
+    if tokenizer is None:
+        raise RowProblem("tokenizer_missing", "echo needs the model's tokenizer.json: leave it out")
+    if text is None or row.sampling.truncate_prompt_tokens is not None:
+        # Of ids that are outside the vocabulary the engine says so.
+        known = [each for each in token_ids if 0 <= each < _MAX_TOKEN_ID]
+        text = tokenizer.decode(known, skip_special_tokens=False)
+        return Echo(text, tokenizer.token_text(known[0]) if known else "", row.echo == "prompt")
+    return Echo(text, tokenizer.token_text(token_ids[0]), row.echo == "prompt")
 
 
 def _length_check(
@@ -179,10 +199,14 @@ def _length_check(
 
 
 def encode(
-    prompt: Prompt, tokenizer: Tokenizer | None, check_text: Callable[[str], None] = lambda text: None
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    check_text: Callable[[str], None] = lambda text: None,
+    adds_special_tokens: bool | None = None,
 ) -> tuple[str | None, tuple[int, ...]]:
-    """A prompt's text, None of one that gave ids, and its ids. `check_text` gets the text before it is encoded. Raises
-    RowProblem, and what `check_text` raises.
+    """A prompt's text, None of one that gave ids, and its ids. `check_text` gets the text before it is encoded. Special
+    tokens are added to text and not to a chat, whose template writes them, unless `adds_special_tokens` says otherwise.
+    Raises RowProblem, and what `check_text` raises.
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
@@ -193,7 +217,8 @@ def encode(
     check_text(text)
     try:
         # A chat template writes the special tokens itself.
-        return text, tuple(tokenizer.encode(text, add_special_tokens=not is_chat))
+        adds = not is_chat if adds_special_tokens is None else adds_special_tokens
+        return text, tuple(tokenizer.encode(text, add_special_tokens=adds))
     except TokenizerError as error:
         raise RowProblem("tokenizer_error", str(error)) from None
     except ValueError as error:

@@ -6,10 +6,11 @@ out.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.batch.output.chat_message import call_ids, chat_answer, ended
-from spmd_worker.batch.row import EncodedRow
+from spmd_worker.batch.row import Echo, EncodedRow
 from spmd_worker.chat.message import chat_message
 from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
@@ -23,14 +24,58 @@ JsonObject = dict[str, Any]
 
 def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a response of /v1/completions."""
+    output = echoed(row, output)
     choices = [completion_choice(completion) for completion in output.outputs]
+    for choice, completion in zip(choices, output.outputs, strict=True):
+        if row.echo is not None:
+            drop_first_logprob(choice)
+        if row.returns_token_ids:
+            choice["token_ids"], choice["prompt_token_ids"] = list(completion.token_ids), list(row.prompt_token_ids)
     return _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
+
+
+def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
+    """The output as a row with `echo` has it: its prompt before each completion, in text and log-probabilities."""
+    if row.echo is None:
+        return output
+    prompt: list[TokenLogprobs] = []
+    if output.prompt_logprobs is not None:
+        # Nothing comes before the first token: `drop_first_logprob` leaves its text.
+        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, row.echo.first_token)}
+        prompt = [first if position is None else position for position in output.prompt_logprobs]
+    return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
+
+
+def _behind_prompt(completion: CompletionOutput, echo: Echo, prompt: list[TokenLogprobs]) -> CompletionOutput:
+    if not echo.is_alone:
+        logprobs = None if completion.logprobs is None else [*prompt, *completion.logprobs]
+        return replace(completion, text=echo.text + completion.text, logprobs=logprobs)
+    has_ended = completion.finish_reason is not None
+    return replace(
+        completion,
+        text=echo.text,
+        token_ids=[],
+        logprobs=None if completion.logprobs is None else prompt,
+        finish_reason="length" if has_ended else None,
+        stop_reason=None,
+    )
+
+
+def drop_first_logprob(choice: JsonObject) -> None:
+    """Of a choice that begins with its prompt."""
+    if choice["logprobs"] is not None and choice["logprobs"]["tokens"]:
+        choice["logprobs"]["token_logprobs"][0] = choice["logprobs"]["top_logprobs"][0] = None
 
 
 def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a response of /v1/chat/completions."""
     choices = [_whole_chat_choice(completion, row) for completion in output.outputs]
-    return _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
+    body = _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
+    if row.returns_token_ids:
+        body["prompt_token_ids"] = list(row.prompt_token_ids)
+        for choice, completion in zip(choices, output.outputs, strict=True):
+            choice["token_ids"] = list(completion.token_ids)
+    return body
 
 
 def completion_choice(completion: CompletionOutput, first_offset: int = 0) -> JsonObject:
