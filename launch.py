@@ -60,7 +60,7 @@ usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help] [--cfg job] [--
   --cfg job          prints the configuration that the command line comes to, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
-exit codes: 0 every row has its output row; 1 the job failed; 70 the ranks diverged"""
+exit codes: 0 every row has its output row; 1 the job failed, or plan=true refuses; 70 the ranks diverged"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +128,9 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.memory.plan_text import describe_plan, make_plan
 
     resolved = resolve_run(config, "cpu" if config.device == "auto" else config.device)
-    return write_report(lambda: describe_plan(make_plan(resolved)), environment)
+    plan = make_plan(resolved)
+    write_report(lambda: describe_plan(plan), environment)
+    return 1 if plan.error_result else 0
 
 
 def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedRun | None:

@@ -28,6 +28,7 @@ from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
+from spmd_worker.liveness.deferred_signals import host_signals
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.names import explain_keywords, hint
 from spmd_worker.pooling_calls import GivenParams, PoolingCalls
@@ -67,6 +68,17 @@ def _in_one_thread(
         return called
 
     return guarded
+
+
+def _of_host(function: Callable[_Arguments, _Prepared]) -> Callable[_Arguments, _Prepared]:
+    """As the host calls it: with its own handlers of signals."""
+
+    @wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Prepared:
+        with host_signals():
+            return function(*args, **kwargs)
+
+    return called
 
 
 @explain_keywords()
@@ -536,7 +548,8 @@ class LLM:
         rank order. Under torchrun each rank has one worker; with the multiproc backend, which takes names only, this
         process has them all. Raises what the executor raises: an error that says which rank and what.
         """
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+        wanted = _of_host(method) if callable(method) else method
+        return self.llm_engine.collective_rpc(wanted, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call `func` with this rank's shard of the model, as a torch module with the checkpoint's names.
@@ -554,7 +567,7 @@ class LLM:
         all weights were loaded. Calls are told apart by their number, so every rank makes as many where some may be
         refused.
         """
-        return self.llm_engine.apply_model(func)
+        return self.llm_engine.apply_model(_of_host(func) if callable(func) else func)
 
     @_in_one_thread()
     def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:
@@ -668,13 +681,16 @@ class LLM:
         one, and `finish_weight_update`. After an exception inside, which the other ranks hear of at the end of their
         block, all weights have to be loaded before anything is computed.
         """
-        self.start_weight_update(partial=partial)
+        updates = self.llm_engine.weight_updates
+        updates.check_not_held()
         try:
+            self.start_weight_update(partial=partial)
             yield lambda name, tensor: self.update_weights([(name, tensor)])
         except BaseException as error:
-            self.llm_engine.weight_updates.release()
-            if isinstance(error, Exception):
-                fail_call(self.llm_engine, "finish_weight_update", error)
+            if updates.is_held:
+                updates.release()
+                if not isinstance(error, GeneratorExit):
+                    fail_call(self.llm_engine, "finish_weight_update", error)
             raise
         self.finish_weight_update()
 

@@ -18,12 +18,14 @@ from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSea
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_form, render
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
+from spmd_worker.config.plain_values import plain_int
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
+from spmd_worker.liveness.deferred_signals import deliver_signals
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.pooling_params import pooled_sampling
 from spmd_worker.sequence.request import as_token_ids
@@ -56,11 +58,16 @@ class PromptCalls:
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair]) -> list[Encoded]:
         """Of one prompt or a list of them. Raises TypeError for what is neither."""
-        return [encode_prompt(each, self._engine.need_tokenizer) for each in _as_list(prompts)]
+        return [self._encoded(each) for each in _as_list(prompts)]
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions) -> list[Encoded]:
         """Of one conversation or a list of them. Raises TypeError for what is neither."""
         return [self._render(each, options) for each in _as_conversations(messages)]
+
+    def _encoded(self, prompt: Prompt | TextPair) -> Encoded:
+        # Many prompts take a while, in which nothing is half done.
+        deliver_signals()
+        return encode_prompt(prompt, self._engine.need_tokenizer)
 
     def run(
         self,
@@ -106,6 +113,7 @@ class PromptCalls:
                     each.error = "structured_outputs and tool_choice both say the answer's form: leave one out"
                 elif each.form is not None:
                     params[index] = replace(params[index], structured_outputs=each.form).frozen()
+            deliver_signals()
             return list(zip(encoded, params, strict=True))
 
         if gather is True or self._turns.is_open:
@@ -249,6 +257,7 @@ class PromptCalls:
         return outputs
 
     def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
+        deliver_signals()
         try:
             tokenizer = self._engine.need_tokenizer()
             text = render(messages, options, tokenizer)
@@ -365,7 +374,8 @@ def _as_list(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
     listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+    # A number as the first says that these are a prompt's ids; what is no id among them is that prompt's error.
+    return [listed] if listed and (isinstance(listed[0], int) or plain_int(listed[0]) is not None) else listed
 
 
 def _as_conversations(messages: Any) -> list[Any]:

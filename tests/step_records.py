@@ -18,6 +18,7 @@ from spmd_worker.sequence.events import (
     EndRound,
     EndWorkerEvent,
     FinishTransfers,
+    Interrupt,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -71,7 +72,7 @@ sampling_params = st.fixed_dictionaries(
 
 requests = st.builds(Request, words | few, token_ids, sampling_params, st.integers(0, 2**64 - 1))
 cache_events = st.just(ResetPrefixCache()) | words.map(SetWeightVersion) | token_ids.map(FinishTransfers)
-ends = st.sampled_from([Close(), EndRound()])
+ends = st.sampled_from([Close(), EndRound()]) | st.builds(Interrupt, few, texts)
 worker_events = st.builds(WorkerEvent, words, texts, st.binary()) | st.builds(EndWorkerEvent, words, texts)
 worker_events |= st.builds(CommitWeights, words, words)
 events = st.lists(requests.map(Admit) | words.map(Abort) | ends | cache_events | worker_events, max_size=3).map(tuple)

@@ -88,7 +88,8 @@ def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tm
         import launch
         assert launch.main(["--help"]) == 0
         assert launch.main(["--cfg", "job", "cache.num_blocks=77"]) == 0
-        assert launch.main(["plan=true", f"model.path={sys.argv[1]}", "parallel.tensor_parallel_size=2"]) == 0
+        of_two = ["plan=true", f"model.path={sys.argv[1]}", "parallel.tensor_parallel_size=2", "plan.memory_gib=64"]
+        assert launch.main(of_two) == 0
         # In one piece: the ranks share a pipe.
         os.write(1, f"torch imported {'torch' in sys.modules}\\n".encode())
         """,

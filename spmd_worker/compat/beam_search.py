@@ -3,10 +3,12 @@
 Knows no engine: it says which prompts to compute and takes what came of them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
 from spmd_worker.sequence.outputs import RequestOutput, TokenLogprobs
 from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
 
@@ -35,19 +37,29 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         """Raises ValueError naming key, value and rule."""
         most = MAX_LOGPROBS // 2
-        for name, value in (("beam_width", self.beam_width), ("max_tokens", self.max_tokens)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more")
+        for name in ("beam_width", "max_tokens"):
+            value = plain_int(getattr(self, name))
+            if value is None or not 1 <= value < 2**63:
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be a whole number, 1 or more")
+            object.__setattr__(self, name, value)
+        for name in ("temperature", "length_penalty"):
+            number = plain_float(getattr(self, name))
+            if number is None or not math.isfinite(number):
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be a finite number")
+            object.__setattr__(self, name, number)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            flag = plain_bool(getattr(self, name))
+            if flag is None:
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false")
+            object.__setattr__(self, name, flag)
         if self.beam_width > most:
             raise ValueError(f"beam_width={self.beam_width} must be at most {most}")
         if self.temperature:
             raise ValueError(f"temperature={self.temperature} must be 0: beams are the likeliest, not sampled")
-        if not isinstance(self.skip_special_tokens, bool):
-            raise ValueError(f"skip_special_tokens={self.skip_special_tokens!r} must be true or false")
         for name, reason in (("structured_outputs", _NO_FORM), ("watermarking", REFUSED["watermarking"])):
             value = getattr(self, name)
-            if value:
-                raise ValueError(f"{name}={repr(value)[:80]} is refused: {reason}")
+            if asks(value):
+                raise ValueError(f"{name}={shown(value)} is refused: {reason}")
             object.__setattr__(self, name, None)
 
     @property

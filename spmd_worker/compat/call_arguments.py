@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import plain_int, shown
 from spmd_worker.names import hint
 
 _OF_REQUESTS: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
@@ -44,11 +45,13 @@ def check_extras(
         )
     if priority is None:
         return
-    if isinstance(priority, int) and not isinstance(priority, bool):
-        priority = [priority] * num_prompts
-    if not isinstance(priority, Sequence) or len(priority) != num_prompts:
+    number = plain_int(priority)
+    listed = [number] * num_prompts if number is not None else priority
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes) and len(listed) == num_prompts
+    numbers = [plain_int(each) for each in listed] if is_list else [None]
+    if None in numbers:
         raise ValueError(
-            f"priority={str(priority)[:80]} must be a number, or a list of {num_prompts}, one for each prompt"
+            f"priority={shown(priority)} must be a number, or a list of {num_prompts}, one for each prompt"
         )
-    if any(priority):
+    if any(numbers):
         raise ValueError("priority is refused: prompts are served first come, first served; leave it out or give zeros")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.compat.pooled_texts import encode_pooled_text
+from spmd_worker.config.plain_values import plain_text
 from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
@@ -49,12 +50,13 @@ def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encod
         return _encode_mapping(prompt, need_tokenizer)
     if isinstance(prompt, TextPair):
         return encode_pair(prompt, need_tokenizer)
-    if not isinstance(prompt, str):
+    text = plain_text(prompt)
+    if text is None:
         return _encode_ids(prompt)
     try:
-        return Encoded(prompt, tuple(need_tokenizer().encode(prompt)))
+        return Encoded(text, tuple(need_tokenizer().encode(text)))
     except (ConfigError, ValueError) as error:
-        return Encoded(prompt, (), str(error))
+        return Encoded(text, (), str(error))
 
 
 def encode_pair(pair: TextPair, need_tokenizer: Callable[[], Tokenizer], max_tokens: int | None = None) -> Encoded:

@@ -29,6 +29,9 @@ SCHEMA_NAME: Final = "run_schema"
 EXPERIMENT: Final = "experiment"
 """The group of named runs: its sets hold keys of any group."""
 
+_PLAN: Final = "plan.enabled="
+_SHORT_PLAN: Final = re.compile(r"\Aplan=")
+
 PATH_KEYS: Final = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
 
 
@@ -45,7 +48,7 @@ def compose_run(
     them a `~` at the beginning is a home folder. Raises ConfigError. A `+` before a key makes no difference: a key
     exists or it does not.
     """
-    given = [override.lstrip("+") for override in overrides]
+    given = [_SHORT_PLAN.sub(_PLAN, override.lstrip("+")) for override in overrides]
     plain = [override for override in given if not _is_literal_path(override)]
     literal = dict(override.split("=", 1) for override in given if _is_literal_path(override))
     # Of two values of one key the later counts, whichever way it is written.
@@ -231,7 +234,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     file = re.search(r"In '([^']+)'", text)
     # What was typed; of a value in a file only the file's name is known.
     given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
-    where = given or (f"{file[1]}.yaml: {key}" if file else key)
+    where = (given or (f"{file[1]}.yaml: {key}" if file else key)).replace(_PLAN, "plan=")
     if re.search(r"Key '.*' not in '", text):
         try:
             _refuse_unknown_key(key, where)

@@ -7,13 +7,12 @@ that need a model or a world (a tensor-parallel size that must divide the heads)
 
 import dataclasses
 import math
-import operator
 import types
 import typing
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import plain_bool, plain_float, plain_int, plain_text, shown
 from spmd_worker.errors import ConfigError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -43,9 +42,9 @@ def checked_value(key: str, value: Any, hint: Any) -> Any:
     for kind in _alternatives(hint):
         try:
             return _as_type(value, kind)
-        except (TypeError, OverflowError):
+        except TypeError:
             continue
-    raise ConfigError(f"{key}={value!r} must be {type_words(hint)}")
+    raise ConfigError(f"{key}={shown(value, _MOST_SHOWN)} must be {type_words(hint)}")
 
 
 def type_words(hint: Any) -> str:
@@ -58,19 +57,20 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _as_type(value: Any, kind: Any) -> Any:
-    """Raises TypeError, or OverflowError for an integer that no float can hold."""
-    is_number = not isinstance(value, bool)
-    if kind is int and is_number:
-        return operator.index(value)
-    if kind is float and is_number and isinstance(value, Real):
-        return float(value)
+    """Raises TypeError, for an integer that no float can hold too."""
+    if kind in _PLAIN:
+        plain = _PLAIN[kind](value)
+        if plain is None or (plain in (math.inf, -math.inf) and plain_int(value) is not None):
+            raise TypeError
+        return plain
     if typing.get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as_type(each, *typing.get_args(kind)) for each in value]
-    if kind in (int, float) or typing.get_origin(kind) or not isinstance(value, kind):
+    if typing.get_origin(kind) or not isinstance(value, kind):
         raise TypeError
     return value
 
 
+_PLAIN: Final[dict[Any, Any]] = {int: plain_int, float: plain_float, bool: plain_bool, str: plain_text}
 _TYPE_WORDS: Final[dict[Any, str]] = {
     int: "a whole number",
     float: "a number",
@@ -341,6 +341,8 @@ class RowLimits:
             raise ConfigError(f"limits.max_nesting={self.max_nesting} must be at most {_MAX_NESTING}")
 
 
+_MOST_SHOWN: Final = 500
+_MOST_MEMORY_GIB: Final = 2**20
 _MAY_BE_NONE: Final = ("max_stop_strings", "max_logit_bias")
 _MAX_NESTING: Final = 256
 """What readers of JSON, whose stacks end somewhere, take everywhere."""
@@ -409,8 +411,37 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """`plan=true`, which is `plan.enabled=true`, prints the layout and the memory plan and exits: with 1 where they
+    cannot run. `memory_gib` plans for another machine: GiB of memory of the machine that all ranks share, with
+    device=cuda of each rank's GPU; null is this machine's, and GPUs of common sizes.
+    """
+
+    enabled: bool = False
+    memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_types(self, "plan")
+        if self.memory_gib is None:
+            return
+        if not 0 < self.memory_gib <= _MOST_MEMORY_GIB:
+            raise ConfigError(
+                f"plan.memory_gib={self.memory_gib:g} must be above 0 and at most {_MOST_MEMORY_GIB}, such as 64"
+            )
+        if not self.enabled:
+            raise ConfigError(
+                f"plan.memory_gib={self.memory_gib:g} is the memory that a plan is made for, and a run measures its "
+                f"own: add plan=true, or leave it out"
+            )
+
+    def __bool__(self) -> bool:
+        return self.enabled
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """A whole run. `plan` prints the layout and the memory plan and exits."""
+    """A whole run."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -423,10 +454,12 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     device: str = "auto"
     seed: int = 0
-    plan: bool = False
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         """Check the top keys, and rules between groups."""
+        if isinstance(self.plan, bool):
+            object.__setattr__(self, "plan", PlanConfig(self.plan))
         _check_types(self)
         _check_choice("device", self.device, DEVICES)
         _check_defaults(self.sampling, self.limits)

@@ -11,15 +11,15 @@ from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeVar
 
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.errors import RankFailedError
+from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.executor.rpc_coding import encode_value
+from spmd_worker.liveness.deferred_signals import deferred_signals
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 
-_MAX_ERROR_CHARACTERS: Final = 2000
 _CALLS: Final = "_spmd_worker_calls"
 """Of an error that an exchange has raised: the calls that the ranks were in."""
 
@@ -89,7 +89,7 @@ def agree_on_call(
     return arguments
 
 
-def fail_call(engine: LLMEngine, call: str, error: Exception) -> None:
+def fail_call(engine: LLMEngine, call: str, error: BaseException) -> None:
     """This rank will not make `call`, because of `error`: the others, which wait for it there, get RankFailedError with
     its words. Returns once they are there; does nothing in an engine that has ended, and where `error` came to the
     others when one was in `call` already: none is left that waits there.
@@ -101,7 +101,7 @@ def fail_call(engine: LLMEngine, call: str, error: Exception) -> None:
         raise error
 
     # The caller raises its own.
-    with suppress(Exception):
+    with suppress(BaseException), deferred_signals():
         engine.check_open()
         exchange(engine, call, prepare, lambda _: None)
 
@@ -117,8 +117,8 @@ def exchange(
 
     Each rank sends what was called, and its answer or the error that `prepare` raised. Where it raised anywhere,
     nothing is done and the engine can be used again: the rank raises its own error, the others RankFailedError with the
-    words of the first. RanksDisagreeError where they called different things. Where a rank does not come,
-    RankFailedError names it, and this engine has ended.
+    words of the first, or KeyboardInterrupt where it was that. RanksDisagreeError where they called different things.
+    Where a rank does not come, RankFailedError names it, and this engine has ended.
 
     `is_optional`: with other arguments the call needs no exchange, so ranks that were given such are in a later call.
     Theirs is then still to come, and they go on waiting for it.
@@ -126,14 +126,13 @@ def exchange(
     channel = engine.engine_channel
     if channel.size == 1:
         return prepare(), []
-    own_error: Exception | None = None
+    own_error: BaseException | None = None
     try:
         prepared = prepare()
         ready = {"call": call, "is_optional": is_optional, "answer": answer_of(prepared)}
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except BaseException as error:  # whatever it is, Ctrl-C too, the other ranks wait to hear of it
         own_error = error
-        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
-        ready = {"call": call, "is_optional": is_optional, "error": text}
+        ready = {"call": call, "is_optional": is_optional, "error": error_text(error)}
     heartbeat = engine.times.heartbeat
     heartbeat.enter(f"waiting for the other ranks' {call}")
     with engine.exchanging(own_error):
@@ -146,11 +145,9 @@ def exchange(
             raise own_error
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                failed = RankFailedError(f"rank {rank} failed before {call}: {answer['error']}")
-                failed.names_cause = True
-                raise failed
+                raise error_of_rank(rank, answer["error"], f"failed before {call}")
         check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
-    except Exception as error:
+    except BaseException as error:
         # Ranks that go on waiting have heard nothing in the calls that they are in.
         heard_in = [answer["call"] for answer in answers if not is_optional or answer["is_optional"]]
         with suppress(AttributeError):  # of errors that take none

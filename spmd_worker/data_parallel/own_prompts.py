@@ -19,6 +19,7 @@ from spmd_worker.data_parallel.agreement import agree_to_compute, exchange
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.liveness.deferred_signals import host_signals
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.wire.record_codec import codec_of
 from spmd_worker.sequence.outputs import RequestOutput
@@ -76,9 +77,12 @@ class Turns:
             raise RuntimeError("turns are not taken inside turns: leave the block first")
         self.is_open, self._is_over = True, False
         try:
-            yield
+            with host_signals():
+                yield
             self._leave()
-        except Exception as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # Ctrl-C too: the other ranks wait for this one's next turn
             self._fail(error)
             raise
         finally:
@@ -103,7 +107,7 @@ class Turns:
             have_all_left, _ = self._take_turn(self._engine.complete_weights)
             self._is_over = have_all_left
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Raises `error`, unless the turns of all ranks have ended already."""
 
         def raise_it() -> None:

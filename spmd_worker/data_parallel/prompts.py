@@ -11,6 +11,7 @@ from spmd_worker.data_parallel.output_coding import decode_outputs, encode_outpu
 from spmd_worker.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.interruption import Interruption
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.request import RequestId
@@ -41,12 +42,16 @@ class RoundPrompt:
 
 
 def answer_alone(engine: LLMEngine, prompts: list[RoundPrompt], on_answered: OnAnswered) -> dict[int, RequestOutput]:
-    """Outputs by index. Every rank of the replica calls this with the same prompts."""
+    """Outputs by index. Every rank of the replica calls this with the same prompts. What a signal's handler raises on
+    any of them ends the call on all, with nothing left open.
+    """
     run = _Run(engine)
-    for prompt in prompts:
-        run.add(prompt)
-    while engine.has_unfinished_requests():
-        on_answered(run.step())
+    with engine.interruptible() as interruption:
+        for prompt in prompts:
+            run.add(prompt)
+        while engine.has_unfinished_requests():
+            on_answered(run.step())
+    interruption.check()
     return run.outputs
 
 
@@ -56,26 +61,40 @@ def answer_together(
     """Outputs of all prompts by index, the same on every rank. Every rank of the engine calls this with the same
     prompts; `on_answered` is for its first rank.
 
-    Raises RankFailedError, naming replica and rank, where another replica failed or fell silent.
+    Raises RankFailedError, naming replica and rank, where another replica failed or fell silent. What a signal's
+    handler raises on any rank ends the call on all, with nothing left open.
     """
     engine = replicas.engine
-    with replicas.round() as round_:
+    with replicas.round() as round_, engine.interruptible() as interruption:
         progress = _Progress(round_, on_answered if engine.is_first_rank else None)
-        outputs = _take_part(engine, round_, prompts, progress)
+        outputs = _take_part(engine, round_, prompts, progress, interruption)
         for _ in round_.wait(lambda: round_.is_over):
             progress.show()
+            interruption.look()
+            if interruption.is_ending:
+                round_.interrupt()
         progress.show()
-    shared: dict[int, RequestOutput] = {}
     with engine.exchanging():
-        payloads = engine.engine_channel.collect(encode_outputs(outputs) if outputs else b"")
-    for payload in payloads:
-        shared |= decode_outputs(payload) if payload else {}
+        texts = engine.engine_channel.gather(interruption.own_text.encode())
+    interrupted = next(((rank, text.decode()) for rank, text in enumerate(texts) if text), None)
+    shared: dict[int, RequestOutput] = {}
+    if interrupted is None:
+        with engine.exchanging():
+            payloads = engine.engine_channel.collect(encode_outputs(outputs) if outputs else b"")
+        for payload in payloads:
+            shared |= decode_outputs(payload) if payload else {}
     replicas.forget_round()
+    interruption.agreed = interrupted
+    interruption.check()
     return shared
 
 
 def _take_part(
-    engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], progress: "_Progress"
+    engine: LLMEngine,
+    round_: ReplicaRound,
+    prompts: list[RoundPrompt],
+    progress: "_Progress",
+    interruption: Interruption,
 ) -> dict[int, RequestOutput]:
     """This replica's outputs, on its leader."""
     if not engine.is_leader:
@@ -84,12 +103,16 @@ def _take_part(
     # Sorting is stable, so every rank has one order.
     order = sorted(prompts, key=lambda prompt: -prompt.longest)
     run = _Run(engine)
-    while _take(engine, round_, order, run) or engine.has_unfinished_requests():
+    while (not interruption.is_ending and _take(engine, round_, order, run)) or engine.has_unfinished_requests():
         num_answered = run.step()
         if num_answered:
             round_.count(num_answered)
+        if interruption.is_ending:
+            round_.interrupt()
         if round_.send_heartbeat():
             progress.show()
+            if round_.is_interrupted:
+                interruption.wanted = interruption.wanted or (0, "on another replica")
     if engine.channel.size > 1:
         engine.end_round()
     round_.finish()

@@ -4,6 +4,7 @@
     counted    how much of it is answered so far, for progress bars
     beat/R     replica R lives: a number that grows
     finished   how many replicas have no work left; the last one sets `over`
+    interrupted  set where a signal's handler raised: what is not taken yet is nobody's
     failed     the first replica that failed sets `failure` to what happened
 
 Replicas never wait for one another before the end of a round.
@@ -38,7 +39,7 @@ class ReplicaRound:
         self._heartbeat_s = min(_MAX_HEARTBEAT_S, timeout_s / _HEARTBEATS_PER_TIMEOUT)
         self._last_heartbeat_s = self._last_look_s = float("-inf")
         self._seen: dict[int, tuple[int, float]] = {}
-        self._has_finished = False
+        self._has_finished = self._has_interrupted = False
 
     def take(self, total: int, most: int) -> range:
         """The next places of `total` for this replica, at most `most`; none when all are taken.
@@ -98,6 +99,17 @@ class ReplicaRound:
         if self.store.add(self._key("failed"), 1) == 1:
             self.store.set(self._key("failure"), text.encode("utf-8", "replace"))
 
+    def interrupt(self) -> None:
+        """The call that this round is of ends on all replicas, with what they have open."""
+        if not self._has_interrupted:
+            self._has_interrupted = True
+            self.store.set(self._key("interrupted"), b"")
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether any rank has called `interrupt`."""
+        return self._has_interrupted or self.store.check([self._key("interrupted")])
+
     def finish(self) -> None:
         """This replica has no work left; its leader says so, once."""
         assert self._is_leader, "the leader speaks for its replica"
@@ -128,7 +140,7 @@ class ReplicaRound:
     def forget(self) -> None:
         """Remove the round's keys: one rank, when no other looks at them any more."""
         heartbeats = [f"beat/{replica}" for replica in range(self.num_replicas)]
-        for name in ("taken", "counted", "finished", "over", "failed", "failure", *heartbeats):
+        for name in ("taken", "counted", "finished", "over", "interrupted", "failed", "failure", *heartbeats):
             self.store.delete_key(self._key(name))
 
     def _key(self, name: str) -> str:

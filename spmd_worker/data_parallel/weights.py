@@ -13,12 +13,10 @@ from torch import Tensor
 from spmd_worker.data_parallel.agreement import agree_on_call
 from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.errors import RankFailedError
+from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.models.held_weights import check_pair
 from spmd_worker.sequence.request import whole_number
-
-_MAX_ERROR_CHARACTERS = 2000
 
 Pair = tuple[str, Tensor]
 
@@ -36,8 +34,8 @@ def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] |
     own: Iterator[Pair] | None = None
 
     def prepare() -> int:
-        nonlocal own
-        whole_number("source", source)
+        nonlocal own, source
+        source = whole_number("source", source)
         if not 0 <= source < channel.size:
             raise ValueError(f"source={source} must be a rank of this engine, from 0 to {channel.size - 1}")
         if (tensors is not None) != (channel.rank == source):
@@ -73,13 +71,11 @@ def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair
     if own_error is not None:
         raise own_error
     if "error" in header:
-        failed = RankFailedError(f"rank {source} failed in update_weights: {header['error']}")
-        failed.names_cause = True
-        raise failed
+        raise error_of_rank(source, header["error"], "failed in update_weights")
     return pair
 
 
-def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], Exception | None]:
+def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseException | None]:
     """On the source: the next pair and what to say of it, or the error instead."""
     try:
         found = next(own, None)
@@ -92,5 +88,5 @@ def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], Exceptio
         plain = tensor.detach().cpu().contiguous()
         header = {"name": name, "shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
         return (name, plain), header, None
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        return None, {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}, error
+    except BaseException as error:  # whatever it is, the other ranks wait to hear of it
+        return None, {"error": error_text(error)}, error

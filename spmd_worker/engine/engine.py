@@ -20,6 +20,8 @@ from typing import Any, Final
 
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.config.plain_values import plain_text
+from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.one_caller import OneCaller
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
@@ -31,6 +33,7 @@ from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.errors import AbortedError, ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.liveness.deferred_signals import deliver_signals
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
@@ -52,6 +55,7 @@ from spmd_worker.sequence.events import (
     EndWorkerEvent,
     Event,
     FinishTransfers,
+    Interrupt,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -149,7 +153,8 @@ class LLMEngine:
         self.num_requests = 0
         self.num_calls = 0
         """Lists of prompts that were given to this engine: the same on every rank."""
-        self._num_unnamed = 0
+        self.num_unnamed = 0
+        """Requests with neither custom id nor index."""
         self._script_tokenizer: Any = None
         self._last_taken = (self.default_sampling, self.default_sampling)
         self._sampled = SampledIds()
@@ -167,6 +172,8 @@ class LLMEngine:
         self._executor_has_failed = threading.Event()
         executor.register_failure_callback(self._executor_has_failed.set)
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
+        self._interruption: Interruption | None = None
+        self._has_kept_outputs = False
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
     @property
@@ -254,6 +261,7 @@ class LLMEngine:
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
+        prompt, custom_id = plain_text(prompt), plain_text(custom_id)
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling)
         self.check_request(prompt_token_ids, sampling)
         return self.admit_request(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index)
@@ -292,8 +300,8 @@ class LLMEngine:
         self.check_awake()
         request_id = RequestId(self.num_requests)
         if custom_id is None and index is None:
-            stream = unnamed_stream(self.config.seed, sampling.seed, self._num_unnamed)
-            self._num_unnamed += 1
+            stream = unnamed_stream(self.config.seed, sampling.seed, self.num_unnamed)
+            self.num_unnamed += 1
         else:
             row = 0 if index is None else whole_number("index", index)
             stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
@@ -512,15 +520,46 @@ class LLMEngine:
         """One step. Returns the requests that ended in it, in plan order. Raises RuntimeError while anything sleeps."""
         with self.calls.inside("step"):
             self.check_not_closed()
-            self.check_awake()
-            self._commit_before_step()
-            ended, self._ended = [*self._ended, *self._step()], []
+            if not self._has_kept_outputs:
+                self.check_awake()
+                self._commit_before_step()
+                self._ended += self._step()
+            self._deliver_signals()
+            ended, self._ended = self._ended, []
             return [self._output(group) for group in ended]
+
+    def _deliver_signals(self) -> None:
+        """Once a step that the caller made has ended: what a handler raises keeps its outputs for the next call, which
+        gives them without a step, because the other ranks have got theirs.
+        """
+        if self._interruption is not None:
+            return
+        self._has_kept_outputs = True
+        deliver_signals()
+        self._has_kept_outputs = False
+
+    @contextmanager
+    def interruptible(self) -> Iterator[Interruption]:
+        """A block of steps that answer one call. What a signal's handler raises in it, on any rank of the replica,
+        aborts what is open, on all of them in the same step. The caller then calls `Interruption.check`, or has more
+        replicas to agree with.
+        """
+        self._interruption = Interruption()
+        # Of a rank that heard of it with the last step of the call before, and raised it there.
+        self.lockstep.take_interrupt()
+        try:
+            yield self._interruption
+        finally:
+            self._interruption = None
 
     def follow(self) -> None:
         """Run steps until rank 0 calls `close_followers`: the loop of a rank that has no requests of its own."""
         with self.calls.inside("follow", is_alone=True):
-            self.follow_round()
+            self._is_round_over = False
+            while not (self._is_round_over or self.is_closed):
+                self._commit_before_step()
+                self._step()
+                deliver_signals()
 
     def close_followers(self) -> None:
         """Rank 0 only: end the `follow` loops. The engine takes no more requests, and its log ends."""
@@ -554,10 +593,11 @@ class LLMEngine:
             self.is_closed = True
             self.release()
 
-    def continue_from(self, engine: "LLMEngine") -> None:
-        """Go on counting where `engine`, in whose place this one stands, ended: no number names two things."""
-        self.num_requests, self.num_calls = engine.num_requests, engine.num_calls
-        self._num_unnamed = engine._num_unnamed
+    def continue_from(self, num_requests: int, num_calls: int, num_unnamed: int) -> None:
+        """Go on counting where the engine ended in whose place this one stands, the same on every rank: no number names
+        two things.
+        """
+        self.num_requests, self.num_calls, self.num_unnamed = num_requests, num_calls, num_unnamed
 
     def retire(self) -> None:
         """Close, and leave executor and watchdog to the engine that goes on with them."""
@@ -578,7 +618,7 @@ class LLMEngine:
         return self.lockstep.explain(known)
 
     @contextmanager
-    def exchanging(self, earlier: Exception | None = None) -> Iterator[None]:
+    def exchanging(self, earlier: BaseException | None = None) -> Iterator[None]:
         """Around what all ranks send each other outside a step. An error there is raised as `explain` has it, from an
         `earlier` one of this rank where there is one; after it, and after Ctrl-C, nothing can be answered any more:
         what comes next from the others is not what this rank's next call would wait for.
@@ -599,6 +639,8 @@ class LLMEngine:
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
         self._check_whole()
+        if self._interruption is not None:
+            self._interruption.look()
         self._is_mid_step = True
         try:
             ended = self._run_step()
@@ -634,7 +676,7 @@ class LLMEngine:
                 self._events.insert(0, FinishTransfers(finished_transfers))
             # What a finalizer or a signal's handler adds in this thread meanwhile is in one of the two.
             taken, self._events = self._events, []
-            events = tuple(taken)
+            events = (*taken, *self._interrupt_events())
         self.times.end("schedule")
         agreed = self.lockstep.agree(
             plan,
@@ -644,6 +686,7 @@ class LLMEngine:
             self._worker_events.problem,
             self._sampled.num_ids,
             self._mask_checksums,
+            "" if self._interruption is None else self._interruption.own_text,
         )
         self._sampled, self._mask_checksums, self._finished_transfers = SampledIds(), (), ()
         self.weight_updates.check_agreed(agreed.events)
@@ -656,6 +699,18 @@ class LLMEngine:
             ended += self._settle(*self._in_flight.take_oldest())
         self.times.end("execute")
         return ended
+
+    def _interrupt_events(self) -> list[Event]:
+        """On rank 0, once: what ends the call that it is in, because a signal's handler raised here or elsewhere."""
+        call = self._interruption
+        if call is None or call.has_begun or not self.is_leader:
+            return []
+        told = (self.channel.rank, call.own_text) if call.own is not None else call.wanted
+        told = self.lockstep.take_interrupt() or told
+        if told is None:
+            return []
+        call.has_begun = True
+        return [*map(Abort, self._prompts), Interrupt(*told)]
 
     def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
         """The oldest step in flight has ended: take in what it sampled, then its events."""
@@ -677,6 +732,9 @@ class LLMEngine:
             self.is_closed = True
         elif isinstance(event, EndRound):
             self._is_round_over = True
+        elif isinstance(event, Interrupt):
+            if self._interruption is not None:
+                self._interruption.agreed = (event.rank, event.error)
         elif isinstance(event, Admit):
             # Requests that this rank did not add itself have taken their numbers too.
             with self.calls.lock:

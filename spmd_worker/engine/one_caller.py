@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from spmd_worker.liveness.deferred_signals import deferred_signals
+
 
 class OneCaller:
     """Of one engine. A thread that is in a call may make others."""
@@ -23,21 +25,22 @@ class OneCaller:
     @contextmanager
     def inside(self, call: str, *, is_alone: bool = False) -> Iterator[None]:
         """A block in which this thread is in `call`, while other threads may queue requests, unless it `is_alone`.
-        Within another call of the same thread the outer one counts. Raises RuntimeError while another thread is in a
-        call.
+        Within another call of the same thread the outer one counts. Signals are deferred in it. Raises RuntimeError
+        while another thread is in a call.
         """
-        with self.lock:
-            self._check(call)
-            if self._depth == 0:
-                self._thread, self._call, self._is_alone = threading.current_thread(), call, is_alone
-            self._depth += 1
-        try:
-            yield
-        finally:
+        with deferred_signals():
             with self.lock:
-                self._depth -= 1
+                self._check(call)
                 if self._depth == 0:
-                    self._thread = None
+                    self._thread, self._call, self._is_alone = threading.current_thread(), call, is_alone
+                self._depth += 1
+            try:
+                yield
+            finally:
+                with self.lock:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        self._thread = None
 
     @contextmanager
     def queueing(self, call: str) -> Iterator[None]:

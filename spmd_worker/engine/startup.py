@@ -106,7 +106,12 @@ def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
     engine.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
     restarted = _start_together(resolved, executor, watchdog, set_up, type(engine))
-    restarted.continue_from(engine)
+    # Replicas have counted by themselves.
+    counts = (engine.num_requests, engine.num_unnamed)
+    num_requests, num_unnamed = (
+        -least for least in restarted.engine_channel.minimum(tuple(-count for count in counts))
+    )
+    restarted.continue_from(num_requests, engine.num_calls, num_unnamed)
     return restarted
 
 
@@ -137,7 +142,8 @@ def _start(
     engine_class: type[_Engine],
 ) -> _Engine:
     config = resolved.config
-    watchdog.heartbeat.enter("joining the other ranks")
+    # Step 0 once more where an engine goes on: a start may take any time.
+    watchdog.heartbeat.enter("joining the other ranks", 0)
     set_up()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel

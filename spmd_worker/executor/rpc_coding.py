@@ -40,6 +40,7 @@ _CONFIG_RECORDS: Final = (
     config.SamplingConfig,
     config.JobConfig,
     config.ServeConfig,
+    config.PlanConfig,
     config.RowLimits,
 )
 _RECORDS: Final[dict[str, type]] = {

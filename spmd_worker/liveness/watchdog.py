@@ -1,8 +1,10 @@
 """The watchdog: a thread that watches this rank and, over the heartbeat exchange, the others.
 
-    soft limit   the main thread has made no progress for a while: its stacks are written, and one line is logged
+    soft limit   the main thread has made no progress for a while: one line is logged, and its stacks are written where
+                 there is a run directory
     apart        ranks wait for others that are between steps: the first rank logs once where each is
-    hard limit   it has made none for as long as any rank may wait for another: that is a failure
+    hard limit   it has made none for as long as any rank may wait for another: that is a failure, and its stacks go to
+                 stderr where there is no run directory
     alarm        a rank failed, is gone or silent, or received a signal: coordinated shutdown. Every rank reads the same
                  heartbeats and finds the same diagnosis, one of them reports it with the rank status, and all end
 
@@ -86,7 +88,7 @@ class Watched:
 
     @property
     def soft_limit_s(self) -> float:
-        """A rank writes its stacks after so long without progress."""
+        """A rank logs that it makes no progress after so long without."""
         return min(max(self.timeout_s / 5, _MIN_SOFT_LIMIT_S), 0.8 * self.timeout_s)
 
 
@@ -291,6 +293,8 @@ class Watchdog:
             self._is_warned = True
             self._warn(moment, where, is_waiting)
         if stalled_s >= self.watched.timeout_s and self._failure is None:
+            if not self._has_run_dir():
+                within(DISK_S, partial(write_stacks, None, self.watched.rank))
             text = (
                 f"rank {self.watched.rank} {'waits' if is_waiting else 'is stuck'}: step {moment.step}, phase "
                 f"{moment.phase}, for {stalled_s:.1f} s, at {where}"
@@ -301,10 +305,8 @@ class Watchdog:
         """Ranks that wait for others may be many, for one reason: they log at INFO, and leave the terminal to the
         cause.
         """
-        run_dir = self.watched.run_dir
-        has_run_dir = run_dir is not None and within(DISK_S, run_dir.is_dir)
         stacks = ""
-        if has_run_dir or not is_waiting:
+        if self._has_run_dir():
             written = within(DISK_S, partial(write_stacks, self.watched.run_dir, self.watched.rank))
             stacks = f"; stacks are in {written}" if written else "; the disk of the run directory does not answer"
         logger.log(
@@ -314,6 +316,10 @@ class Watchdog:
             "waits for other ranks" if is_waiting else "makes no progress",
             *(moment.phase, self._stall.stalled_s, where, stacks),
         )
+
+    def _has_run_dir(self) -> bool:
+        run_dir = self.watched.run_dir
+        return run_dir is not None and bool(within(DISK_S, run_dir.is_dir))
 
     def _look_for_launcher(self) -> None:
         if self.watched.has_launcher and os.getppid() != self._launcher:

@@ -65,6 +65,7 @@ class Lockstep:
         self._finished_transfers: list[int] = []
         self._last_events: tuple[Event, ...] = ()
         self._event_problems: list[str] = []
+        self._interrupts: list[tuple[int, str]] = []
         self._last_agreed_step = 0
 
     @property
@@ -81,11 +82,12 @@ class Lockstep:
         event_problem: str = "",
         num_sampled_ids: tuple[int, ...] = (),
         mask_checksums: tuple[int, ...] = (),
+        interrupt: str = "",
     ) -> AgreedStep:
         """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own, and so is
         `event_problem`: why it did not prepare the worker event of the step before, "" where it did or there was none.
         `num_sampled_ids` shares out the ids, and `mask_checksums` are of what they were sampled under, as in
-        `StepMessage`.
+        `StepMessage`. `interrupt` is what a signal's handler raised on this rank, for rank 0 (`take_interrupt`).
 
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
@@ -100,7 +102,7 @@ class Lockstep:
             if self._follower is None:
                 message = self._lead(own, events, event_problem)
             else:
-                message = self._follow(own, self._follower, event_problem)
+                message = self._follow(own, self._follower, event_problem, interrupt)
         except LostMessageError as error:
             raise ReplicaDivergedError(self._did_not_run(own.step, str(error))) from None
         self._last_events = message.events
@@ -135,6 +137,13 @@ class Lockstep:
         """Transfers that every rank has finished since the last call: rank 0's to tell the replicas, as an event."""
         return self._transfers.take_complete()
 
+    def take_interrupt(self) -> tuple[int, str] | None:
+        """On rank 0: the first rank that has said since the last call that a signal's handler raised there, and its
+        words.
+        """
+        interrupts, self._interrupts = self._interrupts, []
+        return next(iter(interrupts), None)
+
     @property
     def event_problem(self) -> str:
         """On rank 0, once the step after a worker event is agreed on: what the lowest rank that could not prepare it
@@ -164,10 +173,10 @@ class Lockstep:
             self._leader.send(payload)
         return message
 
-    def _follow(self, own: StepMessage, channel: FollowerChannel, event_problem: str) -> StepMessage:
+    def _follow(self, own: StepMessage, channel: FollowerChannel, event_problem: str, interrupt: str) -> StepMessage:
         if self._is_compared(own.step):
             channel.offer_record(partial(encode_message, own))
-            answer = pack_answer(own.digest, self._take_own_finished())
+            answer = pack_answer(own.digest, self._take_own_finished(), interrupt)
             channel.answer(own.step, pack_event_answer(answer, event_problem) if self._is_event_answered else answer)
         payload = channel.receive()
         try:
@@ -202,11 +211,13 @@ class Lockstep:
             payloads = [answer for answer, _ in pairs]
             self._event_problems += [problem for _, problem in pairs]
         answers = [unpack_answer(payload) for payload in payloads]
-        different = [rank for rank, (digest, _) in enumerate(answers, start=1) if digest != own.digest]
+        different = [rank for rank, answer in enumerate(answers, start=1) if answer.digest != own.digest]
         if not different:
             self._last_agreed_step = own.step
-            for rank, (_, finished_transfers) in enumerate(answers, start=1):
-                self._transfers.add(rank, finished_transfers)
+            for rank, answer in enumerate(answers, start=1):
+                self._transfers.add(rank, answer.finished_transfers)
+                if answer.interrupt:
+                    self._interrupts.append((rank, answer.interrupt))
             return
         self._diverge(own, channel, different)
 

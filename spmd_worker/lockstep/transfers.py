@@ -1,13 +1,16 @@
-"""A rank's answer to a step beside its digest: transfers that it has finished, and how it prepared a worker event."""
+"""A rank's answer to a step beside its digest: transfers that it has finished, what ends the call that it is in, and
+how it prepared a worker event.
+"""
 
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES
 
 _NUMBER_BYTES: Final = 8
 _LENGTH: Final = struct.Struct("<I")
+_LENGTHS: Final = struct.Struct("<II")
 
 
 class TransferBook:
@@ -34,17 +37,36 @@ class TransferBook:
         return complete
 
 
-def pack_answer(digest: bytes, finished_transfers: Sequence[int]) -> bytes:
-    """What a follower says of a step: its digest, and the transfers it has finished since its last answer."""
-    return digest + struct.pack(f"<{len(finished_transfers)}q", *finished_transfers)
+class Answer(NamedTuple):
+    """What a follower says of a step: its digest, the transfers it has finished since its last answer, and what a
+    signal's handler raised there, "" where none did.
+    """
+
+    digest: bytes
+    finished_transfers: tuple[int, ...] = ()
+    interrupt: str = ""
 
 
-def unpack_answer(answer: bytes) -> tuple[bytes, tuple[int, ...]]:
-    """The inverse of `pack_answer`; bytes past the last whole number make a digest that equals none."""
-    numbers = answer[NUM_DIGEST_BYTES:]
-    if len(numbers) % _NUMBER_BYTES:
-        return answer, ()
-    return answer[:NUM_DIGEST_BYTES], struct.unpack(f"<{len(numbers) // _NUMBER_BYTES}q", numbers)
+def pack_answer(digest: bytes, finished_transfers: Sequence[int], interrupt: str = "") -> bytes:
+    """An `Answer`. The digest alone where there is no more."""
+    if not finished_transfers and not interrupt:
+        return digest
+    text = interrupt.encode("utf-8", "replace")
+    lengths = _LENGTHS.pack(len(finished_transfers), len(text))
+    return digest + lengths + struct.pack(f"<{len(finished_transfers)}q", *finished_transfers) + text
+
+
+def unpack_answer(answer: bytes) -> Answer:
+    """The inverse of `pack_answer`; of bytes that it did not make the digest is one that equals none."""
+    start = NUM_DIGEST_BYTES + _LENGTHS.size
+    if len(answer) < start:
+        return Answer(answer)
+    num_numbers, num_text_bytes = _LENGTHS.unpack(answer[NUM_DIGEST_BYTES:start])
+    end = start + num_numbers * _NUMBER_BYTES
+    if len(answer) != end + num_text_bytes or (num_numbers, num_text_bytes) == (0, 0):
+        return Answer(answer)
+    numbers = struct.unpack(f"<{num_numbers}q", answer[start:end])
+    return Answer(answer[:NUM_DIGEST_BYTES], numbers, answer[end:].decode("utf-8", "replace"))
 
 
 def pack_event_answer(answer: bytes, problem: str) -> bytes:

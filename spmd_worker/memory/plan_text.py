@@ -87,11 +87,15 @@ class MemoryPlan:
         """Why a run here would be refused: memory cannot hold the weights, or the cache one sequence. None when it can,
         or nobody knows.
         """
-        if self.resolved.device_type == "cpu":
-            try:
-                check_weights_fit(self.resolved, 0, self.resolved.layout.world_size, host.total_bytes())
-            except ConfigError as error:
-                return str(error)
+        num_ranks, given = self.resolved.layout.world_size, _given_bytes(self.resolved)
+        try:
+            if self.resolved.device_type == "cpu":
+                check_weights_fit(self.resolved, 0, num_ranks, host.total_bytes() if given is None else given)
+            elif given is not None:
+                for rank in range(num_ranks):
+                    check_weights_fit(self.resolved, rank, 1, given)
+        except ConfigError as error:
+            return str(error)
         if self.num_blocks is None or self.resolved.model_config.is_encoder:
             return None
         cache = self.resolved.config.cache
@@ -109,15 +113,24 @@ class MemoryPlan:
 
 
 def make_plan(resolved: ResolvedRun) -> MemoryPlan:
-    """A plan for the resolved device; CPU ranks share this machine's memory equally."""
+    """A plan for the resolved device; CPU ranks share the machine's memory equally."""
     num_ranks = resolved.layout.world_size
     shares = tuple(_share(resolved, rank) for rank in range(num_ranks))
     sizings: tuple[CacheSizing, ...] = ()
     is_known = resolved.config.cache.num_blocks is not None or resolved.model_config.is_encoder
-    if resolved.device_type == "cpu" or is_known:
-        total = host.available_bytes() // num_ranks
+    given = _given_bytes(resolved)
+    if resolved.device_type == "cpu" or is_known or given is not None:
+        total = host.available_bytes() if given is None else given
+        if given is None or resolved.device_type == "cpu":
+            total //= num_ranks
         sizings = tuple(_sizing(resolved, rank, share, total) for rank, share in enumerate(shares))
     return MemoryPlan(resolved, shares, sizings)
+
+
+def _given_bytes(resolved: ResolvedRun) -> int | None:
+    """`plan.memory_gib`: of the machine, or of each rank's GPU."""
+    gib = resolved.config.plan.memory_gib
+    return None if gib is None else int(gib * 2**30)
 
 
 def describe_plan(plan: MemoryPlan) -> str:

@@ -29,6 +29,7 @@ from spmd_worker.layers.linear import ReplicatedLinear
 from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.layers.weight_slice import HeldSlice, PaddingSlice, Place, WeightSlice
+from spmd_worker.liveness.deferred_signals import deferred_signals
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
@@ -425,14 +426,16 @@ class DecoderForCausalLM(nn.Module):
                 check_form(name, tensor, self._shape_of(name, tensor))
             else:
                 check_tensor(name, tensor, self._shape_of(name, tensor), self.model.dtype)
-            self.weight_update.begin()
-            if self._is_tied_head(name):
-                self.weight_update.add_tied_head(tensor)
-                continue
-            if name in self._held:
-                self._held[name].load(tensor)
-                loaded.add(name)
-            self.weight_update.add(name, tensor)
+            # A tensor is written and noted, or neither.
+            with deferred_signals():
+                self.weight_update.begin()
+                if self._is_tied_head(name):
+                    self.weight_update.add_tied_head(tensor)
+                    continue
+                if name in self._held:
+                    self._held[name].load(tensor)
+                    loaded.add(name)
+                self.weight_update.add(name, tensor)
         return loaded
 
     def _separate(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -28,6 +28,8 @@ LIBRARY_NAME = "libspmd_kernels.so"
 _SOURCE_FOLDER = Path(__file__).parent
 _LOCK_TIMEOUT_S = 120.0
 _COMPILE_TIMEOUT_S = 300.0
+_NUM_LAST_LINES, _MAX_LINE = 12, 300
+"""Of what a compiler that fails says."""
 
 # Sums and products are fused only where the source says so, and never reordered: bits must not depend on the optimizer.
 _FLAGS = (
@@ -231,5 +233,12 @@ def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture
             return f"{shlex.join(compiler)}: {error}"
         if result.returncode == 0:
             return None
-        message = message or result.stderr.strip()
-    return f"{shlex.join(compiler)} fails: {message[:500] or 'no message'}"
+        # The last try's: nothing was optional in it.
+        message = result.stderr.strip() or message
+    return f"{shlex.join(compiler)} fails: {_last_lines(message) or 'no message'}"
+
+
+def _last_lines(message: str) -> str:
+    """What a compiler ends with is what it stopped at; its first words may be of warnings, or a chain of includes."""
+    lines = [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..." for line in message.splitlines()]
+    return "\n".join((["..."] if len(lines) > _NUM_LAST_LINES else []) + lines[-_NUM_LAST_LINES:])

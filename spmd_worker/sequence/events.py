@@ -42,6 +42,19 @@ class EndRound:
 
 
 @dataclass(frozen=True, slots=True)
+class Interrupt:
+    """The call that the ranks are in ends with this step: a signal's handler raised `error` on `rank` of the replica,
+    in words. What the call has left open is aborted in the same step.
+    """
+
+    rank: int
+    error: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
     """Nothing that is in the cache now may be found by a later request; requests in flight go on."""
 
@@ -112,6 +125,7 @@ Event = (
     | Abort
     | Close
     | EndRound
+    | Interrupt
     | ResetPrefixCache
     | SetWeightVersion
     | FinishTransfers

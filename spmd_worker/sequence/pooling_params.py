@@ -12,12 +12,16 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import plain_bool, plain_int, plain_text, shown
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.sequence.record_checks import INT64
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 TASKS: Final = ("embed", "classify", "score", "reward")
 """What vLLM's `pooling_task` may be here."""
 
+_NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens")
+_FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")
 _OTHER_TASKS: Final = ("token_embed", "token_classify", "plugin")
 
 
@@ -42,16 +46,23 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""
+        for names, plain in ((("task",), plain_text), (_NUMBERS, plain_int), (_FLAGS, plain_bool)):
+            for name in names:
+                value = getattr(self, name)
+                found = plain(value)
+                object.__setattr__(self, name, value if found is None else found)
         if self.task is not None and self.task not in TASKS:
             hint = ": one vector for each row is given, not one for each token" if self.task in _OTHER_TASKS else ""
-            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}{hint}")
-        for name in ("dimensions", "truncate_prompt_tokens", "num_first_tokens"):
+            raise ValueError(f"task={shown(self.task)} must be one of {', '.join(TASKS)}{hint}")
+        for name in _NUMBERS:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{name}={value!r} must be a whole number")
-        for name in ("normalize", "use_activation", "skip_reading_prefix_cache"):
+            if value is not None and type(value) is not int:
+                raise ValueError(f"{name}={shown(value)} must be a whole number")
+            if value is not None and value not in INT64:
+                raise ValueError(f"{name}={shown(value)} must fit 64 bits")
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool | None):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true, false or null")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be true, false or null")
         if self.dimensions is not None and not 1 <= self.dimensions < 2**31:
             raise ValueError(f"dimensions={self.dimensions} must be 1 or more")
         if self.num_first_tokens is not None and not 0 <= self.num_first_tokens < 2**31:

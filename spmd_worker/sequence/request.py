@@ -1,11 +1,11 @@
 """One admitted request: what a replica needs to know of a row, and nothing of where the row came from."""
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NewType
 
+from spmd_worker.config.plain_values import plain_int, shown
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.record_checks import Integer65, check_fields
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -45,11 +45,11 @@ def whole_number(name: str, value: Any) -> int:
 
     Raises TypeError, and ValueError for what does not fit 64 bits.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a whole number")
-    number = operator.index(value)
+    number = plain_int(value)
+    if number is None:
+        raise TypeError(f"{name}={shown(value)} is a {type(value).__name__}: give a whole number")
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name}={number} must fit 64 bits")
+        raise ValueError(f"{name}={shown(number)} must fit 64 bits")
     return number
 
 

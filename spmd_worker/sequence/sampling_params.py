@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
-from spmd_worker.sequence.record_checks import INT64, NOT_SENT, Integer65, sent_fields
+from spmd_worker.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_TEMPERATURE: Final = 1e-5
@@ -88,7 +89,7 @@ class _Freezable:
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_is_frozen", False):
             raise FrozenInstanceError(
-                f"{name}={value!r}: a request has taken these parameters; change a clone() of them"
+                f"{name}={shown(value)}: a request has taken these parameters; change a clone() of them"
             )
         convert = _CONVERTERS.get(name)
         object.__setattr__(self, name, value if convert is None else convert(value))
@@ -272,8 +273,8 @@ class SamplingParams(_Freezable):
         for name, reason in REFUSED.items():
             value = getattr(self, name)
             # 0, False and what is empty ask for nothing, as None does.
-            if value:
-                raise ValueError(f"{name}={repr(value)[:80]} is refused: {reason}")
+            if asks(value):
+                raise ValueError(f"{name}={shown(value)} is refused: {reason}")
 
     def _take_older_name(self) -> None:
         if self.guided_decoding is None:
@@ -283,25 +284,20 @@ class SamplingParams(_Freezable):
         self.structured_outputs, self.guided_decoding = self.guided_decoding, None
 
     def _check_types(self) -> None:
-        integers = ("n", "top_k", "min_tokens")
-        optional_integers = (
-            *("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
-            *("truncate_prompt_tokens", "stream_interval"),
-        )
-        for name in integers + optional_integers:
+        for name in _INTEGERS + _OPTIONAL_INTEGERS:
             value = getattr(self, name)
-            if value is None and name in optional_integers:
+            if value is None and name in _OPTIONAL_INTEGERS:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={value!r} must be a whole number")
-            if name != "seed" and value not in INT64:
-                raise ValueError(f"{name}={value} must fit 64 bits")
+            if type(value) is not int:
+                raise ValueError(f"{name}={shown(value)} must be a whole number")
+            if value not in (INT65 if name == "seed" else INT64):
+                raise ValueError(f"{name}={shown(value)} must fit 64 bits")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false")
         if not isinstance(self.skip_reading_prefix_cache, bool | None):
             raise ValueError(
-                f"skip_reading_prefix_cache={self.skip_reading_prefix_cache!r} must be true, false or null"
+                f"skip_reading_prefix_cache={shown(self.skip_reading_prefix_cache)} must be true, false or null"
             )
 
     def _check_ranges(self) -> None:
@@ -327,7 +323,6 @@ class SamplingParams(_Freezable):
             ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
             ("top_k", self.top_k >= -1, "must be -1 or 0 (off) or a positive number"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must be from 0 to 1"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit 64 bits"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be 1 or more"),
             ("min_tokens", self.min_tokens >= 0, "must be 0 or more"),
             ("logprobs", self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS, _LOGPROBS_RULE),
@@ -351,6 +346,11 @@ class SamplingParams(_Freezable):
 _LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}, or -1 for the whole vocabulary"
 _BEST_OF_HINT: Final = "raise best_of, lower n, or leave best_of out, which runs n samples and returns them all"
 
+_INTEGERS: Final = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS: Final = (
+    *("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "stream_interval"),
+)
 _FLAGS: Final = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
     *("flat_logprobs", "spaces_between_special_tokens", "skip_clone"),
@@ -370,40 +370,37 @@ def _from_fields(values: dict[str, Any]) -> SamplingParams:
 
 
 def _as_float(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r} must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = plain_float(value)
+    if number is None:
+        raise ValueError(f"{name}={shown(value)} must be a number")
     if not math.isfinite(number):
-        raise ValueError(f"{name}={value!r} must be a finite number")
+        raise ValueError(f"{name}={shown(value)} must be a finite number")
     return number
 
 
 def _as_stop_strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
-        raise ValueError(f"stop={value!r} must be a non-empty string or a list of non-empty strings")
-    _check_unicode("stop", strings)
-    return tuple(strings)
+        raise ValueError(f"stop={shown(value)} must be a non-empty string or a list of non-empty strings")
+    return _plain_texts("stop", strings)
 
 
-def _check_unicode(name: str, texts: Sequence[str]) -> None:
-    for item in texts:
+def _plain_texts(name: str, texts: Sequence[str]) -> tuple[str, ...]:
+    plain = tuple([str.__str__(item) for item in texts])
+    for item in plain:
         try:
             item.encode("utf-8")
         except UnicodeEncodeError:
             raise ValueError(f"{name}: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
+    return plain
 
 
 def _as_bad_words(value: Any) -> tuple[str, ...]:
     """Each once, in order."""
     words = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
-        raise ValueError(f"bad_words={value!r} must be a list of words, none of which is empty")
-    _check_unicode("bad_words", words)
-    return tuple(dict.fromkeys(words))
+        raise ValueError(f"bad_words={shown(value)} must be a list of words, none of which is empty")
+    return tuple(dict.fromkeys(_plain_texts("bad_words", words)))
 
 
 def _as_bad_words_ids(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -411,7 +408,7 @@ def _as_bad_words_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(sequences, list | tuple) or not all(
         isinstance(item, list | tuple) and item for item in sequences
     ):
-        raise ValueError(f"bad_words_ids={value!r} must be a list of lists of token ids, none of which is empty")
+        raise ValueError(f"bad_words_ids={shown(value)} must be a list of lists of token ids, none of which is empty")
     return tuple(dict.fromkeys([_as_token_ids("bad_words_ids", item) for item in sequences]))
 
 
@@ -429,20 +426,22 @@ def _as_output_kind(value: Any) -> RequestOutputKind:
     """Also of another library's enumeration with the same names."""
     if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
         return RequestOutputKind[value.name]
-    if isinstance(value, bool) or value not in list(RequestOutputKind):
+    number = plain_int(value)
+    if number is None or number not in list(RequestOutputKind):
         known = ", ".join(RequestOutputKind.__members__)
-        raise ValueError(f"output_kind={value!r} must be a RequestOutputKind: {known}")
-    return RequestOutputKind(value)
+        raise ValueError(f"output_kind={shown(value)} must be a RequestOutputKind: {known}")
+    return RequestOutputKind(number)
 
 
 def _as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = value if value is not None else ()
     if not isinstance(ids, list | tuple):
-        raise ValueError(f"{name}={value!r} must be a list of token ids")
-    for item in ids:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0 or item not in INT64:
-            raise ValueError(f"{name}: {item!r} must be a token id, a whole number from 0 to {INT64[-1]}")
-    return tuple(ids)
+        raise ValueError(f"{name}={shown(value)} must be a list of token ids")
+    plain = tuple([plain_int(item) for item in ids])
+    for item, number in zip(ids, plain, strict=True):
+        if number is None or not 0 <= number <= INT64[-1]:
+            raise ValueError(f"{name}: {shown(item)} must be a token id, a whole number from 0 to {INT64[-1]}")
+    return cast("tuple[int, ...]", plain)
 
 
 def _as_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -453,13 +452,13 @@ def _as_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
-        raise ValueError(f"logit_bias={value!r} must map token ids to numbers from -100 to 100")
+        raise ValueError(f"logit_bias={shown(value)} must map token ids to numbers from -100 to 100")
     biases: dict[int, float] = {}
     for key, bias in pairs:
         token_id = _as_bias_token(key)
         number = _as_float(f"logit_bias[{token_id}]", bias)
         if not -100.0 <= number <= 100.0:
-            raise ValueError(f"logit_bias[{token_id}]={bias} must be from -100 to 100")
+            raise ValueError(f"logit_bias[{token_id}]={shown(bias)} must be from -100 to 100")
         biases[token_id] = number
     return tuple(sorted(biases.items()))
 
@@ -468,6 +467,16 @@ def _as_bias_token(key: Any) -> int:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
         return int(key)
     return _as_token_ids("logit_bias", (key,))[0]
+
+
+def _plain_or_same(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What is no such value is kept, and `check` says so."""
+
+    def convert(value: Any) -> Any:
+        found = plain(value)
+        return value if found is None else found
+
+    return convert
 
 
 def _float_of(name: str) -> Callable[[Any], float]:
@@ -484,6 +493,8 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "output_kind": _as_output_kind,
     "structured_outputs": as_structured_outputs,
     "guided_decoding": as_structured_outputs,
+    **dict.fromkeys(_INTEGERS + _OPTIONAL_INTEGERS, _plain_or_same(plain_int)),
+    **dict.fromkeys((*_FLAGS, "skip_reading_prefix_cache"), _plain_or_same(plain_bool)),
     **{
         name: _float_of(name)
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

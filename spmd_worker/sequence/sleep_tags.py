@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import plain_int, shown
+
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
 TAGS: Final = (WEIGHTS, KV_CACHE)
@@ -15,9 +17,10 @@ _MODES: Final = ("abort", "wait", "keep")
 
 def checked_level(level: Any) -> int:
     """Raises ValueError for what is no level of sleep."""
-    if type(level) is not int or level not in (1, 2):
-        raise ValueError(f"level={level!r} must be 1 (weights are kept in host memory) or 2 (weights are dropped)")
-    return level
+    number = plain_int(level)
+    if number not in (1, 2):
+        raise ValueError(f"level={shown(level)} must be 1 (weights are kept in host memory) or 2 (weights are dropped)")
+    return number
 
 
 def check_mode(mode: Any) -> None:

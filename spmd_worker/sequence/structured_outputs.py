@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import asks, plain_bool, plain_text, shown
 from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.record_checks import NOT_SENT, sent_fields
 
@@ -66,8 +67,8 @@ class StructuredOutputsParams:
     backend: Any = field(default=None, metadata=NOT_SENT, compare=False)
 
     def __post_init__(self) -> None:
-        if self.structural_tag:
-            raise ValueError(f"structural_tag={repr(self.structural_tag)[:80]} is refused: {STRUCTURAL_TAG_REFUSED}")
+        if asks(self.structural_tag):
+            raise ValueError(f"structural_tag={shown(self.structural_tag)} is refused: {STRUCTURAL_TAG_REFUSED}")
         # Empty asks for nothing, as None does; kept, an empty mapping could not be hashed.
         _keep(self, "structural_tag", None)
         for name, default in (("disable_any_whitespace", False), ("disable_additional_properties", False)):
@@ -141,7 +142,7 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
     elif any(hasattr(value, name) for name in KINDS) and not isinstance(value, type):
         given = {name: getattr(value, name) for name in known if hasattr(value, name)}
     else:
-        raise ValueError(f"structured_outputs={repr(value)[:80]} must have one of {', '.join(KINDS)}")
+        raise ValueError(f"structured_outputs={shown(value)} must have one of {', '.join(KINDS)}")
     try:
         return StructuredOutputsParams(**given)
     except ValueError as error:
@@ -161,7 +162,7 @@ def schema_text(schema: Any, *, is_closed: bool = False) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"json is not a JSON Schema: {error}") from None
     if not isinstance(schema, str):
-        raise ValueError(f"json={repr(schema)[:80]} must be a JSON Schema: an object, or text that holds one")
+        raise ValueError(f"json={shown(schema)} must be a JSON Schema: an object, or text that holds one")
     try:
         parsed = parse_json_object(_text("json", schema).encode("utf-8"), max_nesting=_MAX_NESTING)
     except JsonError as error:
@@ -197,22 +198,24 @@ def _keep(record: StructuredOutputsParams, name: str, value: Any) -> None:
 def _flag(name: str, value: Any, default: bool) -> bool:
     if value is None:
         return default
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={repr(value)[:80]} must be true or false")
-    return value
+    flag = plain_bool(value)
+    if flag is None:
+        raise ValueError(f"{name}={shown(value)} must be true or false")
+    return flag
 
 
 def _text(name: str, value: Any) -> Any:
     """None, or text that UTF-8 can say."""
     if value is None:
         return None
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name}={repr(value)[:80]} must be text that is not empty")
+    text = plain_text(value)
+    if not text:
+        raise ValueError(f"{name}={shown(value)} must be text that is not empty")
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError(f"{name} holds half of a surrogate pair, which UTF-8 cannot say") from None
-    return value
+    return text
 
 
 def _choices(value: Any) -> tuple[str, ...] | None:
@@ -220,5 +223,5 @@ def _choices(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"choice={repr(value)[:80]} must be a list of texts")
+        raise ValueError(f"choice={shown(value)} must be a list of texts")
     return tuple(dict.fromkeys([_text("choice", each) for each in value]))

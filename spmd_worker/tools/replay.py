@@ -44,6 +44,7 @@ from spmd_worker.sequence.events import (
     EndWorkerEvent,
     Event,
     FinishTransfers,
+    Interrupt,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -227,6 +228,8 @@ def event_in_words(event: Event) -> str:
         return f"worker event {event.number} is {'undone: ' + event.problem if event.problem else 'committed'}"
     if isinstance(event, EndRound):
         return "the replica has answered what it was given"
+    if isinstance(event, Interrupt):
+        return f"the call ends, interrupted on rank {event.rank}: {event.error}"
     return "the engine ends" if isinstance(event, Close) else repr(event)
 
 

@@ -1,5 +1,6 @@
 """Ranks divided anew: nothing that was cached is found, answers stay, what cannot be is refused and changes nothing."""
 
+import ast
 import functools
 import re
 from typing import Any
@@ -49,6 +50,56 @@ def answer(llm: LLM) -> tuple[str, int | None]:
 def expected() -> str:
     with LLM(MODEL, **OPTIONS) as llm:
         return answer(llm)[0]
+
+
+UNEVENLY = """
+    import os, sys
+    from spmd_worker import LLM, SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    drawn = SamplingParams(temperature=1, max_tokens=4, ignore_eos=True)
+
+    def tokens(prompts, params=greedy):
+        return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+
+    def sizes(name, number=2):
+        llm.reinitialize_distributed(**{name: number} if number > 1 else {})
+
+    with LLM(sys.argv[1], device="cpu", dtype="float32", num_blocks=64, timeout_s=30, data_parallel_size=2) as llm:
+        prompts = [f"copy {letter} =" for letter in "abcdefg"]
+        said = [tokens(prompts[:3]), tokens(prompts[:1])]
+        for layout in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            sizes(layout)
+            said += [tokens(prompts[:3]), tokens(prompts[:1]), tokens(prompts[:5])]
+        llm.sleep()
+        llm.wake_up()
+        sizes("tensor_parallel_size")
+        try:
+            llm.llm_engine.add_request(tuple(range(1, 9)), greedy)
+            sizes("data_parallel_size")
+        except RuntimeError as error:
+            said += ["are not answered yet" in str(error)]
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        said += [tokens(prompts, drawn), tokens(prompts), llm.llm_engine.num_requests]
+    os.write(1, f"{said}\\n".encode())
+    """
+
+
+@pytest.mark.finding(number="B6")
+def test_uneven_replicas_divided_anew_answer_on():
+    """The ranks of two replicas had numbered their own requests, and went on with two numbers for one."""
+    done = ranks.run_ranks(UNEVENLY, nproc=2, timeout_s=240, arguments=[MODEL])
+    assert done.returncode == 0, done.output
+    first, second = map(ast.literal_eval, done.stdout.splitlines())
+    assert first == second
+    three, one = first[:2]
+    for again in (first[2 + 3 * layout : 5 + 3 * layout] for layout in range(4)):
+        assert again[:2] == [three, one]
+        assert again[2][:3] == three
+    is_refused, _, seven, _ = first[14:]
+    assert is_refused
+    assert seven[:3] == three
 
 
 def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_cache(expected: str):

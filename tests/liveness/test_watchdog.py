@@ -273,14 +273,30 @@ def test_a_main_thread_that_moves_is_left_alone(make, caplog):
     assert ranks.exits == {}
 
 
-def test_without_a_run_directory_stacks_go_to_stderr(make, caplog, capfd):
+@pytest.mark.finding(number="B8")
+def test_stacks_go_to_stderr_at_the_hard_limit_only(make, caplog, capfd):
+    """A step that took a fifth of the limit once printed the stacks of all threads, and then went on."""
     ranks = make(1, timeout_s=60.0, run_dir=None)
-    ranks.all[0].watched = Watched(0, (0,), 2.0)
+    ranks.all[0].watched = Watched(0, (0,), 20.0)
     ranks.all[0].heartbeat.enter("execute", 7)
     ranks.start((0,))
     ranks.wait_until(lambda: bool(caplog.records))
-    assert "stacks are in stderr" in caplog.text
+    ranks.time.advance(10.0)
+    assert "step 7 makes no progress in phase execute for 4.0 s now" in caplog.text
+    assert "stacks" not in caplog.text + capfd.readouterr().err
+    ranks.time.advance(10.0)
     assert "[rank 0] stacks:" in capfd.readouterr().err
+
+
+@pytest.mark.finding(number="B8")
+def test_second_start_is_a_start(make, caplog, capfd):
+    """Worker processes that an engine starts after its first step once made its watchdog print stacks."""
+    ranks = make(1, timeout_s=20.0, run_dir=None)
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.all[0].heartbeat.enter("joining the other ranks", 0)
+    ranks.time.advance(19.0)
+    assert (caplog.text, capfd.readouterr().err, ranks.exits) == ("", "", {})
 
 
 def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, monkeypatch):

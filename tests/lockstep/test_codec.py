@@ -23,6 +23,7 @@ from spmd_worker.sequence.events import (
     EndRound,
     EndWorkerEvent,
     FinishTransfers,
+    Interrupt,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -93,7 +94,7 @@ FULL_MESSAGE = StepMessage(
     step=9,
     events=(
         *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0, 0, FULL_POOLING)), Abort(2), ResetPrefixCache()),
-        *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Close()),
+        *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Interrupt(1, "KeyboardInterrupt: "), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
     ),
     plan=FULL_PLAN,

@@ -95,7 +95,12 @@ def test_whatever_the_order_a_transfer_counts_with_its_last_rank(reports):
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple))
 def test_an_answer_comes_back(numbers):
-    assert unpack_answer(pack_answer(DIGEST, numbers)) == (DIGEST, numbers)
+    assert unpack_answer(pack_answer(DIGEST, numbers)) == (DIGEST, numbers, "")
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple), st.text(max_size=20))
+def test_an_answer_carries_what_a_handler_raised(numbers, text):
+    assert unpack_answer(pack_answer(DIGEST, numbers, text)) == (DIGEST, numbers, text)
 
 
 def test_without_transfers_an_answer_is_the_digest_and_no_byte_more():
@@ -105,7 +110,7 @@ def test_without_transfers_an_answer_is_the_digest_and_no_byte_more():
 @pytest.mark.parametrize("numbers", [(), (5,), (5, 2**40)])
 def test_a_damaged_answer_equals_no_digest(numbers):
     answer = pack_answer(DIGEST, numbers)
-    cut = [answer[:length] for length in range(len(answer)) if length < NUM_DIGEST_BYTES or length % 8]
+    cut = [answer[:length] for length in range(len(answer)) if length != NUM_DIGEST_BYTES]
     longer = [answer + bytes(count) for count in range(1, 8)]
     flipped = [bytes([*answer[:place], answer[place] ^ 1, *answer[place + 1 :]]) for place in range(NUM_DIGEST_BYTES)]
     assert len(cut) >= NUM_DIGEST_BYTES
@@ -181,7 +186,7 @@ def test_transfers_are_no_part_of_what_replicas_must_agree_on():
 
 
 def test_an_answer_of_a_byte_too_many_ends_every_rank(monkeypatch):
-    monkeypatch.setattr(lockstep_module, "pack_answer", lambda digest, numbers: pack_answer(digest, numbers) + b"x")
+    monkeypatch.setattr(lockstep_module, "pack_answer", lambda *given: pack_answer(*given) + b"x")
     with star(1) as (leader, followers), ThreadPoolExecutor() as pool:
 
         def outcome(channel: LeaderChannel | FollowerChannel) -> BaseException:

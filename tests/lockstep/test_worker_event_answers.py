@@ -59,7 +59,7 @@ def test_a_replica_of_one_answers_itself():
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=3), st.text(st.characters(exclude_categories=["Cs"])))
 def test_an_answer_with_words_comes_back(numbers: list[int], problem: str):
     answer, words = unpack_event_answer(pack_event_answer(pack_answer(DIGEST, numbers), problem))
-    assert (unpack_answer(answer), words) == ((DIGEST, tuple(numbers)), problem)
+    assert (unpack_answer(answer), words) == ((DIGEST, tuple(numbers), ""), problem)
 
 
 @pytest.mark.parametrize("length", range(4 + NUM_DIGEST_BYTES))

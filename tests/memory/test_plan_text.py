@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from model_configs import with_layers
 
-from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
+import launch
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, PlanConfig, RunConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
@@ -180,6 +181,39 @@ def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(model_conf
     enough = {**config, "cache": CacheConfig(num_blocks=256)}
     assert not any(line.startswith("refused") for line in text_of(model_config, 2, **enough))
     check_cache_setting(resolved(model_config, **enough))
+
+
+@pytest.mark.finding(number="D9")
+@pytest.mark.parametrize(
+    ("device", "gib", "size", "fits"),
+    [
+        *[("cpu", 16, 1, False), ("cpu", 40, 1, True), ("cpu", 40, 2, True), ("cpu", 18, 2, False)],
+        *[("cuda", 16, 1, False), ("cuda", 24, 1, True), ("cuda", 12, 2, True), ("cuda", 7, 2, False)],
+    ],
+)
+def test_plan_is_for_the_machine_that_is_named(
+    model_config: ModelConfig, device: str, gib: float, size: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the machine that all ranks share, and with GPUs of each; that of this machine counts for nothing."""
+    config = {"plan": PlanConfig(enabled=True, memory_gib=gib), "device": device}
+    texts = []
+    for here in (2 * GIB, 1024 * GIB):
+        for name in ("available_bytes", "total_bytes"):
+            monkeypatch.setattr(host, name, lambda here=here: here)
+        texts.append(text_of(model_config, size, **config))
+    assert texts[0] == texts[1]
+    assert texts[0][-1].startswith("refused") is not fits
+    share = gib if device == "cuda" else gib / size
+    assert any(line.startswith(f"why        device memory {share:.1f} GiB") for line in texts[0])
+
+
+@pytest.mark.finding(number="D9")
+@pytest.mark.parametrize(("keys", "code"), [(("plan.memory_gib=16",), 1), (("plan.memory_gib=64",), 0), ((), 0)])
+def test_plan_that_refuses_exits_with_one(
+    tmp_path: Path, model_config: ModelConfig, keys: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+):
+    assert launch.main(["plan=true", "device=cpu", f"model.path={tmp_path}", *keys]) == code
+    assert ("\nrefused    " in capsys.readouterr().out) is (code == 1)
 
 
 def test_memory_that_is_too_small_is_refused_with_the_way_out(

@@ -163,7 +163,22 @@ def test_a_link_in_place_of_the_library_is_replaced_not_followed(compiler, tmp_p
     assert (tmp_path / "elsewhere").read_text() == "planted"
 
 
-def test_a_compiler_that_fails_is_named_with_its_first_words(compiler, tmp_path):
+@pytest.mark.finding(number="D17")
+def test_failed_compile_says_its_last_lines(compiler, tmp_path):
+    """The first 500 characters were of warnings, and of the way to the file."""
+    said = 'for i in $(seq 200); do echo "warning: number $i of many that are no reason" >&2; done; '
+    said += "echo 'kernels.cpp:7: fatal error: omp.h: No such file or directory' >&2; "
+    said += "head -c 5000 /dev/zero | tr '\\0' x >&2; echo >&2; echo 'compilation terminated.' >&2; exit 1"
+    compiler(action=said)
+    reason = build(cache_folder=tmp_path / "cache")
+    assert isinstance(reason, str)
+    assert "fatal error: omp.h: No such file or directory" in reason
+    assert reason.splitlines()[-1] == "compilation terminated."
+    assert "number 1 of many" not in reason
+    assert len(reason) < 2000
+
+
+def test_a_compiler_that_fails_is_named_with_its_words(compiler, tmp_path):
     num_calls = compiler(action="echo 'error: no such thing' >&2; exit 1")
     reason = build(cache_folder=tmp_path / "cache")
     assert isinstance(reason, str)

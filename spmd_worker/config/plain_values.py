@@ -1,0 +1,83 @@
+"""Numbers and texts of a caller's own kinds (enumerations, numpy's and torch's scalars) as Python's plain ones.
+
+What is kept, sent and compared is exactly `int`, `float`, `bool` or `str`: a subclass may compare slowly (`in range`
+walks through all numbers for one), print otherwise, and has no place on a wire. Imports neither numpy nor torch.
+"""
+
+import operator
+from numbers import Real
+from typing import Any
+
+_MAX_SHOWN = 80
+
+
+def plain_int(value: Any) -> int | None:
+    """A whole number; None for anything else, true and false too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not hasattr(value, "__index__") or _is_of_truth_values(value):
+        return None
+    try:
+        # Of an array only without dimensions: a number of its own.
+        return None if getattr(value, "ndim", 0) else operator.index(value)
+    except Exception:  # of code that is not ours: an array of floats, a tensor without data
+        return None
+
+
+def plain_float(value: Any) -> float | None:
+    """A real number, finite or not; None for anything else, true and false too. A whole number beyond all floats is
+    infinite.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or _is_of_truth_values(value):
+        return None
+    try:
+        if isinstance(value, Real):
+            return float(value)
+        is_scalar = hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0
+        number = value.item() if is_scalar else None
+        return float(number) if isinstance(number, int | float) else None
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    except Exception:  # of code that is not ours
+        return None
+
+
+def plain_bool(value: Any) -> bool | None:
+    """True or false; None for anything else, 0 and 1 too."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return bool(value) if _is_of_truth_values(value) and not getattr(value, "ndim", 0) else None
+    except Exception:  # of code that is not ours
+        return None
+
+
+def plain_text(value: Any) -> str | None:
+    """Text; None for anything else. Of an enumeration's member what it stands for, and not its name."""
+    if type(value) is str:
+        return value
+    return str.__str__(value) if isinstance(value, str) else None
+
+
+def asks(value: Any) -> bool:
+    """Whether a value that may ask for nothing does: what cannot say whether it is empty is not."""
+    try:
+        return bool(value)
+    except Exception:  # of code that is not ours: an array of several numbers, a tensor without data
+        return True
+
+
+def shown(value: Any, most: int = _MAX_SHOWN) -> str:
+    """A value in a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # of code that is not ours, and of numbers with thousands of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _is_of_truth_values(value: Any) -> bool:
+    """Whether it is one of an array library's."""
+    return "bool" in str(getattr(value, "dtype", ""))

@@ -1,0 +1,460 @@
+"""Ctrl-C in a call, and what else a signal's handler raises: the step ends, then the call, and the next one works."""
+
+import ast
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import interrupts
+import pytest
+import ranks
+from interrupts import GREEDY, POINTS, PROMPTS, AtLine, at, is_interrupted, tokens
+from pooling_models import pooling_folder
+from reference_models import checkpoint_folder, write_text_checkpoint
+from stress_seed import SEED
+
+from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.liveness import deferred_signals as deferred
+from spmd_worker.liveness.deferred_signals import deferred_signals, deliver_signals, host_signals
+from spmd_worker.llm_engine import LLMEngine as NamedEngine
+
+pytestmark = pytest.mark.finding(number="B5")
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 120}
+
+
+@pytest.fixture(autouse=True)
+def _heeding() -> Iterator[None]:
+    """And nothing of ours is left in the way of signals."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(checkpoint_folder("llama3"), **SETTINGS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    return tokens(llm)
+
+
+def check(llm: LLM, expected: list[list[int]]) -> None:
+    assert not llm.llm_engine.has_unfinished_requests()
+    llm.llm_engine.scheduler.check_integrity()
+    assert llm.llm_engine.scheduler.cache.num_used_blocks == 0
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_interrupted_generate_leaves_a_working_engine(llm: LLM, expected: list[list[int]], point: str, nth: int):
+    with at(point, nth), pytest.raises(KeyboardInterrupt):
+        tokens(llm)
+    check(llm, expected)
+
+
+def test_interrupt_at_any_line_leaves_a_working_engine(llm: LLM, expected: list[list[int]]):
+    prompts, short = PROMPTS[:2], SamplingParams(temperature=0, max_tokens=3)
+    with AtLine(0) as counted:
+        answers = tokens(llm, prompts, short)
+    draw = random.Random(1)
+    for nth in [draw.randrange(1, counted.num_lines) for _ in range(12)]:
+        with AtLine(nth):
+            is_interrupted(lambda: tokens(llm, prompts, short))
+        assert tokens(llm, prompts, short) == answers
+    check(llm, expected)
+
+
+@pytest.mark.stress
+def test_interrupt_at_many_lines_leaves_a_working_engine(llm: LLM, expected: list[list[int]]):
+    prompts, short = PROMPTS[:2], SamplingParams(temperature=0, max_tokens=3)
+    with AtLine(0) as counted:
+        answers = tokens(llm, prompts, short)
+    draw, num_interrupted = random.Random(SEED), 0
+    for nth in [draw.randrange(1, counted.num_lines) for _ in range(400)]:
+        with AtLine(nth):
+            num_interrupted += is_interrupted(lambda: tokens(llm, prompts, short))
+        assert tokens(llm, prompts, short) == answers
+    check(llm, expected)
+    print(f"INTERRUPTS {num_interrupted} of 400 at lines of a call of {counted.num_lines}")
+
+
+def test_second_interrupt_while_the_first_is_acted_on(llm: LLM, expected: list[list[int]]):
+    with at("schedule", 2), at("sample", 3), at("apply", 3), pytest.raises(KeyboardInterrupt):
+        tokens(llm)
+    check(llm, expected)
+
+
+def test_handler_that_returns_interrupts_nothing(llm: LLM, expected: list[list[int]]):
+    heard: list[int] = []
+    former = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with at("sample", 2, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
+            assert tokens(llm) == expected
+        assert heard == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR2, signal.SIGTERM])
+def test_any_exception_of_a_handler_is_raised(llm: LLM, expected: list[list[int]], number: int):
+    """A time limit that a host sets with an alarm ended the engine as Ctrl-C did."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"signal {number}")
+
+    former = signal.signal(number, late)
+    try:
+        with at("sample", 2, lambda: os.kill(os.getpid(), number)), pytest.raises(TimeoutError, match=str(int(number))):
+            tokens(llm)
+        assert signal.getsignal(number) is late
+    finally:
+        signal.signal(number, former)
+    check(llm, expected)
+
+
+def test_handler_may_abort_requests_and_change_handlers(llm: LLM, expected: list[list[int]]):
+    def of_own(number: int, frame: object) -> None:
+        llm.llm_engine.abort_request(range(10**6, 10**6 + 3))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    former = signal.signal(signal.SIGUSR1, of_own)
+    try:
+        with at("sample", 2, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
+            assert tokens(llm) == expected
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "score_tokens": lambda llm: llm.score_tokens(PROMPTS[:2], [[1, 2], [3]]),
+    "beam_search": lambda llm: llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=2, max_tokens=4)),
+    "gather": lambda llm: llm.generate(PROMPTS, GREEDY, gather=True, use_tqdm=False),
+    "sleep": lambda llm: llm.sleep(),
+    "wake_up": lambda llm: llm.wake_up(),
+}
+
+
+BEFORE = {"wake_up": "sleep"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_interrupted_call_is_followed_by_right_answers(llm: LLM, expected: list[list[int]], name: str):
+    if name in BEFORE:
+        CALLS[BEFORE[name]](llm)
+    with at("schedule", 1 if name != "beam_search" else 3), pytest.raises(KeyboardInterrupt):
+        CALLS[name](llm)
+    if llm.is_sleeping:
+        llm.wake_up()
+    check(llm, expected)
+
+
+def test_interrupted_chat_is_followed_by_right_answers(tmp_path_factory: pytest.TempPathFactory):
+    with LLM(write_text_checkpoint(tmp_path_factory.mktemp("text")), **SETTINGS) as llm:
+        messages = [[{"role": "user", "content": "hello"}], [{"role": "user", "content": "good day to you"}]]
+
+        def answers() -> list[list[int]]:
+            return [each.outputs[0].token_ids for each in llm.chat(messages, GREEDY, use_tqdm=False)]
+
+        before = answers()
+        for point in ("schedule", "sample", "apply"):
+            with at(point, 2), pytest.raises(KeyboardInterrupt):
+                answers()
+            assert answers() == before
+
+
+@pytest.mark.parametrize(("name", "call"), [("embedding", "embed"), ("classifier", "classify")])
+def test_interrupted_pooling_is_followed_by_right_answers(name: str, call: str):
+    with LLM(pooling_folder({"embedding": "mean", "classifier": "labels"}[name]), **SETTINGS) as llm:
+
+        def answers() -> list[Any]:
+            return [each.outputs for each in getattr(llm, call)(PROMPTS, use_tqdm=False)]
+
+        before = answers()
+        for point in ("schedule", "agree", "apply"):
+            with at(point), pytest.raises(KeyboardInterrupt):
+                answers()
+            assert answers() == before
+
+
+def test_interrupted_update_loads_all_weights(llm: LLM, expected: list[list[int]]):
+    """Finished first: with some weights of an update and not others nothing could be computed."""
+    weights = llm.apply_model(lambda model: {name: each.clone() for name, each in model.state_dict().items()})[0]
+
+    def pairs() -> Iterator[tuple[str, Any]]:
+        for number, pair in enumerate(weights.items()):
+            if number == 3:
+                interrupts.interrupt()
+            yield pair
+
+    for given in (pairs(), iter(pairs())):
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights(given)
+        check(llm, expected)
+    with pytest.raises(KeyboardInterrupt), llm.weight_update() as load:  # noqa: PT012  # it comes somewhere in there
+        for pair in pairs():
+            load(*pair)
+    llm.update_weights(weights.items())
+    check(llm, expected)
+
+
+def test_functions_of_the_host_are_interrupted_where_they_are(llm: LLM, expected: list[list[int]]):
+    ran: list[str] = []
+
+    def of_host(_: object) -> None:
+        interrupts.interrupt()
+        ran.append("on")
+
+    for call in (llm.apply_model, llm.collective_rpc):
+        with pytest.raises(KeyboardInterrupt):
+            call(of_host)
+    with pytest.raises(KeyboardInterrupt), llm.turns():
+        of_host(None)
+    assert ran == []
+    check(llm, expected)
+
+
+@pytest.mark.parametrize("make", [lambda llm: llm.llm_engine, lambda llm: NamedEngine(llm.llm_engine)])
+def test_interrupted_step_loses_no_output(llm: LLM, expected: list[list[int]], make: Callable[[LLM], Any]):
+    engine, found = make(llm), []
+    for number, prompt in enumerate(PROMPTS):
+        given: list[Any] = [{"prompt_token_ids": prompt}] if isinstance(engine, NamedEngine) else [prompt]
+        given = [str(number), *given] if isinstance(engine, NamedEngine) else given
+        engine.add_request(*given, SamplingParams(temperature=0, max_tokens=1 + number, ignore_eos=True))
+    num_interrupted = 0
+    while len(found) < len(PROMPTS):
+        with at("sample"):
+            num_interrupted += is_interrupted(lambda: found.extend(engine.step()))
+    assert num_interrupted == len(PROMPTS)
+    check(llm, expected)
+
+
+def test_engine_does_not_wait_for_the_main_threads_signals(llm: LLM, expected: list[list[int]]):
+    """A call in another thread is no business of signals, which the main thread handles."""
+    found: list[Any] = []
+    started = threading.Event()
+
+    def run() -> None:
+        with at("sample", 1, started.set):
+            found.append(tokens(llm))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # it may come a little later
+        interrupts.interrupt()
+        time.sleep(60)
+    thread.join()
+    assert found == [expected]
+
+
+# Deferral itself.
+
+
+def test_deferred_signal_is_delivered_where_it_is_asked_for():
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117  # what came before it counts
+        with deferred_signals():
+            interrupts.interrupt()
+            order.append("noted")
+            with deferred_signals():
+                order.append("inner")
+            deliver_signals()
+            order.append("never")
+    assert order == ["noted", "inner"]
+
+
+def test_signal_that_comes_again_late_is_handled_at_once(monkeypatch: pytest.MonkeyPatch):
+    """What does not end can still be left."""
+    monkeypatch.setattr(deferred, "MOST_DEFERRED_S", -1.0)
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012  # where in it is what is looked at
+        interrupts.interrupt()
+        order.append("first")
+        interrupts.interrupt()
+        order.append("second")
+    assert order == []
+
+
+def test_host_block_has_the_hosts_handlers():
+    with deferred_signals():
+        ours = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), host_signals():  # noqa: PT012  # the same
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            interrupts.interrupt()
+        assert signal.getsignal(signal.SIGINT) == ours
+
+
+def test_forked_process_has_the_hosts_handlers():
+    with deferred_signals():
+        child = os.fork()
+        if not child:
+            os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_tests_see_an_engine_that_defers_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    with LLM(checkpoint_folder("llama3"), **SETTINGS) as other:
+        monkeypatch.setattr(deferred._Deferral, "install", lambda self: None)
+        with at("sample", 2), pytest.raises(KeyboardInterrupt):
+            tokens(other)
+        with pytest.raises(RuntimeError, match="an earlier step failed halfway"):
+            tokens(other)
+        monkeypatch.undo()
+
+
+# Ranks.
+
+ON_RANKS = """
+    import os, sys
+    import interrupts
+    from interrupts import GREEDY, PROMPTS, at, is_interrupted, tokens
+    from spmd_worker import LLM
+
+    interrupts.heed()
+    rank, sizes, found = os.environ["RANK"], eval(sys.argv[2]), []
+    with LLM(sys.argv[1], device="cpu", num_blocks=120, timeout_s=60, **sizes) as llm:
+        expected = tokens(llm)
+        for who in ("01", "0", "1"):
+            for point, nth in eval(sys.argv[3]):
+                act = interrupts.interrupt if rank in who else lambda: None
+                with at(point, nth, act):
+                    found.append((who, point, is_interrupted(lambda: tokens(llm))))
+                assert not llm.llm_engine.has_unfinished_requests()
+                assert tokens(llm) == expected, (who, point)
+        with at("schedule", 3, interrupts.interrupt if rank == "1" else lambda: None):
+            try:
+                with llm.turns():
+                    for prompts in (PROMPTS[:2], PROMPTS[2:4], PROMPTS[4:]):
+                        tokens(llm, prompts)
+            except KeyboardInterrupt:
+                found.append(("1", "turns", True))
+        try:
+            with llm.turns():
+                if rank == "0":
+                    interrupts.interrupt()
+                tokens(llm)
+        except KeyboardInterrupt:
+            found.append(("0", "body of turns", True))
+        assert tokens(llm) == expected, "turns"
+        weights = llm.apply_model(lambda model: {n: p.clone() for n, p in model.state_dict().items()})[0]
+    os.write(1, f"{found}\\n".encode())
+    """
+
+
+@pytest.mark.parametrize(
+    ("sizes", "points"),
+    [
+        ({"tensor_parallel_size": 2}, [("encode", 2), ("schedule", 2), ("agree", 3), ("sample", 2), ("apply", 3)]),
+        pytest.param(
+            {"pipeline_parallel_size": 2}, [("encode", 2), ("agree", 3), ("apply", 3)], marks=pytest.mark.matrix
+        ),
+        ({"data_parallel_size": 2}, [("encode", 2), ("take", 1)]),
+    ],
+    ids=["tp", "pp", "dp"],
+)
+def test_interrupt_on_any_rank_ends_the_call_on_all(sizes: dict[str, int], points: list[tuple[str, int]]):
+    arguments = [checkpoint_folder("llama3"), repr(sizes), repr(points)]
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
+    assert done.returncode == 0, done.output
+    first, second = map(ast.literal_eval, done.stdout.splitlines())
+    assert first == second
+    assert all(was_interrupted for _, _, was_interrupted in first), first
+    assert len(first) == 3 * len(points) + 2
+
+
+ALARM_ON_ONE = """
+    import os, signal, sys
+    import interrupts
+    from interrupts import at, tokens
+    from spmd_worker import LLM
+
+    def late(number, frame):
+        raise TimeoutError("too late")
+
+    rank = os.environ["RANK"]
+    signal.signal(signal.SIGALRM, late)
+    with LLM(sys.argv[1], device="cpu", num_blocks=120, timeout_s=60, tensor_parallel_size=2) as llm:
+        expected = tokens(llm)
+        act = (lambda: os.kill(os.getpid(), signal.SIGALRM)) if rank == "1" else lambda: None
+        try:
+            with at("sample", 2, act):
+                tokens(llm)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        assert tokens(llm) == expected
+    os.write(1, f"{rank} {said}\\n".encode())
+    """
+
+
+def test_exception_of_one_ranks_handler_is_named_on_the_others():
+    done = ranks.run_ranks(ALARM_ON_ONE, nproc=2, timeout_s=120, arguments=[checkpoint_folder("llama3")])
+    assert done.returncode == 0, done.output
+    assert sorted(done.stdout.splitlines()) == [
+        "0 RankFailedError: rank 1 was interrupted: TimeoutError: too late",
+        "1 TimeoutError: too late",
+    ]
+
+
+AT_RANDOM = """
+    import os, random, sys, time
+    import interrupts
+    from interrupts import PROMPTS, at_random_moments, tokens
+    from spmd_worker import LLM
+
+    interrupts.heed()
+    folder, pooling_folder, text_folder, sizes, seed, times = sys.argv[1:]
+    draw, options = random.Random(f"{seed} {os.environ['RANK']}"), {"device": "cpu", "num_blocks": 120, "timeout_s": 60}
+    figures = {}
+
+    def run(name, call, check):
+        call()
+        begun = time.monotonic()
+        call()
+        figures[name] = at_random_moments(call, check, time.monotonic() - begun, draw, int(times))
+
+    def same(made):
+        expected = made()
+        def check():
+            assert made() == expected
+        return check
+
+    with LLM(folder, **options, **eval(sizes)) as llm:
+        answers = lambda: tokens(llm)
+        run("generate", answers, same(answers))
+        weights = llm.apply_model(lambda model: {n: p.clone() for n, p in model.state_dict().items()})[0]
+        full = llm.llm_engine.resolved.model_config
+        if llm.get_world_size() == 1:
+            run("weights", lambda: llm.update_weights(weights.items()), same(answers))
+        else:
+            run("sleep", lambda: (llm.sleep(), llm.wake_up()), lambda: (llm.wake_up(), same(answers)()))
+    with LLM(pooling_folder, **options, **eval(sizes)) as llm:
+        vectors = lambda: [each.outputs for each in llm.embed(PROMPTS, use_tqdm=False)]
+        run("embed", vectors, same(vectors))
+    with LLM(text_folder, **options, **eval(sizes)) as llm:
+        messages = [[{"role": "user", "content": text}] for text in ("hello", "good day to you all", "x" * 90)]
+        said = lambda: [each.outputs[0].token_ids for each in llm.chat(messages, interrupts.GREEDY, use_tqdm=False)]
+        run("chat", said, same(said))
+    os.write(1, f"{figures}\\n".encode())
+    """
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("size", [1, 2])
+def test_fifty_interrupts_at_random_moments(size: int, tmp_path_factory: pytest.TempPathFactory):
+    text = write_text_checkpoint(tmp_path_factory.mktemp("text"))
+    arguments = [checkpoint_folder("llama3"), pooling_folder("mean"), text, repr({"tensor_parallel_size": size})]
+    done = ranks.run_ranks(AT_RANDOM, nproc=size, timeout_s=900, arguments=[*arguments, str(SEED), "50"])
+    assert done.returncode == 0, done.output
+    print(f"INTERRUPTS of 50 at random moments, {size} ranks: {done.stdout.splitlines()}")

@@ -1,0 +1,124 @@
+"""Signals that come at a named point of a call, or at a moment that a seed draws; and the calls that meet them.
+
+Ranks of a test run this too, as scripts import it.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from spmd_worker import LLM, SamplingParams, prompt_calls
+from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.scheduler.scheduler import Scheduler
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "encode": (prompt_calls, "encode_prompt"),
+    "admit": (LLMEngine, "admit_request"),
+    "schedule": (Scheduler, "schedule"),
+    "agree": (Lockstep, "agree"),
+    "sample": (ModelRunner, "sample"),
+    "apply": (Scheduler, "apply"),
+    "output": (LLMEngine, "_output"),
+}
+ON_REPLICAS: dict[str, tuple[Any, str]] = {"take": (ReplicaRound, "take")}
+PROMPTS = [[7, 8, 9, 10, 11], [20, 21, 22], [30] * 40, [40, 41], [50, 51, 52, 53], [60, 61, 62], [70]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def heed() -> None:
+    """Ctrl-C as a program in the foreground has it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def at(point: str, nth: int = 1, act: Callable[[], object] = interrupt) -> Iterator[None]:
+    """A block in which `act` happens within the nth call of a point, before and after what it does."""
+    owner, name = (POINTS | ON_REPLICAS)[point]
+    original = getattr(owner, name)
+    num_calls = 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == nth:
+            act()
+        result = original(*args, **kwargs)
+        if num_calls == nth:
+            act()
+        return result
+
+    setattr(owner, name, called)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+class AtLine:
+    """A block in which a signal comes at the nth line of the product that the main thread runs; 0 counts them."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth, self.num_lines = nth, 0
+
+    def __enter__(self) -> "AtLine":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if "/spmd_worker/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self.nth:
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def tokens(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def is_interrupted(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def at_random_moments(
+    call: Callable[[], object], check: Callable[[], object], longest_s: float, draw: random.Random, times: int
+) -> int:
+    """How many of so many calls were interrupted, each by one signal at a moment of `longest_s`; `check` comes after
+    each.
+    """
+    num_interrupted = 0
+    for _ in range(times):
+        timer = threading.Timer(0.002 + draw.random() * longest_s, interrupt)
+
+        def interrupted_call(timer: threading.Timer = timer) -> None:
+            timer.start()
+            call()
+
+        num_interrupted += is_interrupted(interrupted_call)
+        # Those that came too late for the call.
+        is_interrupted(timer.join)
+        timer.join()
+        check()
+    return num_interrupted
