@@ -224,7 +224,6 @@ def test_of_many_prompts_that_cannot_be_answered_all_are_named_and_the_first_wit
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (replace(GREEDY, n=300), "n=300 is more than scheduler.max_num_seqs=256"),
         (replace(GREEDY, stop=("x",)), "stop strings need a tokenizer.json"),
         (replace(GREEDY, logit_bias={211: 1.0}), "logit_bias: token id 211"),
         (replace(GREEDY, stop_token_ids=(500,)), "stop_token_ids: token id 500"),

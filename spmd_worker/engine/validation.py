@@ -6,9 +6,9 @@ Imports no torch, for the reader of rows.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Final
 
+from spmd_worker.config.plain_values import plain_int, shown
 from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.model_config.pooling import PoolingConfig
@@ -38,12 +38,13 @@ def _as_request_id(value: Any) -> RequestId:
     if isinstance(value, str):
         is_number = value.isascii() and value.isdigit() and len(value) <= _MAX_ID_DIGITS
         return RequestId(int(value)) if is_number else _NO_REQUEST
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = plain_int(value)
+    if number is None:
         raise TypeError(
-            f"{value!r} is no request id: give the number that add_request returned, an output's request_id, or "
+            f"{shown(value)} is no request id: give the number that add_request returned, an output's request_id, or "
             f"several of these in a list"
         )
-    return RequestId(index(value))
+    return RequestId(number)
 
 
 class RequestError(ValueError):
@@ -144,13 +145,6 @@ class RequestLimits:
         )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        if sampling.num_sequences > self.max_num_seqs:
-            key = "n" if sampling.best_of is None else "best_of"
-            raise RequestError(
-                "request_refused",
-                f"{key}={sampling.num_sequences} is more than scheduler.max_num_seqs="
-                f"{self.max_num_seqs}: lower {key} or raise scheduler.max_num_seqs",
-            )
         if sampling.stop and not self.has_tokenizer:
             message = "stop strings need a tokenizer.json in the model folder: use stop_token_ids"
             raise RequestError("tokenizer_missing", message)

@@ -3,6 +3,7 @@
 Decides from counts, and from the names of blocks whose tokens are known; token values do not enter.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -67,8 +68,17 @@ class Planner:
     goes ahead: when the ids are there everybody can be preempted.
     """
 
-    def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, allocator: Allocator) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        queues: Queues,
+        cache: CacheManager,
+        allocator: Allocator,
+        split: Callable[[Sequence, int], None],
+    ) -> None:
+        """`split` leaves a sequence that joins so many of its samples, and has the others wait."""
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
+        self._split = split
         self._least_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
 
@@ -247,14 +257,16 @@ class Planner:
         while self._queues.waiting and budget.num_tokens:
             sequence = self._queues.waiting.first()
             prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._allocator.find_prefix(sequence)
-            width = self._queues.width(sequence)
+            width = self._joining_samples(sequence, budget)
             # Its forks copy a block each as soon as they exist.
             self._set_watermark(num_running + width - 1)
-            if not self._may_join(sequence, prefix, budget):
+            if not self._may_join(sequence, prefix, width, budget):
                 break
             self._queues.waiting.pop_first()
             if self._waits_for_transfer(sequence, prefix):
                 continue
+            if width < sequence.num_samples:
+                self._split(sequence, width)
             self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
             self._queues.running.append(sequence)
             num_running += width
@@ -264,11 +276,19 @@ class Planner:
             decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
         self._queues.running.sort(key=service_order)
 
-    def _may_join(self, sequence: Sequence, prefix: list[BlockId], budget: StepBudget) -> bool:
+    def _joining_samples(self, sequence: Sequence, budget: StepBudget) -> int:
+        """How many samples join with it: all that it stands for, but of a request of more than may ever run at once as
+        many as may join now.
+        """
+        if sequence.request.sampling.num_sequences <= self._limits.max_num_seqs:
+            return self._queues.width(sequence)
+        return min(self._queues.width(sequence), budget.num_sequences)
+
+    def _may_join(self, sequence: Sequence, prefix: list[BlockId], num_samples: int, budget: StepBudget) -> bool:
         num_uncomputed = self._allocator.num_uncomputed_tokens(sequence, prefix)
         if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
             return False
-        if self._queues.width(sequence) > budget.num_sequences:
+        if not 1 <= num_samples <= budget.num_sequences:
             return False
         if num_uncomputed <= budget.num_tokens and not budget.may_sample(sequence):
             return False

@@ -29,9 +29,8 @@ class Queues:
         return self.groups[sequence.request.request_id]
 
     def width(self, sequence: Sequence) -> int:
-        """How many sequences this one will be: a group's first sequence stands for all of it until the fork."""
-        num_samples = sequence.request.sampling.num_sequences
-        return 1 if num_samples == 1 or self.group_of(sequence).is_forked else num_samples
+        """How many sequences this one will be: until it forks it stands for samples of its request."""
+        return sequence.num_samples
 
     def drop_ended(self) -> None:
         """`running` keeps those that still run."""

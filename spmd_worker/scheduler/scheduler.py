@@ -44,6 +44,7 @@ from spmd_worker.sequence.sequence import (
     SequenceStatus,
     fork_of,
     new_group,
+    split_off,
 )
 from spmd_worker.sequence.step import StepPlan, StepResult
 
@@ -62,7 +63,7 @@ class Scheduler:
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
         )
-        self._planner = Planner(limits, self.queues, cache, self._allocator)
+        self._planner = Planner(limits, self.queues, cache, self._allocator, self._split)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
@@ -199,6 +200,7 @@ class Scheduler:
                 continue
             group = self.queues.group_of(sequence)
             indices = sample_indices(sequence.sample_index, num_samples)[1:]
+            sequence.num_samples = 1
             yield from [sequence, *[self._fork(group, sequence, index) for index in indices]]
 
     def _append_row(
@@ -253,8 +255,8 @@ class Scheduler:
         parent.shares_tail = True
         parent.num_outputs_ahead = fork.num_outputs_ahead = self._num_outputs_ahead(group.request)
         self._stop_checker.prepare(fork)
-        group.sequences.append(fork)
-        position = self.running.index(parent) + sample_index
+        group.add(fork)
+        position = self.running.index(parent) + sample_index - parent.sample_index
         self.running.insert(position, fork)
         return fork
 
@@ -280,6 +282,15 @@ class Scheduler:
             group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
         self._stop_checker.prepare(group.sequences[0])
         self.queues.waiting.arrive(group.sequences[0])
+
+    def _split(self, sequence: Sequence, num_samples: int) -> None:
+        """A request of more samples than may run at once: the others wait, and find its prompt in the cache."""
+        others = split_off(sequence, num_samples)
+        if num_samples == 1:
+            sequence.num_outputs_ahead = self._num_outputs_ahead(sequence.request)
+        self._stop_checker.prepare(others)
+        self.queues.group_of(sequence).add(others)
+        self.queues.waiting.give_back(others)
 
     def _num_outputs_ahead(self, request: Request) -> int:
         """Of each of a request's sequences, once they have forked: see `Sequence`. Who is pooled samples once."""

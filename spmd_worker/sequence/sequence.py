@@ -1,9 +1,11 @@
 """One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
 
 A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its sequences, of which
-one computes the prompt and the others fork from it when the first tokens are sampled.
+one computes the prompt and the others fork from it when the first tokens are sampled. Of a request of more samples than
+run at once, the sequence that joins takes as many as there are places, and another computes the prompt for the rest.
 """
 
+from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -60,7 +62,8 @@ class Sequence:
     `is_new_fork`: it forked and the mirrors were never sent it. `begins_form`: its answer has a form, which the workers
     compile when it next samples. While it has fewer output tokens than `num_outputs_ahead`, the step after the one that
     samples for it may compute the token before anybody has read it: then `num_computed_tokens` counts one token more
-    than it has. While it has fewer than `num_outputs_plain`, only one of `end_ids` can end it.
+    than it has. While it has fewer than `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it stands
+    for `num_samples` samples of its request, from its own on.
     """
 
     request: Request
@@ -87,6 +90,7 @@ class Sequence:
     text: str | None = None
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_samples: int = 1
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     begins_form: bool = field(init=False)
@@ -120,7 +124,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request and its sequences, in sample order. Before the fork there is one, sample 0."""
+    """A request and its sequences, in sample order. Before the first fork there is one, sample 0."""
 
     request: Request
     sequences: list[Sequence]
@@ -141,6 +145,10 @@ class SequenceGroup:
         """Whether every sequence has ended."""
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
+    def add(self, sequence: Sequence) -> None:
+        """Another of its sequences."""
+        insort(self.sequences, sequence, key=_sample_index)
+
     def place_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
         """Entries of positions from `first` on. A recomputed prompt reports positions again, so they are placed."""
         self.prompt_logprobs[first : first + len(entries)] = entries
@@ -148,7 +156,27 @@ class SequenceGroup:
 
 def new_group(request: Request) -> SequenceGroup:
     """The group of a request that was just admitted: one sequence, nothing computed."""
-    return SequenceGroup(request=request, sequences=[Sequence(request=request, sample_index=0)])
+    first = Sequence(request=request, sample_index=0, num_samples=request.sampling.num_sequences)
+    return SequenceGroup(request=request, sequences=[first])
+
+
+def split_off(sequence: Sequence, num_samples: int) -> Sequence:
+    """Leave `sequence`, which has not forked, the first `num_samples` of its samples. Returns one for the others, of
+    which nothing is computed.
+    """
+    assert 0 < num_samples < sequence.num_samples, (sequence.key, num_samples, sequence.num_samples)
+    others = Sequence(
+        request=sequence.request,
+        sample_index=sequence.sample_index + num_samples,
+        num_samples=sequence.num_samples - num_samples,
+        block_hashes=None if sequence.block_hashes is None else list(sequence.block_hashes),
+    )
+    sequence.num_samples = num_samples
+    return others
+
+
+def _sample_index(sequence: Sequence) -> int:
+    return sequence.sample_index
 
 
 def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
