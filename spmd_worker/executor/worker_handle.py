@@ -105,6 +105,9 @@ class WorkerHandle:
 
     def _run(self, on_exit: Callable[[], None]) -> None:
         """The monitor's thread."""
+        # This thread's mask is the worker's: Ctrl-C reaches all processes of the terminal, and would end a worker that has
+        # not said yet that it ignores it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._process = self._start_process()
         except OSError as error:

@@ -44,6 +44,7 @@ def main() -> int:
     end_with_parent(given.driver_pid)
     # Ctrl-C reaches every process of the terminal: the driver decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     keep_freed_memory()
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not replaced in this process

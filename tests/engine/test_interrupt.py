@@ -18,6 +18,7 @@ from reference_models import checkpoint_folder, write_text_checkpoint
 from stress_seed import SEED
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.executor import worker_handle
 from spmd_worker.liveness import deferred_signals as deferred
 from spmd_worker.liveness.deferred_signals import deferred_signals, deliver_signals, host_signals
 from spmd_worker.llm_engine import LLMEngine as NamedEngine
@@ -185,6 +186,42 @@ def test_interrupted_pooling_is_followed_by_right_answers(name: str, call: str):
             with at(point), pytest.raises(KeyboardInterrupt):
                 answers()
             assert answers() == before
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_interrupted_worker_processes_go_on(expected: list[list[int]]):
+    """A terminal's Ctrl-C reaches them too."""
+    layout = {"tensor_parallel_size": 2, "distributed_executor_backend": "multiproc"}
+    with LLM(checkpoint_folder("llama3"), **SETTINGS, **layout) as llm:
+
+        def interrupt() -> None:
+            for pid in (os.getpid(), *llm.llm_engine.executor.worker_pids):
+                os.kill(pid, signal.SIGINT)
+
+        with at("schedule", 2, interrupt), pytest.raises(KeyboardInterrupt):
+            tokens(llm)
+        check(llm, expected)
+        with at("encode", 1, interrupt), pytest.raises(KeyboardInterrupt):
+            tokens(llm)
+        llm.collective_rpc("get_gpu_identity")
+        check(llm, expected)
+
+
+def test_worker_process_begins_without_ctrl_c(monkeypatch: pytest.MonkeyPatch):
+    """Before it says that it ignores it: an interpreter starts for seconds."""
+    masks: list[bool] = []
+
+    def started(command: list[str], **options: Any) -> Any:
+        masks.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        raise OSError("seen")
+
+    monkeypatch.setattr(worker_handle.subprocess, "Popen", started)
+    handle = worker_handle.WorkerHandle(0, dict(os.environ), 5.0, 20)
+    handle.start(lambda: None)
+    with pytest.raises(OSError, match="seen"):
+        handle.wait_until_started()
+    assert masks == [True]
+    handle.close()
 
 
 def test_interrupted_update_loads_all_weights(llm: LLM, expected: list[list[int]]):
