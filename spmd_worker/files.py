@@ -3,6 +3,7 @@ differently.
 """
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -13,6 +14,17 @@ CONFIG_BYTES: Final = 16 * 1024 * 1024
 """A configuration file is no larger."""
 _MOST_NAME_BYTES: Final = 255
 """The longest that systems have."""
+
+
+class OwnFileError(OSError):
+    """In the place of a file that a job makes is something else; a link would have another file written or read."""
+
+    def __init__(self, path: Path, fault: str) -> None:
+        rule = "what a job makes are regular files with one link: remove it, or give another folder"
+        super().__init__(errno.ELOOP, f"{fault}, and {rule}", str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
 
 
 def is_plain_name(name: str) -> bool:
@@ -28,8 +40,13 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
     With `is_durable` it is on the disk, under its name, when this returns. Raises OSError; the old file is as it was.
     """
     partial = partial_path(path)
+    fault = own_file_fault(partial)
+    if fault is not None:
+        raise OwnFileError(partial, fault)
     try:
-        with open(partial, "wb") as stream:
+        # A killed writer may have left one.
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb") as stream:
             stream.write(data)
             if is_durable:
                 sync_stream(stream)
@@ -82,15 +99,83 @@ def make_folder_durably(path: Path) -> None:
         sync_folder(each.parent)
 
 
-def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
-    """What is in a file of somebody else's. Raises OSError, also for what is no regular file, which may have no end or
-    keep its reader waiting, and for a file of more than `most_bytes`.
+def own_file_fault(path: Path) -> str | None:
+    """Why `path` cannot be a file that a job made: `is a symbolic link`. None for a regular file with one link, and
+    where there is nothing, or nothing that can be looked at.
+    """
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return _fault(found)
+
+
+def open_own_file(path: Path, flags: int) -> int:
+    """The descriptor of a file that a job makes; with O_CREAT it is made. Raises OSError, and OwnFileError for links,
+    FIFOs and whatever else is no regular file with one link: it is not opened, or neither written nor read.
+
+    O_TRUNC is not for `flags`: what would be cut is known only afterwards.
+    """
+    assert not flags & os.O_TRUNC, path
+    fault = own_file_fault(path)
+    if fault is not None:
+        raise OwnFileError(path, fault)
+    # What has come there since keeps nothing waiting.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    fault = _fault(os.fstat(descriptor))
+    if fault is not None:
+        os.close(descriptor)
+        raise OwnFileError(path, fault)
+    return descriptor
+
+
+def begin_own_file(path: Path, buffering: int = 0) -> BinaryIO:
+    """A file that a job makes, empty, for writing. Raises as `open_own_file` does."""
+    return open(path, "wb", buffering, opener=_begin)
+
+
+def _begin(name: str, flags: int) -> int:
+    # What would be cut by O_TRUNC is known only when it is open.
+    descriptor = open_own_file(Path(name), flags & ~os.O_TRUNC)
+    try:
+        os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_own_file(path: Path) -> bytes:
+    """All of a file that a job made. Raises as `open_own_file` does."""
+    with open(open_own_file(path, os.O_RDONLY), "rb") as stream:
+        return stream.read()
+
+
+def _fault(found: os.stat_result) -> str | None:
+    if stat.S_ISREG(found.st_mode):
+        return f"has {found.st_nlink} links" if found.st_nlink > 1 else None
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
+    kinds |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    return f"is {kinds.get(stat.S_IFMT(found.st_mode), 'no regular file')}"
+
+
+def open_regular_file(path: Path, size: str = "") -> BinaryIO:
+    """A file of somebody else's, or a link to one. Raises OSError, also for what is no regular file, which may have no
+    end or keep its reader waiting; `size` ends the sentence.
     """
     # Neither a FIFO nor a device keeps this waiting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file: give one of at most {most_bytes:,} bytes")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file: give one{size}")
+    return open(path, "rb", opener=lambda name, flags: descriptor)
+
+
+def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
+    """What is in a file of somebody else's. Raises OSError as `open_regular_file` does, and for a file of more than
+    `most_bytes`.
+    """
+    with open_regular_file(path, f" of at most {most_bytes:,} bytes") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(f"{path} has more than {most_bytes:,} bytes: give one of at most so many")
@@ -131,9 +216,11 @@ def parse_json_object(data: bytes, *, max_nesting: int | None = None, allows_nan
 
 
 def read_json_object(path: Path, *, allows_nan: bool = False) -> dict[str, Any]:
-    """The object in a file. Raises JsonError as `parse_json_object` does, with the path before it, and OSError."""
+    """The object in a file that a job made. Raises JsonError as `parse_json_object` does, with the path before it, and
+    as `read_own_file` does.
+    """
     try:
-        return parse_json_object(path.read_bytes(), allows_nan=allows_nan)
+        return parse_json_object(read_own_file(path), allows_nan=allows_nan)
     except JsonError as error:
         raise JsonError(error.code, f"{path} {error}") from None
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from spmd_worker.errors import ConfigError
-from spmd_worker.files import JsonError, parse_json_object
+from spmd_worker.files import JsonError, open_own_file, parse_json_object
 from spmd_worker.process import age_s, command_of, is_exiting, node_name, parent_of, start_time_of
 
 ENDING: Final = "ending"
@@ -122,7 +122,7 @@ class FileLock:
 
     def _open(self) -> int:
         try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return open_own_file(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(f"{self._owned} cannot be written ({error.strerror}): {self._way_out}") from None
 
@@ -150,10 +150,12 @@ class FileLock:
 
 def _read_holder(descriptor: int) -> LockHolder | None:
     try:
-        record = parse_json_object(os.pread(descriptor, _RECORD_BYTES, 0))
-        return LockHolder(**record)
+        holder = LockHolder(**parse_json_object(os.pread(descriptor, _RECORD_BYTES, 0)))
     except (JsonError, TypeError):
         return None
+    numbers, texts = (holder.pid, holder.parent, holder.start_time), (holder.host, holder.node, holder.doing)
+    is_whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    return holder if is_whole and all(isinstance(text, str) for text in texts) else None
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

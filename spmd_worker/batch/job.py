@@ -169,9 +169,9 @@ def run_job(
 def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
     """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
     config = resolved.config
+    check_files(resolved)
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
-    check_files(config.job)
     run_dir, lock = run_dir_of(config.job), held.enter_context(take_files(config.job))
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.files import parse_json_object, write_file, write_json
+from spmd_worker.files import begin_own_file, parse_json_object, read_own_file, write_file, write_json
 from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.liveness.heartbeat import RankHeartbeat
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 ELASTIC_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 RECORD_NAME: Final = "error.rank{}.json"
 STACKS_NAME: Final = "stacks.rank{}.txt"
+_MOST_S: Final = 1 << 36
+"""Seconds since 1970, far beyond any run, that a date can be made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class ErrorRecord:
         """From JSON. Raises ValueError for anything else."""
         try:
             diagnosis = value["diagnosis"]
-            return ErrorRecord(
+            record = ErrorRecord(
                 int(value["rank"]),
                 float(value["wall_s"]),
                 tuple(
@@ -81,11 +83,15 @@ class ErrorRecord:
                     )
                     for each in value["ranks"]
                 ),
-                None if diagnosis is None else Diagnosis(tuple(diagnosis["ranks"]), str(diagnosis["text"])),
+                None if diagnosis is None else Diagnosis(tuple(map(int, diagnosis["ranks"])), str(diagnosis["text"])),
                 str(value["traceback"]),
             )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not an error record: {error}") from None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"not an error record: {error!r}") from None
+        times = (record.wall_s, *(each.heard_ago_s for each in record.statuses))
+        if not record.statuses or not all(0 <= time_s < _MOST_S for time_s in times):
+            raise ValueError("not an error record: it has no rank, or no time that a clock shows")
+        return record
 
 
 def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
@@ -104,9 +110,9 @@ def read_records(run_dir: Path) -> list[ErrorRecord]:
     records = []
     for path in run_dir.glob(RECORD_NAME.format("*")):
         try:
-            records.append(ErrorRecord.from_plain(parse_json_object(path.read_bytes())))
+            records.append(ErrorRecord.from_plain(parse_json_object(read_own_file(path))))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{path}: {error}; remove it to see the rest") from None
     return sorted(records, key=lambda record: record.rank)
 
 
@@ -122,7 +128,7 @@ def write_stacks(run_dir: Path | None, rank: int) -> str:
     if run_dir is not None and run_dir.is_dir():
         path = run_dir / STACKS_NAME.format(rank)
         try:
-            with open(path, "w", encoding="utf-8") as stream:
+            with begin_own_file(path) as stream:
                 faulthandler.dump_traceback(stream)
             return str(path)
         except OSError as error:

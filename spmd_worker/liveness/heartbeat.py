@@ -11,10 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 STARTING: Final = "starting"
 BETWEEN_STEPS: Final = "between steps"
@@ -127,10 +127,26 @@ class RankHeartbeat:
         try:
             failure = value["failure"]
             if failure is not None:
-                failure = Failure(**{**failure, "kind": FailureKind(failure["kind"])})
-            return RankHeartbeat(**{**value, "failure": failure})
+                failure = _checked(Failure(**{**failure, "kind": FailureKind(failure["kind"])}))
+            return _checked(RankHeartbeat(**{**value, "failure": failure}))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no heartbeat: {error}") from None
+
+
+_Record = TypeVar("_Record", Failure, RankHeartbeat)
+_PLAIN: Final[dict[Any, tuple[type, ...]]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+
+
+def _checked(record: _Record) -> _Record:
+    """Raises TypeError where a field that is a number, text or truth value is of another type, or beyond 64 bits."""
+    for spec in fields(record):
+        kinds, value = _PLAIN.get(spec.type), getattr(record, spec.name)
+        if kinds is None:
+            continue
+        is_of_kind = isinstance(value, kinds) and (spec.type is bool or not isinstance(value, bool))
+        if not is_of_kind or (isinstance(value, int | float) and not abs(value) < 1 << 63):
+            raise TypeError(f"{spec.name} is no {spec.type.__name__ if isinstance(spec.type, type) else spec.type}")
+    return record
 
 
 def location_of(thread_id: int) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from spmd_worker.config.extras import refuse_without
+from spmd_worker.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class PrometheusFile:
         self._write({**values, "running": 0, "complete": int(is_complete)})
 
     def _write(self, values: Mapping[str, float | None]) -> None:
-        from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+        from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
         now_s = self._written_s = self._clock()
         own = {"start_time_seconds": self._started_s, "update_time_seconds": now_s}
@@ -56,7 +57,7 @@ class PrometheusFile:
             if value is not None:
                 Gauge(f"{_PREFIX}{name}", _HELP[name], registry=registry).set(value)
         try:
-            write_to_textfile(str(self._path), registry)
+            write_file(self._path, generate_latest(registry), is_durable=False)
         except OSError as error:
             if not self._has_failed:
                 logger.warning("job.prometheus_file=%s cannot be written (%s)", self._path, error.strerror)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from spmd_worker.files import write_file
+from spmd_worker.files import read_own_file, write_file
 
 STAGE_TIMES_NAME: Final = "stages.csv"
 NUM_KEPT_SPANS: Final = 20_000
@@ -99,14 +99,19 @@ def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], 
 
 def read_stage_times(path: Path) -> list[StageSpan]:
     """The lines of a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
-    with open(path, newline="", encoding="ascii", errors="replace") as stream:
-        rows = list(csv.reader(stream))
+    text = read_own_file(path).decode("ascii", "replace")
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     if not rows or tuple(rows[0]) != StageSpan._fields:
         raise ValueError(f"{path}: line 1 does not name the columns of stage times")
     spans = []
     for number, row in enumerate(rows[1:], start=2):
         try:
             spans.append(StageSpan._make(map(int, row)))
+            if not 0 <= max(spans[-1]) < 1 << 62 or min(spans[-1][:3]) < 0:
+                raise ValueError
         except (TypeError, ValueError):
             raise ValueError(f"{path}: line {number} is no stage time: {','.join(row)[:100]}") from None
     return spans

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import BinaryIO, Final, NamedTuple
 
 from spmd_worker.errors import StepStatsError
+from spmd_worker.files import begin_own_file, read_own_file
 
 STEP_STATS_NAME: Final = "steps.csv"
 
@@ -68,6 +69,8 @@ class StepStats(NamedTuple):
         return self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
 
 
+_MOST: Final = 1 << 62
+"""More than any count or microsecond of a run."""
 _NUM_FIELDS: Final = len(StepStats._fields)
 _HEADER: Final = ",".join(StepStats._fields)
 _LINE: Final = b",".join([b"%d"] * _NUM_FIELDS) + b"\n"
@@ -83,7 +86,7 @@ class StepStatsWriter:
     def __init__(self, path: Path) -> None:
         """Begins the file anew where there is one."""
         self.path = Path(path)
-        self._stream: BinaryIO = open(self.path, "wb", buffering=0)  # noqa: SIM115  # closed by `close`
+        self._stream: BinaryIO = begin_own_file(self.path)
         self._write_all(f"{_HEADER}\n".encode())
 
     def write(self, stats: StepStats) -> None:
@@ -116,7 +119,7 @@ def read_step_stats(path: Path) -> list[StepStats]:
     Raises StepStatsError for another file, a damaged line or steps out of order, and OSError.
     """
     path = Path(path)
-    header, *lines = path.read_bytes().decode("utf-8", "replace").split("\n")
+    header, *lines = read_own_file(path).decode("utf-8", "replace").split("\n")
     if not lines and _HEADER.startswith(header):
         return []  # killed within the header
     if header != _HEADER or not lines:
@@ -138,7 +141,7 @@ def _parse_line(line: str) -> StepStats | None:
         stats = StepStats._make(map(int, line.split(",")))
     except (TypeError, ValueError):
         return None
-    return stats if min(stats) >= 0 else None
+    return stats if min(stats) >= 0 and max(stats) <= _MOST else None
 
 
 def _header_fault(header: str) -> str:
@@ -158,7 +161,7 @@ def _line_fault(line: str, last_step: int, last_start_us: int) -> str:
     if len(values) != _NUM_FIELDS:
         return f"has {len(values)} values, not {_NUM_FIELDS}: the file is damaged"
     for name, value in zip(StepStats._fields, values):
-        if not (value.isascii() and value.isdigit()):
+        if not (value.isascii() and value.isdigit() and len(value) < len(str(_MOST))):
             return f"has {name}={value[:40]!r}, which is no count: the file is damaged"
     step, start_us = int(values[0]), int(values[1])
     if step <= last_step:

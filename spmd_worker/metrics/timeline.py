@@ -4,11 +4,13 @@ Each step is a slice with its phases inside it; blocks, sequences and tokens are
 host and cache hits are marks on a track of their own; each stage of a pipeline has a track of what it computed.
 """
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.files import begin_own_file
 from spmd_worker.metrics.stage_times import StageSpan
 from spmd_worker.metrics.step_stats import StepStats
 
@@ -38,7 +40,7 @@ def write_timeline(steps: list[StepStats], path: Path, name: str, spans: Sequenc
     """One event a line. `name` is what the run is called; times are microseconds. Raises OSError."""
     stages = sorted(dict.fromkeys((span.replica, span.stage) for span in spans))
     tracks = {stage: track for track, stage in enumerate(stages, start=_FIRST_STAGE_TRACK)}
-    with open(path, "w", encoding="utf-8") as stream:
+    with io.TextIOWrapper(begin_own_file(path, buffering=-1), encoding="utf-8") as stream:
         stream.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         stream.write(",\n".join(_names(name, tracks)))
         for events in _events(steps):

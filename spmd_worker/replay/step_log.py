@@ -25,8 +25,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
 from spmd_worker.errors import StepLogError
-from spmd_worker.files import JsonError, parse_json_object
+from spmd_worker.files import JsonError, begin_own_file, open_regular_file, parse_json_object
 
+STEP_LOG_NAME: Final = "steps.log"
+"""In a run directory, with job.step_log=true."""
 FORMAT_VERSION: Final = 5
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
@@ -95,7 +97,7 @@ class StepLogWriter:
     def __init__(self, path: Path, header: StepLogHeader) -> None:
         """Begins the file anew where there is one."""
         self.path = Path(path)
-        self._stream: BinaryIO = open(self.path, "wb", buffering=0)  # noqa: SIM115  # closed by `close`
+        self._stream: BinaryIO = begin_own_file(self.path)
         self._write_all(_MAGIC + _frame(_header_bytes(header)))
 
     def write(self, payload: bytes) -> None:
@@ -137,7 +139,7 @@ class StepLog:
 
     def messages(self) -> Iterator[bytes]:
         """The payloads in order, read as they are asked for; may be called again."""
-        with open(self.path, "rb") as stream:
+        with open_regular_file(self.path) as stream:
             stream.seek(len(_MAGIC))
             _read_payload(stream)
             for _ in range(self.num_messages):
@@ -151,7 +153,7 @@ def read_step_log(path: Path) -> StepLog:
     damage before a good frame, for other files and other versions of the format, and OSError.
     """
     path = Path(path)
-    with open(path, "rb") as stream:
+    with open_regular_file(path) as stream:
         if os.fstat(stream.fileno()).st_size == 0:
             raise StepLogError(f"{path} is empty: the run ended before it wrote the header of its step log")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -17,15 +17,18 @@ from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.batch.run_dir.journal import read_journal
 from spmd_worker.errors import JournalError
 from spmd_worker.tools.program import make_parser, print_error
+from spmd_worker.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    run_dir = parse_arguments(arguments).run_dir
     num_rows, last_row = 0, -1
     try:
-        for last_row, line in read_journal(options.run_dir):  # noqa: B007  # the last is reported below
+        check_folder(run_dir)
+        refuse_ended(run_dir)
+        for last_row, line in read_journal(run_dir):  # noqa: B007  # the last is reported below
             sys.stdout.buffer.write(line)
             num_rows += 1
         sys.stdout.buffer.flush()
@@ -34,9 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except FileNotFoundError:
-        print_error("collect", f"{options.run_dir}: {why_nothing(options.run_dir)}")
+        is_job = (run_dir / MANIFEST_NAME).exists()
+        print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if is_job else NO_JOB}")
         return EXIT_CANNOT_TELL
-    except (JournalError, OSError) as error:
+    except (RunDirError, JournalError, OSError) as error:
         print_error("collect", error)
         return EXIT_CANNOT_TELL
     last = f", the last of them is row {last_row}" if num_rows else ""
@@ -44,16 +48,21 @@ def main(arguments: list[str] | None = None) -> int:
     return EXIT_DONE
 
 
+def refuse_ended(run_dir: Path) -> None:
+    """Raises RunDirError for a job whose rows are in its output. A manifest that cannot be read is in nobody's way."""
+    try:
+        run = look_at_run(run_dir)
+    except RunDirError as error:
+        print_error("collect", f"warning: {error}")
+        return
+    if run.state is RunState.ENDED:
+        raise RunDirError(f"{run_dir}: the job has ended and its output is complete: read {run.output or 'job.output'}")
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("collect", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory of a job that has not ended")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
     return parser.parse_args(arguments)
-
-
-def why_nothing(run_dir: Path) -> str:
-    if (run_dir / MANIFEST_NAME).exists():
-        return "the job has ended and its output is complete, or it has not finished a row yet"
-    return "no job ran in this folder; give job.run_dir, or <job.output>.run where the job named none"
 
 
 if __name__ == "__main__":

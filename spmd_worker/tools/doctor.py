@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.batch.run_dir.run_lock import LOCK_NAME
 from spmd_worker.errors import StepStatsError
-from spmd_worker.files import read_json_object
 from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.liveness.failure_diagnosis import status_lines
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.tools.program import make_parser, print_error, program_name
+from spmd_worker.tools.run_dir import WHERE, RunDirError, RunState, look_at_run, read_metrics
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 LAST_RECORDS_GLOB = "records.rank*.log"
+START_AGAIN = "Start it again."
+NO_STEP = "no job got as far as its first step here"
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may be running still."""
 
@@ -64,17 +67,13 @@ ADVICE = (
 """By a part of the diagnosis: what to do. The first that fits."""
 
 
-class DoctorError(Exception):
-    """It cannot be told; the message says why."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
     run_dir = parser.parse_args(arguments).run_dir
     try:
         lines, exit_code = examine(run_dir)
-    except DoctorError as error:
+    except RunDirError as error:
         print_error("doctor", error)
         return EXIT_CANNOT_TELL
     print("\n".join(lines))
@@ -82,27 +81,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(run_dir: Path) -> tuple[list[str], int]:
-    """What there is to say, and the exit code. Raises DoctorError."""
-    if not run_dir.is_dir():
-        what = "is a file: give the folder it is in" if run_dir.exists() else "no such folder"
-        raise DoctorError(f"{run_dir}: {what} (a run's directory is job.run_dir, else <job.output>.run)")
+    """What there is to say, and the exit code. Raises RunDirError."""
+    run = look_at_run(run_dir)
     try:
         records = read_records(run_dir)
         steps = read_steps(run_dir)
-        metrics = read_metrics(run_dir)
     except (OSError, ValueError) as error:
-        raise DoctorError(f"cannot read what the run left: {error}") from None
+        raise RunDirError(f"cannot read what the run left: {error}") from None
+    metrics = read_metrics(run_dir)
     if records:
         return failure_lines(run_dir, records, steps), EXIT_FAILED
-    if metrics is not None and is_newer(run_dir / METRICS_NAME, run_dir / STEP_STATS_NAME):
+    if run.state is RunState.RUNNING:
+        return running_lines(run_dir, steps), EXIT_FAILED
+    if run.state is RunState.COMPLETE:
+        return complete_lines(metrics or {}), EXIT_FAILED
+    # Without a manifest it is a folder of before there were some.
+    is_of_this_run = run.state is RunState.ENDED or (
+        run.state is RunState.UNKNOWN and is_newer(run_dir / METRICS_NAME, run_dir / STEP_STATS_NAME)
+    )
+    if metrics is not None and is_of_this_run:
         return well_lines(metrics), EXIT_WELL
     last_records = sorted(run_dir.glob(LAST_RECORDS_GLOB))
     if last_records and is_newer(last_records[0], run_dir / STEP_STATS_NAME):
         return diverged_lines(last_records), EXIT_FAILED
     if steps is None:
-        raise DoctorError(
-            f"{run_dir} holds no step statistics, metrics or error records: no job got as far as its first step here"
-        )
+        if run.state is not RunState.UNKNOWN:
+            return [f"The run did not end: {NO_STEP}. {START_AGAIN}"], EXIT_FAILED
+        raise RunDirError(f"{run_dir} holds no step statistics, metrics or error records: {NO_STEP} ({WHERE})")
     return unfinished_lines(run_dir, steps), EXIT_FAILED
 
 
@@ -114,16 +119,11 @@ def read_steps(run_dir: Path) -> list[StepStats] | None:
         return None
 
 
-def read_metrics(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        return read_json_object(run_dir / METRICS_NAME)
-    except FileNotFoundError:
-        return None
-
-
 def is_newer(path: Path, other: Path) -> bool:
     """Whether `path` was written after `other`, which need not be there."""
-    return not other.exists() or path.stat().st_mtime_ns >= other.stat().st_mtime_ns
+    if not path.exists() or not other.exists():
+        return path.exists()
+    return path.stat().st_mtime_ns >= other.stat().st_mtime_ns
 
 
 def well_lines(metrics: dict[str, Any]) -> list[str]:
@@ -133,6 +133,21 @@ def well_lines(metrics: dict[str, Any]) -> list[str]:
     if codes:
         lines.append("Error rows by code: " + ", ".join(f"{count:,} {code}" for code, count in codes.items()) + ".")
     return lines
+
+
+def complete_lines(metrics: dict[str, Any]) -> list[str]:
+    rows, error_rows = metrics.get("rows", 0), metrics.get("error_rows", 0)
+    return [
+        f"The output is complete, and the job did not end well: {rows:,} rows, {error_rows:,} of them error rows.",
+        "What to do: where those are more than job.max_error_rows, mend the rows or raise it; a new start with the "
+        "same command does not compute a row again.",
+    ]
+
+
+def running_lines(run_dir: Path, steps: list[StepStats] | None) -> list[str]:
+    what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no step yet"
+    doing = f"The run has not ended: {what}. Its process is running, and holds {run_dir / LOCK_NAME}."
+    return [doing, *stacks_lines(run_dir)]
 
 
 def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
@@ -185,7 +200,7 @@ def unfinished_lines(run_dir: Path, steps: list[StepStats]) -> list[str]:
     return [
         f"The run did not end: {what}, recorded {age_s:,.0f} s ago, and no rank left a word.",
         "What to do: all processes were ended at once, as by SIGKILL, the out-of-memory killer of a container or a "
-        "machine that went down. Start it again.",
+        f"machine that went down. {START_AGAIN}",
         *stacks_lines(run_dir),
     ]
 

@@ -1,18 +1,19 @@
 """Run a step log again on one process, look into it, or compare two.
 
-    python -m spmd_worker.tools.replay LOG
+    python -m spmd_worker.tools.replay RUN_DIR
         replays scheduler and cache, without weights
-    python -m spmd_worker.tools.replay LOG --until STEP
+    python -m spmd_worker.tools.replay RUN_DIR --until STEP
         and prints the state that STEP left
-    python -m spmd_worker.tools.replay LOG --row KEY
+    python -m spmd_worker.tools.replay RUN_DIR --row KEY
         and prints one request's history: KEY is its number, its custom_id, or index:N for row N of the input
-    python -m spmd_worker.tools.replay LOG --with-model
+    python -m spmd_worker.tools.replay RUN_DIR --with-model
         and recomputes every token on one rank
     python -m spmd_worker.tools.replay --diff A B
-        names the first difference of two logs
+        names the first difference of two (each a RUN_DIR or a log)
 
-Logs are written to the run directory with job.step_log=true, such as runs/demo/steps.log. Exits with 0 when the replay
-is equal to the run (or the two logs are equal), with 1 when it is not, with 2 when that cannot be told.
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none, of a job with job.step_log=true; a step log by
+itself, such as runs/demo/steps.log or records.rank0.log, may be given too. Exits with 0 when the replay is equal to the
+run (or the two logs are equal), with 1 when it is not, with 2 when that cannot be told.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.errors import ReplayDivergedError, ReplayError, StepLogError
+from spmd_worker.files import OwnFileError, own_file_fault
 from spmd_worker.replay.history import RowHistory, shorten
 from spmd_worker.replay.replay import (
     HEADER_KEYS_THAT_MAY_DIFFER,
@@ -33,7 +35,7 @@ from spmd_worker.replay.replay import (
     header_differences,
     read_messages,
 )
-from spmd_worker.replay.step_log import StepLog, StepLogHeader, read_step_log
+from spmd_worker.replay.step_log import STEP_LOG_NAME, StepLog, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import (
     Abort,
@@ -52,6 +54,7 @@ from spmd_worker.sequence.events import (
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.tools.program import make_parser, print_error
+from spmd_worker.tools.run_dir import NO_JOB, WHERE, RunDirError, RunState, look_at_run
 from spmd_worker.version import code_fingerprint
 
 EXIT_EQUAL, EXIT_DIFFERENT, EXIT_CANNOT_TELL = 0, 1, 2
@@ -68,14 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
     except ReplayDivergedError as error:
         print(f"replay and run part: {error}")
         return EXIT_DIFFERENT
-    except (ReplayError, StepLogError, OSError, ValueError) as error:
+    except (RunDirError, ReplayError, StepLogError, OSError, ValueError) as error:
         print_error("replay", error)
         return EXIT_CANNOT_TELL
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("replay", __doc__)
-    parser.add_argument("log", type=Path, nargs="?", help="a step log, such as runs/demo/steps.log")
+    parser.add_argument(
+        "log", type=Path, nargs="?", metavar="RUN_DIR", help="a run's directory, such as runs/demo, or a step log"
+    )
     parser.add_argument("--until", type=int, metavar="STEP", help="print the state after this step and stop there")
     parser.add_argument("--row", metavar="KEY", help="print the history of one request")
     parser.add_argument("--with-model", action="store_true", help="recompute every token on one rank")
@@ -83,7 +88,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="compare two logs")
     options = parser.parse_args(arguments)
     if (options.log is None) == (options.diff is None):
-        parser.error("give one LOG, or --diff A B")
+        parser.error("give one RUN_DIR, or --diff A B")
     if options.with_model and (options.until is not None or options.row is not None):
         parser.error("--with-model recomputes the whole log: leave out --until and --row")
     return options
@@ -111,14 +116,29 @@ def replay_log(options: argparse.Namespace) -> int:
 
 
 def open_log(path: Path) -> StepLog:
-    """Raises StepLogError or ReplayError; a torn tail is a warning."""
+    """Of a run directory its step log. Raises StepLogError or ReplayError; a torn tail is a warning."""
+    if path.is_dir():
+        path = log_of_run(path)
     try:
         log = read_step_log(path)
     except OSError as error:
-        raise ReplayError(f"cannot read {path}: {error.strerror}") from None
+        if not path.exists():
+            raise RunDirError(f"{path}: no such folder ({WHERE}), nor a step log: {error.strerror}") from None
+        raise ReplayError(f"cannot read {path}: {error.strerror or error}") from None
     if log.torn_tail is not None:
         print(f"warning: {path}: {log.torn_tail}; what comes before is used")
     return log
+
+
+def log_of_run(run_dir: Path) -> Path:
+    path = run_dir / STEP_LOG_NAME
+    if path.exists() or path.is_symlink():
+        fault = own_file_fault(path)
+        if fault is not None:
+            raise OwnFileError(path, fault)
+        return path
+    why = NO_JOB if look_at_run(run_dir).state is RunState.UNKNOWN else "the job was started without job.step_log=true"
+    raise RunDirError(f"{run_dir} has no {STEP_LOG_NAME}: {why}")
 
 
 def open_tokenizer(header: StepLogHeader, model_path: Path) -> Tokenizer | None:

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.batch.run_dir.job_files import METRICS_NAME
-from spmd_worker.errors import StepStatsError
-from spmd_worker.files import JsonError, read_json_object
+from spmd_worker.batch.run_dir.job_files import METRICS_NAME, check_report
+from spmd_worker.errors import ConfigError, StepStatsError
+from spmd_worker.files import write_file
 from spmd_worker.metrics.report.data import make_totals
 from spmd_worker.metrics.report.drawing import can_draw
 from spmd_worker.metrics.report.page import NO_CHARTS, report_page
@@ -29,24 +29,21 @@ from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_st
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.metrics.timeline import TIMELINE_NAME, write_timeline
 from spmd_worker.tools.program import make_parser, print_error
+from spmd_worker.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
-
-
-class ReportError(Exception):
-    """No report can be made; the message says why and what to do."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         report_run(options.run_dir, options.output or options.run_dir / REPORT_NAME)
-    except (ReportError, StepStatsError) as error:
+    except (RunDirError, StepStatsError, ConfigError) as error:
         print_error("report", error)
         return EXIT_CANNOT_TELL
     except OSError as error:
-        print_error("report", f"cannot write {error.filename}: {error.strerror}")
+        print_error("report", f"cannot write {str(error.filename).removesuffix('.partial')}: {error.strerror}")
         return EXIT_CANNOT_TELL
     return EXIT_DONE
 
@@ -59,31 +56,34 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def report_run(run_dir: Path, page_path: Path) -> None:
-    """Raises ReportError or StepStatsError for what cannot be read, OSError for what cannot be written."""
+    """Raises RunDirError or StepStatsError for what cannot be read, ConfigError for a page that would be written over
+    another file of the run, OSError for what cannot be written.
+    """
+    check_folder(run_dir)
+    check_report(run_dir, page_path, page_path.with_name(TIMELINE_NAME))
     steps = read_steps(run_dir)
     metrics = read_metrics(run_dir)
     # A folder's name may hold bytes that are no text.
     name = os.fsencode(run_dir.resolve().name).decode("utf-8", "replace")
     timeline_path = page_path.with_name(TIMELINE_NAME)
     has_charts = can_draw()
-    page_path.write_text(report_page(name, steps, metrics, has_charts=has_charts), encoding="utf-8")
-    write_timeline(steps, timeline_path, name, read_stages(run_dir))
+    stages = read_stages(run_dir)
+    page = report_page(name, steps, metrics, has_charts=has_charts).encode("utf-8")
+    write_file(page_path, page, is_durable=False)
+    write_timeline(steps, timeline_path, name, stages)
     if not has_charts:
         print(NO_CHARTS, file=sys.stderr)
     print_result(steps, metrics, page_path, timeline_path)
 
 
 def read_steps(run_dir: Path) -> list[StepStats]:
-    if not run_dir.is_dir():
-        what = "is a file: give the folder it is in" if run_dir.exists() else "no such folder"
-        raise ReportError(f"{run_dir}: {what} (a run's directory is job.run_dir, else <job.output>.run)")
     path = run_dir / STEP_STATS_NAME
     try:
         return read_step_stats(path)
     except FileNotFoundError:
-        raise ReportError(f"{run_dir} has no {STEP_STATS_NAME}: {why_no_steps(run_dir)}") from None
+        raise RunDirError(f"{run_dir} has no {STEP_STATS_NAME}: {why_no_steps(run_dir)}") from None
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from None
+        raise RunDirError(f"cannot read {path}: {error.strerror}") from None
 
 
 def read_stages(run_dir: Path) -> list[StageSpan]:
@@ -92,27 +92,16 @@ def read_stages(run_dir: Path) -> list[StageSpan]:
         return read_stage_times(run_dir / STAGE_TIMES_NAME)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise RunDirError(f"cannot read {run_dir / STAGE_TIMES_NAME}: {error.strerror}") from None
     except ValueError as error:
-        raise ReportError(f"{error}: remove it to see the steps without it") from None
+        raise RunDirError(f"{error}: remove it to see the steps without it") from None
 
 
 def why_no_steps(run_dir: Path) -> str:
     if (run_dir / METRICS_NAME).exists():
         return f"the job that wrote its {METRICS_NAME} kept no step statistics; run it again with this version"
-    return "no job ran in this folder; give job.run_dir, or <job.output>.run where the job named none"
-
-
-def read_metrics(run_dir: Path) -> dict[str, Any] | None:
-    """None where there are none: they are written when a run ends."""
-    path = run_dir / METRICS_NAME
-    try:
-        return read_json_object(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from None
-    except JsonError as error:
-        raise ReportError(f"{error}: remove it to see the steps without it") from None
+    return NO_JOB
 
 
 def print_result(steps: list[StepStats], metrics: dict[str, Any] | None, page_path: Path, timeline_path: Path) -> None:

@@ -284,6 +284,10 @@ def each_line(path: Path) -> Iterator[bytes]:
     try:
         with open(path, "rb") as stream:
             yield from stream
+    except IsADirectoryError:
+        raise VerifyError(
+            f"{path}: is a folder: give the output of a job (job.output), not its run directory"
+        ) from None
     except OSError as error:
         raise VerifyError(f"cannot read {path}: {error.strerror}") from error
 

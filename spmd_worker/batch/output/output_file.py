@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from spmd_worker.batch.output.decimals import read_decimals
 from spmd_worker.config.extras import refuse_without
-from spmd_worker.files import partial_path, rename_durably, sync_stream
+from spmd_worker.files import begin_own_file, partial_path, rename_durably, sync_stream
 
 _GZIP_LEVEL: Final = 6
 _ZSTD_LEVEL: Final = 3
@@ -62,7 +62,7 @@ class OutputFile:
         path = Path(path)
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        stream = open(partial_path(path), "wb")  # noqa: SIM115  # closed with this object
+        stream = begin_own_file(partial_path(path), buffering=-1)
         try:
             sink: LineSink
             if path.suffix == _PARQUET:

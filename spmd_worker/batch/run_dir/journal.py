@@ -7,6 +7,7 @@ A commit makes lines durable before the records that name them, so a record that
 follows the last whole record, lines or half of one, is cut off when the journal is opened again.
 """
 
+import logging
 import os
 import struct
 import threading
@@ -15,12 +16,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
 from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.errors import JournalError
-from spmd_worker.files import sync_folder
+from spmd_worker.files import open_own_file, sync_folder
+
+logger = logging.getLogger(__name__)
 
 LINES_NAME: Final = "rows.part"
 JOURNAL_NAME: Final = "journal"
@@ -63,9 +66,9 @@ class JournalRecord(NamedTuple):
 def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
     """(row, line) of every committed row in order of the rows, of a job that may be running; changes nothing.
 
-    Raises FileNotFoundError where there is no journal, JournalError for what is none.
+    Raises FileNotFoundError where there is no journal, JournalError for what is none, OSError.
     """
-    with open(folder / JOURNAL_NAME, "rb") as records, open(folder / LINES_NAME, "rb") as lines:
+    with _open_to_read(folder / JOURNAL_NAME) as records, _open_to_read(folder / LINES_NAME) as lines:
         if records.read(len(_HEADER)) != _HEADER:
             raise JournalError(f"{folder / JOURNAL_NAME} is no journal of this version")
         places = array("Q")
@@ -74,8 +77,8 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
         order = sorted(range(0, len(places), 4), key=places.__getitem__)
         for start in order:
             row, offset, length, checksum = places[start : start + 4]
-            line = _read_at(lines.fileno(), offset, length)
-            if crc32(line) != checksum:
+            line = _read_at(lines.fileno(), offset, length) if offset < 1 << 62 else b""
+            if len(line) != length or crc32(line) != checksum:
                 raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {row}")
             yield row, line
 
@@ -239,7 +242,13 @@ class RowJournal:
             raise
 
     def _recover(self) -> None:
-        """Read what is there, and cut off what is torn."""
+        """Read what is there, and cut off what is torn. Raises JournalError."""
+        try:
+            self._read_records()
+        except (OverflowError, MemoryError):
+            raise JournalError(f"{self.folder / JOURNAL_NAME} names a row that no input has") from None
+
+    def _read_records(self) -> None:
         size = os.fstat(self._records).st_size
         head = _read_at(self._records, 0, len(_HEADER))
         # The power may have gone before the header was on the disk: its size can be there without it.
@@ -267,7 +276,18 @@ class RowJournal:
             self._note(record.row, record.key, record.offset, record.length)
             end += _RECORD_BYTES
             lines_end += record.length
+        self._warn_of_lost(end, size)
         self._cut(lines_end, end)
+
+    def _warn_of_lost(self, end: int, size: int) -> None:
+        """A torn tail is what a killed job leaves; good records behind it are a fault of the disk."""
+        behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
+        lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
+        if lost:
+            logger.warning(
+                "%s is damaged at byte %d: %d finished rows behind it are not used, and computed again",
+                *(self.folder / JOURNAL_NAME, end, lost),
+            )
 
     def _note(self, index: int, key: int, offset: int, length: int) -> None:
         missing = index + 1 - len(self._lengths)
@@ -279,8 +299,12 @@ class RowJournal:
         self.num_rows += 1
 
 
+def _open_to_read(path: Path) -> BinaryIO:
+    return open(open_own_file(path, os.O_RDONLY), "rb")
+
+
 def _open_to_append(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    return open_own_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -20,11 +20,14 @@ from spmd_worker.resolved import ResolvedRun
 from spmd_worker.version import code_fingerprint, version
 from spmd_worker.weights.safetensors_header import read_header
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+_UNCHECKED_VERSION: Final = 1
+"""Had no checksum."""
 _HASH_BYTES: Final = 16
 _INPUT_KEY: Final = "job.input"
 _ARITHMETIC_KEY: Final = "arithmetic"
 _MODEL_KEY: Final = "model.path"
+_CHECKSUM_KEY: Final = "checksum"
 NOT_READ: Final = "not read yet"
 """What stands for what is known later, until it is: the digest of an input, the arithmetic of kernels."""
 _KNOWN_LATER: Final = (_INPUT_KEY, _ARITHMETIC_KEY)
@@ -104,7 +107,7 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
 
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     """From now on the journal there is this job's: that of another must be gone, for good. Raises OSError."""
-    write_json(run_dir / MANIFEST_NAME, manifest)
+    write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _checksum(manifest)})
 
 
 def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
@@ -155,16 +158,27 @@ def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """None where there is none. Raises ConfigError for what is no manifest."""
+    """None where there is none. Raises ConfigError for what is no manifest, or is damaged; OSError."""
+    way_out = "give another job.run_dir, or remove this one to start over"
     try:
         value = read_json_object(path)
     except FileNotFoundError:
         return None
     except JsonError as error:
-        raise ConfigError(f"{error}: give another job.run_dir, or remove this one") from None
-    if value.get("format_version") != FORMAT_VERSION:
-        raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: give another job.run_dir")
+        raise ConfigError(f"{error}: {way_out}") from None
+    version_found = value.get("format_version")
+    is_over = version_found == _UNCHECKED_VERSION and value.get("has_ended") is True
+    if version_found != FORMAT_VERSION and not is_over:
+        raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: {way_out}")
+    # Of a run that is over, whoever wrote it, nothing else counts.
+    if not is_over and value.pop(_CHECKSUM_KEY, None) != _checksum(value):
+        raise ConfigError(f"{path} is damaged (its checksum is another): {way_out}")
     return value
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """Of all but the checksum: a disk's fault in a name or number would else be an answer's."""
+    return _digest_of(json.dumps(manifest, sort_keys=True))
 
 
 def model_digest(resolved: ResolvedRun) -> str:

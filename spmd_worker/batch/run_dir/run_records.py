@@ -8,12 +8,10 @@ from pathlib import Path
 
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.lockstep.wire.codec import Encoder
-from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter
+from spmd_worker.replay.step_log import STEP_LOG_NAME, StepLogHeader, StepLogWriter
 from spmd_worker.version import code_fingerprint
 
 logger = logging.getLogger(__name__)
-
-STEP_LOG_NAME = "steps.log"
 
 
 def open_step_log(engine: LLMEngine, run_dir: Path) -> StepLogWriter:
