@@ -6,41 +6,86 @@ from typing import Any
 _OFFERED = {
     "LLM": "spmd_worker.llm",
     "LLMEngine": "spmd_worker.llm_engine",
-    "BeamSearchParams": "spmd_worker.compat.beam_search",
     "EngineArgs": "spmd_worker.compat.engine_args",
+    "BeamSearchOutput": "spmd_worker.compat.beam_search",
+    "BeamSearchParams": "spmd_worker.compat.beam_search",
+    "BeamSearchSequence": "spmd_worker.compat.beam_search",
+    "PromptType": "spmd_worker.compat.prompts",
+    "TextPrompt": "spmd_worker.compat.prompts",
+    "TokensPrompt": "spmd_worker.compat.prompts",
     "PromptsRefusedError": "spmd_worker.errors",
+    "WorkerEventError": "spmd_worker.engine.worker_events",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
+    "RequestOutputKind": "spmd_worker.sequence.sampling_params",
     "StructuredOutputsParams": "spmd_worker.sequence.structured_outputs",
     "GuidedDecodingParams": "spmd_worker.sequence.structured_outputs",
-    "RequestOutputKind": "spmd_worker.sequence.sampling_params",
     "PoolingParams": "spmd_worker.sequence.pooling_params",
-    "PoolingRequestOutput": "spmd_worker.sequence.outputs",
-    "RequestOutput": "spmd_worker.sequence.outputs",
+    "ClassificationOutput": "spmd_worker.sequence.outputs",
+    "ClassificationRequestOutput": "spmd_worker.sequence.outputs",
     "CompletionOutput": "spmd_worker.sequence.outputs",
-    "WorkerEventError": "spmd_worker.engine.worker_events",
+    "EmbeddingOutput": "spmd_worker.sequence.outputs",
+    "EmbeddingRequestOutput": "spmd_worker.sequence.outputs",
+    "Logprob": "spmd_worker.sequence.outputs",
+    "PoolingOutput": "spmd_worker.sequence.outputs",
+    "PoolingRequestOutput": "spmd_worker.sequence.outputs",
+    "RequestMetrics": "spmd_worker.sequence.outputs",
+    "RequestOutput": "spmd_worker.sequence.outputs",
+    "ScoringOutput": "spmd_worker.sequence.outputs",
+    "ScoringRequestOutput": "spmd_worker.sequence.outputs",
 }
+_ABSENT = {
+    **dict.fromkeys(
+        ("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"),
+        "requests come one by one by LLMEngine.add_request and step, or over HTTP from spmd_worker.serve",
+    ),
+    **dict.fromkeys(
+        ("EmbedsPrompt", "DataPrompt", "ExplicitEncoderDecoderPrompt"),
+        "prompts are text or token ids: give TokensPrompt",
+    ),
+    "LoRARequest": "there are no adapters: merge them into the checkpoint (PEFT's merge_and_unload)",
+    "ModelRegistry": "model classes are those of this package: `spmd-worker families` lists them",
+    "initialize_ray_cluster": "torchrun starts the ranks, or LLM itself on one node",
+}
+"""Names of vLLM's that are not here, and the way out."""
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "GuidedDecodingParams",
     "LLMEngine",
+    "Logprob",
+    "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "PromptsRefusedError",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WorkerEventError",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("spmd_worker.version").version()
     if name not in _OFFERED:
-        raise AttributeError(f"module 'spmd_worker' has no attribute {name!r}")
+        end = import_module("spmd_worker.names").hint(name, _OFFERED, _ABSENT)
+        raise AttributeError(f"module 'spmd_worker' has no attribute {name!r}{end}")
     return getattr(import_module(_OFFERED[name]), name)
 
 

@@ -19,7 +19,8 @@ from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
-from spmd_worker.compat.methods import LLM_ABSENT
+from spmd_worker.compat.engine_model_config import EngineModelConfig
+from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.config.schema import ModelOptions, ParallelConfig
@@ -36,11 +37,13 @@ from spmd_worker.prompt_calls import Messages, OnError, PromptCalls, UseTqdm
 from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import (
     ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
+    EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
+    ScoringRequestOutput,
 )
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -81,7 +84,7 @@ def _of_host(function: Callable[_Arguments, _Prepared]) -> Callable[_Arguments, 
     return called
 
 
-@explain_keywords()
+@explain_keywords(CALL_KEYWORDS)
 class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; what is
     forgotten, or open when the interpreter ends, is closed then. One thread at a time calls it: while one is in a call,
@@ -248,10 +251,8 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: UseTqdm = True,
         lora_request: Any = None,
-        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -261,6 +262,8 @@ class LLM:
         tool_call_format: str = "auto",
         reasoning_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -353,7 +356,7 @@ class LLM:
         gather: bool = False,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+    ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, in order: what the last stage's hidden states come to by the model folder's
         `modules.json`, or by `pooling_type`; float32. A row's numbers do not depend on the rows beside it, on chunks,
         preemption or what was cached.
@@ -368,6 +371,7 @@ class LLM:
             prompts,
             pooling_params,
             EmbeddingOutput,
+            EmbeddingRequestOutput,
             truncate_prompt_tokens=truncate_prompt_tokens,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
@@ -396,6 +400,7 @@ class LLM:
             prompts,
             pooling_params,
             PoolingOutput,
+            PoolingRequestOutput,
             truncate_prompt_tokens=truncate_prompt_tokens,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
@@ -412,7 +417,7 @@ class LLM:
         gather: bool = False,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+    ) -> list[ClassificationRequestOutput]:
         """The scores of each prompt's labels, of a `*ForSequenceClassification`, from its last token: after softmax,
         sigmoid for one label, or what config.json says; as they are with `use_activation=False`. Otherwise as `embed`.
         """
@@ -422,6 +427,7 @@ class LLM:
             prompts,
             pooling_params,
             ClassificationOutput,
+            ClassificationRequestOutput,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             gather=gather,
@@ -445,6 +451,7 @@ class LLM:
             prompts,
             pooling_params,
             PoolingOutput,
+            PoolingRequestOutput,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             gather=gather,
@@ -462,7 +469,7 @@ class LLM:
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+    ) -> list[ScoringRequestOutput]:
         """How well each of `text_2` goes with its text of `text_1`, or with the only one: the cosine of their vectors,
         or of a model with one label its score of the second text behind the first. `chat_template` may ask
         for nothing. Otherwise as `embed`.
@@ -524,6 +531,11 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """What this rank's replica has done since its start, and how full it is: vLLM's names, numbers and gauges."""
         return self.llm_engine.get_metrics()
+
+    @property
+    def model_config(self) -> EngineModelConfig:
+        """What this LLM runs, by the names of vLLM's ModelConfig that scripts read."""
+        return self.llm_engine.model_config
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Ranks of the engine; without `include_dp` those of one of its replicas."""
@@ -591,10 +603,12 @@ class LLM:
         self._agree("worker_event", prepare)
         return engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 
-    def start_profile(self, folder: str | Path) -> None:
+    def start_profile(self, folder: str | Path | None = None) -> None:
         """Record what every rank computes, with torch's profiler, until `stop_profile`. Raises WorkerEventError where a
-        rank cannot write to `folder`.
+        rank cannot write to `folder`, ValueError without one.
         """
+        if folder is None:
+            raise ValueError("start_profile needs the folder to write to: start_profile(folder)")
         self.worker_event("start_profile", str(folder))
 
     def stop_profile(self) -> list[str]:

@@ -100,12 +100,13 @@ class LLMEngine(Engine):
         encoded = encode_prompt(prompt, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
-        encoded.text = encoded.text if prompt_text is None else prompt_text
         # A request may end before the thread that added it has noted its name.
         with self.calls.lock:
             if request_id in self._numbers:
                 raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
-            number = self._add(encoded, params, arrival_time)
+            number = self._add(encoded, params, encoded.text if prompt_text is None else prompt_text)
+            if arrival_time is not None:
+                self._request_times.arrived(number, float(arrival_time))
             self._numbers[request_id], self._names[number] = number, request_id
         return request_id
 
@@ -120,17 +121,14 @@ class LLMEngine(Engine):
             self._watch(number, sampling, None)
         return number
 
-    def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams, arrival_time: float | None) -> RequestId:
-        if isinstance(params, SamplingParams):
-            number = super().add_request(encoded.token_ids, params, prompt=encoded.text)
-        else:
-            number = self._add_pooled(encoded, params)
-        if arrival_time is not None:
-            self._request_times.arrived(number, float(arrival_time))
-        self._watch(number, params, encoded.text)
+    def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams, text: str | None) -> RequestId:
+        if isinstance(params, PoolingParams):
+            return self._add_pooled(encoded, params, text)
+        number = super().add_request(encoded.token_ids, params, prompt=text)
+        self._watch(number, params, text)
         return number
 
-    def _add_pooled(self, encoded: Encoded, params: PoolingParams) -> RequestId:
+    def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None) -> RequestId:
         config = self.limits.pooling
         take_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
@@ -139,11 +137,11 @@ class LLMEngine(Engine):
         assert encoded.pooling is not None, "as it was taken"
         token_ids, sampling = encoded.token_ids, pooled_sampling(encoded.pooling, config)
         self.check_request(token_ids, sampling, encoded.pooling)
-        return self.admit_request(token_ids, sampling, prompt=encoded.text, pooling=encoded.pooling)
+        return self.admit_request(token_ids, sampling, prompt=text, pooling=encoded.pooling)
 
-    def _watch(self, number: RequestId, params: SamplingParams | PoolingParams, text: str | None) -> None:
+    def _watch(self, number: RequestId, params: SamplingParams, text: str | None) -> None:
         """Where outputs are wanted before the request has ended."""
-        if isinstance(params, SamplingParams) and params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        if params.output_kind is not RequestOutputKind.FINAL_ONLY:
             self._partials[number] = PartialOutputs(params.output_kind, text, self.tokenizer)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:

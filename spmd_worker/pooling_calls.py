@@ -2,19 +2,28 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, take_pooling
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.prompt_calls import PromptCalls, UseTqdm
-from spmd_worker.sequence.outputs import Pooled, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from spmd_worker.sequence.outputs import (
+    Pooled,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from spmd_worker.sequence.pooling_params import (
     PoolingParams,
     check_pooling,
     check_task,
     similarity,
 )
+
+_Output = TypeVar("_Output", bound=PoolingRequestOutput[Any])
 
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
 """For all prompts, for each, or what the model does."""
@@ -33,14 +42,16 @@ class PoolingCalls:
         prompts: Prompt | Sequence[Prompt] | Callable[[], Sequence[Prompt | TextPair]],
         given: GivenParams,
         make: Callable[[list[float]], Pooled],
+        output_class: type[_Output],
         *,
         truncate_prompt_tokens: int | None = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         gather: bool = False,
         use_tqdm: UseTqdm = False,
-    ) -> list[PoolingRequestOutput[Pooled]]:
-        """`call` is what the user called; `make` is given each row's vector, or scores. What `prompts` raises, where it
+    ) -> list[_Output]:
+        """`call` is what the user called; `make` is given each row's vector, or scores, and `output_class` what it
+        makes. What `prompts` raises, where it
         makes them, is this rank's error, and the others hear of it.
         """
 
@@ -54,7 +65,7 @@ class PoolingCalls:
             return encoded
 
         outputs = self._calls.run(call, encode, None, gather=gather, use_tqdm=use_tqdm)
-        return [_pooled(output, make) for output in outputs]
+        return [_pooled(output, make, output_class) for output in outputs]
 
     def score(
         self,
@@ -63,7 +74,7 @@ class PoolingCalls:
         given: PoolingParams | None,
         chat_template: str | None,
         **options: Any,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+    ) -> list[ScoringRequestOutput]:
         """See `LLM.score`."""
         config = self._engine.limits.pooling
         are_pairs = config is None or config.task == "classify"
@@ -89,8 +100,10 @@ class PoolingCalls:
             return [*firsts, *seconds]
 
         if are_pairs:
-            return self.pool("score", "score", prompts, given, lambda scores: ScoringOutput(scores[0]), **options)
-        both = self.pool("score", "score", prompts, given, PoolingOutput, **options)
+            score = "score", "score", prompts, given, lambda scores: ScoringOutput(scores[0]), ScoringRequestOutput
+            return self.pool(*score, **options)
+        both: list[PoolingRequestOutput[PoolingOutput]]
+        both = self.pool("score", "score", prompts, given, PoolingOutput, PoolingRequestOutput, **options)
         firsts, seconds = both[:num_firsts], both[num_firsts:]
         firsts = firsts * len(seconds) if num_firsts == 1 else firsts
         name = "cosine" if config is None else config.similarity
@@ -104,19 +117,17 @@ class PoolingCalls:
         take_pooling(encoded, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
 
 
-def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled]) -> PoolingRequestOutput[Pooled]:
+def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled], output_class: type[_Output]) -> _Output:
     if output.error is not None:
         raise ValueError(output.error)
     assert output.vector is not None, "a row that was pooled to its end has one"
-    return PoolingRequestOutput(
-        output.request_id, make(output.vector), output.prompt_token_ids, output.num_cached_tokens
-    )
+    return output_class(output.request_id, make(output.vector), output.prompt_token_ids, output.num_cached_tokens)
 
 
 def _compared(
     name: str, first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
-) -> PoolingRequestOutput[ScoringOutput]:
-    return PoolingRequestOutput(
+) -> ScoringRequestOutput:
+    return ScoringRequestOutput(
         first.request_id,
         ScoringOutput(similarity(name, first.outputs.data, second.outputs.data)),
         [*first.prompt_token_ids, *second.prompt_token_ids],

@@ -64,18 +64,6 @@ class ResolvedRun:
         return self.location.folder
 
 
-@dataclass(frozen=True, slots=True)
-class EngineModelConfig:
-    """What an engine runs, by the names that programs written for vLLM read: `model` is the folder, `max_model_len`
-    counts tokens of a prompt and its answer.
-    """
-
-    model: str
-    dtype: str
-    max_model_len: int
-    seed: int
-
-
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
     """Find the model, read its files, the tokenizer's too unless it is a plan, and resolve. The tokenizer's own
     end-of-sequence token ends a row beside those that config.json and generation_config.json name.

@@ -478,7 +478,7 @@ def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .*4 attention heads.* 1, 2 and 4"):
         LLM(folder, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match=r"runs one rank but the layout has 2: start them with torchrun"):
-        LLM(folder, tensor_parallel_size=2)
+        LLM(folder, distributed_executor_backend="uni", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"llama_nine_heads|1, 3 and 9"):
         LLM(checkpoint_folder("llama_nine_heads"), tensor_parallel_size=2)
 

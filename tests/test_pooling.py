@@ -27,7 +27,20 @@ from pooling_models import (
 from reference_models import checkpoint_folder, random_prompt
 
 import spmd_worker.runner.pooling as pooling_module
-from spmd_worker import LLM, PoolingParams, PromptsRefusedError, SamplingParams
+from spmd_worker import (
+    LLM,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PromptsRefusedError,
+    SamplingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from spmd_worker.errors import ConfigError, ModelConfigError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.models.pooler import Pooler
@@ -224,6 +237,20 @@ def test_a_run_says_what_it_does_and_refuses_the_rest_by_name() -> None:
             llm.embed(ids([[5] * 65]), use_tqdm=False)
         (cut,) = llm.embed(ids([[7, *[5] * 64]]), truncate_prompt_tokens=-1, use_tqdm=False)
         assert cut.outputs == llm.embed(ids([[5] * 64]), use_tqdm=False)[0].outputs
+
+
+@pytest.mark.finding(number="D12")
+def test_outputs_are_of_vllms_classes() -> None:
+    with LLM(pooling_folder("last"), **SETTINGS) as llm:
+        (vector,), (score,) = llm.embed("a", use_tqdm=False), llm.score("a", "b", use_tqdm=False)
+        (plain,) = llm.encode("a", use_tqdm=False)
+    assert (type(vector), type(vector.outputs)) == (EmbeddingRequestOutput, EmbeddingOutput)
+    assert (type(score), type(score.outputs)) == (ScoringRequestOutput, ScoringOutput)
+    assert (type(plain), type(plain.outputs)) == (PoolingRequestOutput, PoolingOutput)
+    with LLM(pooling_folder("labels"), **SETTINGS) as llm:
+        (labels,) = llm.classify(ids(PROMPTS[:1]), use_tqdm=False)
+    assert (type(labels), type(labels.outputs)) == (ClassificationRequestOutput, ClassificationOutput)
+    assert all(isinstance(each, PoolingRequestOutput) for each in (vector, score, labels))
 
 
 @pytest.mark.matrix

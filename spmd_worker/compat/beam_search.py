@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from spmd_worker.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.names import explain_keywords
 from spmd_worker.sequence.outputs import RequestOutput, TokenLogprobs
 from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
 
 _NO_FORM: Final = "beams are not held to a form: generate with structured_outputs, or leave it out"
 
 
+@explain_keywords()
 @dataclass(frozen=True)
 class BeamSearchParams:
     """`beam_width` beams of at most `max_tokens` tokens. A beam's score is its log-probability divided by its length,

@@ -6,11 +6,13 @@ Data. An attribute that is not here is an AttributeError with these words, so th
 from collections.abc import Mapping
 from typing import Final
 
+from spmd_worker.sequence.sampling_params import SAMPLING_KEYS
+
 _QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's add_request and step"
 
 LLM_METHODS: Final[Mapping[str, str]] = {
     "generate": "every rank passes the same prompts and gets every output; arguments for what is not here are refused",
-    "chat": "arguments after `sampling_params` have names; contents are text; `tool_choice` as in OpenAI's API",
+    "chat": "contents are text; `tool_choice` as in OpenAI's API",
     "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam; `structured_outputs` may "
     "ask for nothing",
     "embed": "arguments after the prompts have names; the vector is a list of numbers",
@@ -36,6 +38,26 @@ LLM_METHODS: Final[Mapping[str, str]] = {
 }
 """Methods that are here, and what differs."""
 
+_OF_PARAMS: Final = {key: f"it is a field of SamplingParams: SamplingParams({key}=...)" for key in SAMPLING_KEYS}
+
+CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "generate": {
+        **_OF_PARAMS,
+        "prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]',
+        "prompt_adapter_request": "there are no adapters: leave it out",
+        "guided_options_request": "give structured_outputs of SamplingParams",
+    },
+    "chat": {
+        **_OF_PARAMS,
+        "guided_options_request": "give structured_outputs of SamplingParams",
+        "reasoning_effort": 'give chat_template_kwargs={"reasoning_effort": ...}',
+        "documents": 'give chat_template_kwargs={"documents": ...}',
+    },
+    "embed": {"dimensions": "give pooling_params=PoolingParams(dimensions=...)"},
+    "encode": {"prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]'},
+}
+"""Keywords of calls of older releases and of other programs, and the way out."""
+
 LLM_ABSENT: Final[Mapping[str, str]] = {
     "enqueue": _QUEUE,
     "enqueue_chat": _QUEUE,
@@ -44,8 +66,13 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
     "release_kv_cache_memory": 'sleep gives back all memory: wake_up(tags=["weights"]) leaves the cache asleep',
     "init_weight_transfer_engine": "weights are changed in this process: update_weights or apply_model",
+    "engine_class": "it is type(llm.llm_engine)",
+    "request_counter": "requests of a call are numbered from 0, those of llm_engine have names",
+    "default_sampling_params": "call get_default_sampling_params",
+    "vllm_config": "a run's configuration is llm_engine.config, what is known of its model is model_config",
+    **dict.fromkeys(("renderer", "io_processor", "input_processor"), "render with get_tokenizer()"),
 }
-"""Methods that are not, and the way out."""
+"""Methods and attributes that are not, and the way out."""
 
 ENGINE_METHODS: Final[Mapping[str, str]] = {
     "from_engine_args": "what it takes beside the arguments is without effect",

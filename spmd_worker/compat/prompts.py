@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NotRequired, TypedDict
 
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.config.plain_values import plain_text
@@ -16,7 +16,26 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
 
+
+class TextPrompt(TypedDict):
+    """A prompt of text, as vLLM names it: a dict."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids, as vLLM names it: a dict. `prompt` is the text that they are, which the output repeats."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+PromptType = str | TextPrompt | TokensPrompt
+"""As vLLM names it."""
+
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
+_EMPTY_KEYS: Final = (*("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids"),)
+"""More keys of vLLM's, which may ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +48,16 @@ class TextPair:
 
 class Encoded:
     """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters. `pooling` is as
-    `taken_pooling` leaves it, None for a prompt that is answered. Of a `pair`, `num_first_tokens` are the first text's.
-    `form` is what the prompt itself asks of its answers, None where they are free.
+    `taken_pooling` leaves it, None for a prompt that is answered. `is_ids`: it came as ids, and `text` is what the
+    caller says that they are. Of a `pair`, `num_first_tokens` are the first text's. `form` is what the prompt itself
+    asks of its answers, None where they are free.
     """
 
-    __slots__ = ("error", "form", "num_first_tokens", "pair", "pooling", "rope_regime", "text", "token_ids")
+    __slots__ = ("error", "form", "is_ids", "num_first_tokens", "pair", "pooling", "rope_regime", "text", "token_ids")
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
+        self.is_ids = False
         self.rope_regime: int | None = None
         self.pooling: PoolingParams | None = None
         self.pair: TextPair | None = None
@@ -85,7 +106,7 @@ def take_pooling(
     assert config is not None, "of a run that pools"
     length = params.truncate_prompt_tokens
     most = max_model_len if length == -1 else length
-    is_text = encoded.text is not None or encoded.pair is not None
+    is_text = (encoded.text is not None and not encoded.is_ids) or encoded.pair is not None
     if is_text and ((most is not None and config.encodes_inside) or config.text.changes_texts):
         _encode_again(encoded, config, most, need_tokenizer)
     else:
@@ -117,16 +138,24 @@ def _count_first(encoded: Encoded, num_dropped: int) -> None:
 
 
 def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
-    unknown = [str(key) for key in prompt if key not in _PROMPT_KEYS]
+    unknown = [
+        str(key) for key in prompt if key not in _PROMPT_KEYS and (key not in _EMPTY_KEYS or not _is_empty(prompt[key]))
+    ]
     if unknown:
         return Encoded(
             None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
         )
     if "prompt_token_ids" in prompt:
-        return _encode_ids(prompt["prompt_token_ids"])
+        encoded = _encode_ids(prompt["prompt_token_ids"])
+        encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+        return encoded
     if isinstance(prompt.get("prompt"), str):
         return encode_prompt(prompt["prompt"], need_tokenizer)
     return Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def _encode_ids(token_ids: Any) -> Encoded:

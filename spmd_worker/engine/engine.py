@@ -15,9 +15,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
+import torch
+
+from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.config.plain_values import plain_text
@@ -41,7 +44,7 @@ from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes
 from spmd_worker.names import explain_keywords
-from spmd_worker.resolved import EngineModelConfig, ResolvedRun
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.step_order import end_step, must_end_oldest
@@ -193,12 +196,10 @@ class LLMEngine:
         """
         return self.executor
 
-    @property
+    @cached_property
     def model_config(self) -> EngineModelConfig:
         """What this engine runs, by vLLM's names."""
-        return EngineModelConfig(
-            str(self.resolved.model_folder), self.resolved.dtype, self.max_model_len, self.config.seed
-        )
+        return EngineModelConfig(self.resolved, getattr(torch, self.resolved.dtype))
 
     @property
     def counters(self) -> SchedulerCounters:

@@ -140,3 +140,18 @@ class PoolingRequestOutput(Generic[Pooled]):
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Of `LLM.embed`."""
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Of `LLM.classify`."""
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Of `LLM.score`."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from spmd_worker.config.plain_values import plain_bool, plain_int, plain_text, shown
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.names import explain_keywords
 from spmd_worker.sequence.record_checks import INT64
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -25,6 +26,20 @@ _FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")
 _OTHER_TASKS: Final = ("token_embed", "token_classify", "plugin")
 
 
+_FOR_TOKENS: Final = "one vector for each row is given, not one for each token: leave it out"
+_NOT_HERE: Final = {
+    "__init__": {
+        **dict.fromkeys(("activation", "softmax"), "its newer name is use_activation"),
+        **dict.fromkeys(("step_tag_id", "returned_token_ids", "late_interaction_params"), _FOR_TOKENS),
+        "requires_token_ids": "it is vLLM's own: leave it out",
+        "extra_kwargs": "nothing here reads it: leave it out",
+        "output_kind": "a row that is pooled has one output: leave it out",
+    }
+}
+"""Keywords of vLLM's, and the way out."""
+
+
+@explain_keywords(_NOT_HERE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """How one row is pooled. Names and meanings follow vLLM's.

@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final, cast
 
 from spmd_worker.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.names import explain_keywords, hint
 from spmd_worker.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
@@ -92,10 +93,15 @@ class _Freezable:
                 f"{name}={shown(value)}: a request has taken these parameters; change a clone() of them"
             )
         convert = _CONVERTERS.get(name)
-        object.__setattr__(self, name, value if convert is None else convert(value))
+        try:
+            object.__setattr__(self, name, value if convert is None else convert(value))
+        except AttributeError:
+            known = [spec.name for spec in fields(SamplingParams)]
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint(name, known)}") from None
 
 
-@dataclass(slots=True, kw_only=True)
+@explain_keywords()
+@dataclass(slots=True)
 class SamplingParams(_Freezable):
     """How the tokens of one row are chosen and when they end. Names and meanings follow vLLM's.
 
@@ -117,50 +123,51 @@ class SamplingParams(_Freezable):
     and `REFUSED` name is here so that scripts for vLLM run, or say why not.
     """
 
+    # In vLLM's order, which counts where values are given by place; then what is only here, or older.
     n: int = 1
-    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: Integer65 | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
+    logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
     detokenize: bool = True
     skip_special_tokens: bool = True
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    truncate_prompt_tokens: int | None = None
-    skip_reading_prefix_cache: bool | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    output_kind: RequestOutputKind = field(default=RequestOutputKind.FINAL_ONLY, metadata=NOT_SENT)
-    extra_args: dict[str, Any] | None = field(default=None, metadata=NOT_SENT)
-    flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
     spaces_between_special_tokens: bool = field(default=True, metadata=NOT_SENT)
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = field(default=RequestOutputKind.FINAL_ONLY, metadata=NOT_SENT)
     stream_interval: int | None = field(default=None, metadata=NOT_SENT)
     skip_clone: bool = field(default=False, metadata=NOT_SENT)
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    extra_args: dict[str, Any] | None = field(default=None, metadata=NOT_SENT)
+    bad_words: tuple[str, ...] = ()
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
+    repetition_detection: Any = field(default=None, metadata=NOT_SENT)
+    routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
+    trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    watermarking: Any = field(default=None, metadata=NOT_SENT)
+    best_of: int | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
     logits_processors: Any = field(default=None, metadata=NOT_SENT)
     guided_decoding: Any = field(default=None, metadata=NOT_SENT)
     use_beam_search: Any = field(default=False, metadata=NOT_SENT)
-    thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
-    repetition_detection: Any = field(default=None, metadata=NOT_SENT)
-    logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
-    prompt_logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
-    prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
-    trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
-    routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
-    watermarking: Any = field(default=None, metadata=NOT_SENT)
 
     __struct_fields__: ClassVar[tuple[str, ...]] = ()
 
@@ -168,9 +175,14 @@ class SamplingParams(_Freezable):
         self.check()
 
     @staticmethod
-    def from_optional(**given: Any) -> "SamplingParams":
+    def from_optional(*given: Any, **named: Any) -> "SamplingParams":
         """Parameters in which None means the default."""
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        by_place = dict(zip(SamplingParams.__struct_fields__, given))
+        twice = next((name for name in named if name in by_place), None)
+        if twice is not None or len(given) > len(by_place):
+            raise TypeError(f"from_optional: {twice or 'a value'} is given twice, or there are more than fields")
+        values = {**by_place, **named}
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> "SamplingParams":
         """A copy that may be changed. Raises ValueError where a field was assigned what breaks a rule."""
@@ -356,8 +368,10 @@ _FLAGS: Final = (
     *("flat_logprobs", "spaces_between_special_tokens", "skip_clone"),
 )
 
-SAMPLING_KEYS: Final = tuple(spec.name for spec in sent_fields(SamplingParams))
-"""Every key of a row that is a sampling parameter, in declaration order."""
+SAMPLING_KEYS: Final = tuple(
+    dict.fromkeys(("n", "best_of", *[spec.name for spec in sent_fields(SamplingParams)])),
+)
+"""Every key of a row that is a sampling parameter, in the order of declaration but for `best_of`."""
 
 _SENT: Final = SAMPLING_KEYS
 _LOCAL_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(SamplingParams) if spec.name not in _SENT)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from spmd_worker.config.plain_values import asks, plain_bool, plain_text, shown
 from spmd_worker.files import JsonError, parse_json_object
+from spmd_worker.names import explain_keywords
 from spmd_worker.sequence.record_checks import NOT_SENT, sent_fields
 
 MAX_GRAMMAR_BYTES: Final = 64 * 1024
@@ -35,7 +36,8 @@ _SCHEMAS_BY_NAME: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@explain_keywords()
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """Exactly one of these fields, by vLLM's names:
 
@@ -58,11 +60,11 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
-    whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    around: str | None = None
+    whitespace_pattern: str | None = None
     structural_tag: Any = field(default=None, metadata=NOT_SENT)
+    around: str | None = None
     disable_fallback: Any = field(default=None, metadata=NOT_SENT, compare=False)
     backend: Any = field(default=None, metadata=NOT_SENT, compare=False)
 

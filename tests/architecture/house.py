@@ -139,7 +139,10 @@ OPTIONAL = {
     "starlette": ("spmd_worker.serve.app", "spmd_worker.serve.http_server"),
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
-    "transformers": ("spmd_worker.compat.script_tokenizer", "spmd_worker.tokenizer.conversion"),
+    "transformers": (
+        *("spmd_worker.compat.script_tokenizer", "spmd_worker.compat.engine_model_config"),
+        "spmd_worker.tokenizer.conversion",
+    ),
     "sentencepiece": ("spmd_worker.tokenizer.conversion",),
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
