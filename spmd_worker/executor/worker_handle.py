@@ -105,8 +105,8 @@ class WorkerHandle:
 
     def _run(self, on_exit: Callable[[], None]) -> None:
         """The monitor's thread."""
-        # This thread's mask is the worker's: Ctrl-C reaches all processes of the terminal, and would end a worker that has
-        # not said yet that it ignores it.
+        # This thread's mask is the worker's: Ctrl-C reaches all processes of the terminal, and would end a worker that
+        # does not ignore it yet.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._process = self._start_process()
