@@ -43,7 +43,6 @@ def test_row_that_is_too_long_is_not_encoded(tmp_path: Path, monkeypatch: pytest
     assert answered["error"] is None
 
 
-@pytest.mark.finding(number="B1")
 def test_row_that_is_cut_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its last tokens fit, whatever its length."""
     text = "add 1 2 = " * 2000
