@@ -298,7 +298,7 @@ REFUSED = {
     "class": ({"regex": "["}, "unclosed character class"),
     "rule": ({"grammar": "start: missing"}, "missing"),
     "ebnf": ({"grammar": 'root ::= "'}, "grammar is no EBNF that can be read"),
-    "empty": ({"grammar": "start: A\nA: /a/ & /b/"}, "grammar: NoExtension"),
+    "empty": ({"grammar": "start: A\nA: /a/ & /b/"}, "grammar: no text has this form"),
     "size": (
         {"json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": {}}} for j in range(9)]} for i in range(9)]}},
         "schema too large",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.forms import GrammarError, engine_grammar, load_llguidance
-from spmd_worker.grammar.row_grammar import BITS, RowGrammar
+from spmd_worker.grammar.row_grammar import BITS, RowGrammar, in_words
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -135,7 +135,7 @@ class GrammarCompiler:
 
         matcher = new_matcher(False)
         if matcher.is_error():
-            raise _refused(form, matcher.get_error())
+            raise _refused(form, in_words(matcher.get_error()))
         not_enforced = matcher.get_grammar_warnings()
         if not_enforced:
             raise _refused(form, "; ".join(not_enforced))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from spmd_worker.config.extras import refuse_without
+from spmd_worker.grammar.exact_schema import SchemaProblem, exact_schema
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
 DEFAULT_WHITESPACE: Final = r"[ \t\n\r]{1,32}"
@@ -24,6 +25,9 @@ follow, the engine would allow the tokenizer's tokens for it alone, and then ref
 _MOST_RULES: Final = 500
 """Of a grammar in EBNF, which is converted in time that grows with their square."""
 
+
+_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
+"""Before a schema in a grammar."""
 
 _MOST_COPIED: Final = 4 << 20
 _ALTERNATIVES: Final = ("enum", "anyOf", "oneOf", "allOf")
@@ -53,7 +57,10 @@ def engine_grammar(form: StructuredOutputsParams) -> str:
     grammar = _form_grammar(form) if form.around is None else _surrounded(_form_grammar(form), form.around)
     for schema in _schemas_of(grammar):
         _check_copies(schema)
-    return _unforced(grammar)
+    try:
+        return _unforced(_exact(grammar))
+    except SchemaProblem as problem:
+        raise GrammarError("grammar_refused", f"json: {problem}") from None
 
 
 def _surrounded(grammar: str, around: str) -> str:
@@ -107,10 +114,41 @@ def _schemas_of(grammar: str) -> Iterator[Any]:
 
 
 def _schemas_in(grammar: str) -> Iterator[Any]:
-    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+    for found in _SCHEMA.finditer(grammar):
         # One that is no JSON is refused by the engine.
         with contextlib.suppress(ValueError, RecursionError):
             yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
+
+
+def _exact(grammar: str) -> str:
+    """With schemas of which every answer is valid, whoever wrote it. Raises SchemaProblem."""
+    if not grammar.lstrip().startswith("{"):
+        return _with_exact_schemas(grammar)
+    try:
+        whole = json.loads(grammar)
+        for each in whole["grammars"]:
+            if "json_schema" in each:
+                each["json_schema"] = exact_schema(each["json_schema"])
+            if "lark_grammar" in each:
+                each["lark_grammar"] = _with_exact_schemas(str(each["lark_grammar"]))
+    except SchemaProblem:
+        raise
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        # Refused by the engine.
+        return grammar
+    return json.dumps(whole)
+
+
+def _with_exact_schemas(grammar: str) -> str:
+    made, place = [], 0
+    for found in _SCHEMA.finditer(grammar):
+        # One that is no JSON is refused by the engine; what looks like one may be in another.
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+            if found.start() >= place:
+                made += [grammar[place : found.end()], json.dumps(exact_schema(schema))]
+                place = end
+    return "".join([*made, grammar[place:]])
 
 
 def _check_copies(schema: Any) -> None:

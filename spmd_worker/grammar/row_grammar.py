@@ -7,6 +7,7 @@ Where only one text can follow, the tokens are those that the tokenizer gives fo
 whatever comes behind: these are forced, each by a mask that leaves it alone, and may be taken several at a time.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
@@ -27,6 +28,19 @@ _MOST_SPELLINGS: Final = 64
 """Where only one text can follow, so many tokens at most begin it. Where more may follow, none is looked for."""
 
 _NO_TOKEN: Final = "no token can follow"
+_STOPS: Final = {
+    "NoExtensionBias": "no text has this form: a rule or $ref refers back to itself without end, or allows nothing",
+    "NoExtension": _NO_TOKEN,
+    "MaxTokensTotal": "the form ends after a number of tokens",
+    "MaxTokensParser": "the form ends after a number of tokens",
+    "EndOfSentence": "the answer has ended",
+    "LexerTooComplex": "the form is too large for the limits of a row",
+    "ParserTooComplex": "the form is too large for the limits of a row",
+    "InternalError": "the grammar engine failed",
+    "Cancelled": "the grammar engine was stopped",
+}
+"""The engine's names of why it stopped, which are all that it says of some forms."""
+_STOP: Final = re.compile(rf"\b(?:{'|'.join(_STOPS)})\b")
 _SPECIAL: Final = b"\xff"
 """Stands in the engine's bytes before a token that has no text."""
 
@@ -86,7 +100,7 @@ class RowGrammar:
 
     def _consume(self, token_id: int) -> None:
         if not self._matcher.consume_token(token_id):
-            self.problem = self._matcher.get_error() or f"token {token_id} does not follow"
+            self.problem = in_words(self._matcher.get_error()) or f"token {token_id} does not follow"
 
     def _look(self, bits: NDArray[np.int32]) -> None:
         """What may follow the tokens taken, once for each number of them: it uses up what the engine may use."""
@@ -117,7 +131,7 @@ class RowGrammar:
         """Whether any token may follow."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            self.problem = self._matcher.get_error() or _NO_TOKEN
+            self.problem = in_words(self._matcher.get_error()) or _NO_TOKEN
             return False
         _clear_from(bits, self._vocab_size)
         for token_id in self._eos_token_ids:
@@ -137,6 +151,11 @@ class RowGrammar:
         # Of a text that is an added token (`<tool_call>` in a choice) that token is none of those that spell it.
         self._forced.extend(usable[: self._matcher.validate_tokens(usable)] if usable else ())
         return True
+
+
+def in_words(message: str) -> str:
+    """An error of the engine's for people."""
+    return _STOP.sub(lambda found: _STOPS[found[0]], message)
 
 
 def _set(bits: NDArray[np.int32], token_id: int, value: bool) -> None:

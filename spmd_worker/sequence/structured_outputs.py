@@ -29,8 +29,8 @@ STRUCTURAL_TAG_REFUSED: Final = (
 )
 
 _MAX_NESTING: Final = 200
-_WITHOUT_OBJECTS: Final = ("const", "enum", "default", "examples")
-_SCHEMAS_BY_NAME: Final = (
+VALUE_KEYS: Final = ("const", "enum", "default", "examples")
+SCHEMAS_BY_NAME: Final = (
     *("properties", "patternProperties", "$defs", "definitions"),
     *("dependentSchemas", "dependencies"),
 )
@@ -171,7 +171,8 @@ def schema_text(schema: Any, *, is_closed: bool = False) -> str:
         raise ValueError(f"json {error}") from None
     if is_closed:
         _close(parsed)
-    return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+    # One that was written by its number comes out as itself.
+    return str(_text("json", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))))
 
 
 def _close(schema: Any) -> None:
@@ -185,11 +186,11 @@ def _close(schema: Any) -> None:
     if isinstance(schema.get("properties"), dict) and not any(name in schema for name in says):
         schema["additionalProperties"] = False
     for name, each in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(each, dict):
+        if name in SCHEMAS_BY_NAME and isinstance(each, dict):
             # The names in it are the user's own: one that is a word of JSON Schema means nothing.
             for named in each.values():
                 _close(named)
-        elif name not in _WITHOUT_OBJECTS:
+        elif name not in VALUE_KEYS:
             _close(each)
 
 
