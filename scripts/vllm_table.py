@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from spmd_worker import ABSENT, OFFERED
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
-from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
+from spmd_worker.compat.methods import ENGINE_ABSENT, ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.sequence.sampling_params import DIFFERENT_FIELDS, REFUSED, SAMPLING_KEYS, WITHOUT_EFFECT
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
@@ -40,7 +41,9 @@ def main(arguments: list[str]) -> None:
 
 def document() -> str:
     """The whole file."""
-    return "\n".join([HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES], sampling_section(), methods()])
+    return "\n".join(
+        [HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES], sampling_section(), methods(), offered()]
+    )
 
 
 def section(effect: Effect, rows: Iterable[Keyword]) -> str:
@@ -70,6 +73,15 @@ def methods() -> str:
     lines += [f"| {code(name)} | not here: {words} |" for name, words in LLM_ABSENT.items()]
     lines += ["", "| method of `LLMEngine` | here |", "| --- | --- |"]
     lines += [f"| {code(name)} | {words or 'the same'} |" for name, words in ENGINE_METHODS.items()]
+    lines += [f"| {code(name)} | not here: {words} |" for name, words in ENGINE_ABSENT.items()]
+    return "\n".join([*lines, ""])
+
+
+def offered() -> str:
+    """What `spmd_worker` offers."""
+    lines = ["## Imports", "", "`spmd_worker` offers " + ", ".join(map(code, sorted(OFFERED))) + ".", ""]
+    lines += ["| name of `vllm` | here |", "| --- | --- |"]
+    lines += [f"| {code(name)} | not here: {words} |" for name, words in ABSENT.items()]
     return "\n".join([*lines, ""])
 
 

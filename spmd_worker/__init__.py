@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-_OFFERED = {
+OFFERED = {
     "LLM": "spmd_worker.llm",
     "LLMEngine": "spmd_worker.llm_engine",
     "EngineArgs": "spmd_worker.compat.engine_args",
@@ -33,7 +33,7 @@ _OFFERED = {
     "ScoringOutput": "spmd_worker.sequence.outputs",
     "ScoringRequestOutput": "spmd_worker.sequence.outputs",
 }
-_ABSENT = {
+ABSENT = {
     **dict.fromkeys(
         ("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"),
         "requests come one by one by LLMEngine.add_request and step, or over HTTP from spmd_worker.serve",
@@ -83,11 +83,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("spmd_worker.version").version()
-    if name not in _OFFERED:
-        end = import_module("spmd_worker.names").hint(name, _OFFERED, _ABSENT)
+    if name not in OFFERED:
+        end = import_module("spmd_worker.names").hint(name, OFFERED, ABSENT)
         raise AttributeError(f"module 'spmd_worker' has no attribute {name!r}{end}")
-    return getattr(import_module(_OFFERED[name]), name)
+    return getattr(import_module(OFFERED[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_OFFERED])
+    return sorted([*globals(), *OFFERED])

@@ -262,12 +262,12 @@ class LLM:
         tool_call_format: str = "auto",
         reasoning_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`.
 

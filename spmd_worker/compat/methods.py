@@ -40,6 +40,8 @@ LLM_METHODS: Final[Mapping[str, str]] = {
 
 _OF_PARAMS: Final = {key: f"it is a field of SamplingParams: SamplingParams({key}=...)" for key in SAMPLING_KEYS}
 
+_TRUNCATED: Final = "give pooling_params=PoolingParams(truncate_prompt_tokens=...)"
+
 CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "generate": {
         **_OF_PARAMS,
@@ -54,6 +56,9 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
         "documents": 'give chat_template_kwargs={"documents": ...}',
     },
     "embed": {"dimensions": "give pooling_params=PoolingParams(dimensions=...)"},
+    "classify": {"truncate_prompt_tokens": _TRUNCATED},
+    "reward": {"truncate_prompt_tokens": _TRUNCATED},
+    "start_profile": {"profile_prefix": "give the folder to write to: start_profile(folder)"},
     "encode": {"prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]'},
 }
 """Keywords of calls of older releases and of other programs, and the way out."""
@@ -66,6 +71,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
     "release_kv_cache_memory": 'sleep gives back all memory: wake_up(tags=["weights"]) leaves the cache asleep',
     "init_weight_transfer_engine": "weights are changed in this process: update_weights or apply_model",
+    "shutdown": "call close",
     "engine_class": "it is type(llm.llm_engine)",
     "request_counter": "requests of a call are numbered from 0, those of llm_engine have names",
     "default_sampling_params": "call get_default_sampling_params",

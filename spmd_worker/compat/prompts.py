@@ -34,7 +34,7 @@ PromptType = str | TextPrompt | TokensPrompt
 """As vLLM names it."""
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
-_EMPTY_KEYS: Final = (*("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids"),)
+_EMPTY_KEYS: Final = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids")
 """More keys of vLLM's, which may ask for nothing."""
 
 
