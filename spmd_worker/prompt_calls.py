@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.chat import ChatOptions, answer_form, render
+from spmd_worker.compat.chat import ChatOptions, answer_form, render, say_what_is_dropped
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
 from spmd_worker.config.plain_values import plain_int
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
@@ -62,6 +62,8 @@ class PromptCalls:
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions) -> list[Encoded]:
         """Of one conversation or a list of them. Raises TypeError for what is neither."""
+        if self._engine.tokenizer is not None:
+            say_what_is_dropped(options, self._engine.tokenizer)
         return [self._render(each, options) for each in _as_conversations(messages)]
 
     def _encoded(self, prompt: Prompt | TextPair) -> Encoded:

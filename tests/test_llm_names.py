@@ -371,6 +371,19 @@ def test_a_template_comes_with_the_llm_as_text_or_as_a_file(tmp_path: Path, text
             assert prompt_of(llm, TALK[:1], chat_template=TEMPLATES["tools"]).startswith("none<user>hello")
     with pytest.raises(ConfigError, match="chat_template='nowhere' is neither a template's text nor a file of one"):
         LLM(folder, chat_template="nowhere")
+    for long in ("x" * 100_000, "x\0"):
+        with pytest.raises(ConfigError, match="is neither a template's text nor a file of one") as refused:
+            LLM(folder, chat_template=long)
+        assert len(str(refused.value)) < 400
+
+
+@pytest.mark.finding(number="A2")
+def test_tools_that_no_template_reads_are_said(text_llm: LLM, caplog: pytest.LogCaptureFixture):
+    words = "the chat template does not read tools"
+    for template, is_said in ((TEMPLATES["plain"], True), (TEMPLATES["tools"], False)):
+        caplog.clear()
+        text_llm.chat([TALK, TALK], GREEDY, use_tqdm=False, tools=TOOLS, chat_template=template)
+        assert caplog.text.count(words) == is_said
 
 
 @pytest.mark.finding(number="A2")

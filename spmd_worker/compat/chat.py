@@ -2,6 +2,7 @@
 last message continued; and an answer's text -> the message that goes on with it.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.config.schema import ModelOptions
 from spmd_worker.errors import ChatTemplateError, ConfigError
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
@@ -21,6 +23,9 @@ from spmd_worker.tokenizer.content_format import FORMATS
 from spmd_worker.tokenizer.messages import MessageProblem, checked_content, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN: Final = 80
 _MARK: Final = "\ue0f1\ue0f2"
 """Ends the message that is continued, while it is rendered. A space goes behind it, to see whether it is kept."""
 
@@ -76,6 +81,14 @@ def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenize
     return _before_mark(text) if options.continue_final_message else text
 
 
+def say_what_is_dropped(options: ChatOptions, tokenizer: Tokenizer) -> None:
+    """Log that the template that is in use does not read the tools, once a call."""
+    if options.tools and not _chat_format(options, tokenizer).takes_tools:
+        logger.warning(
+            "the chat template does not read tools: the model does not hear of them", extra=SAME_ON_EVERY_RANK
+        )
+
+
 def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
     """The form of the answers to a prompt; None where they are free. Raises ValueError for a `tool_choice` that cannot
     be, and for tools that are none of OpenAI's or that the template does not read where one is given.
@@ -127,10 +140,14 @@ def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
     try:
         return Path(text).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"chat_template={text!r} is neither a template's text nor a file of one, nor the name of one of the model "
-            f"folder's ({', '.join(names) or 'none'}): {error}"
-        ) from None
+        why = error.strerror
+    except ValueError as error:  # of a name that no file has, and of text that is no UTF-8
+        why = str(error)
+    shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    raise ConfigError(
+        f"chat_template={shown!r} is neither a template's text nor a file of one, nor the name of one of the model "
+        f"folder's ({', '.join(names) or 'none'}): {why}"
+    )
 
 
 def _prepared(index: int, message: Any, options: ChatOptions) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from spmd_worker.tokenizer.template_process import IsolatedTemplate
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """Taken for conversations with tools, where there is one."""
-_NUM_KEPT: Final = 8
+_NUM_KEPT: Final = 4
 """Templates that have a process each, at most."""
 
 

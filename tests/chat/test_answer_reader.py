@@ -362,6 +362,15 @@ def test_arguments_come_back_whatever_they_quote(
                 assert found == ChatAnswer("", "why", expected.tool_calls)
 
 
+@pytest.mark.finding(number="A3")
+def test_reader_that_knows_no_strings_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    text = written(HERMES, "add", '{"a": "</tool_call>"}')[0]
+    assert len(reader(HERMES).read(text).tool_calls) == 1
+    monkeypatch.setattr(answer_parts, "_PLACES", ("(?!)",) * 3)
+    assert reader(HERMES).read(text) == ChatAnswer(text)
+
+
 QUOTING = '{"a": "</tool_call>[TOOL_CALLS]<|end|></think>"}'
 
 

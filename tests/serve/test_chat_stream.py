@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from chat_checkpoints import write_chat_model
 from chat_models import CHAT_MODELS, MARKERS, TOOLS, write_chat_tokenizer
+from content_templates import WALKING
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from serving import JSON, ServedHere, joined, without_names
+from tokenizer_folders import write_byte_level
 
+from spmd_worker.batch.row import EncodedRow
 from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
@@ -79,6 +82,16 @@ def test_a_form_of_the_requests_own_begins_behind_the_reasoning(tmp_path: Path):
         # Tools that may be called change nothing of it.
         tools = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}, tools=TOOLS)
         assert tools.row.sampling.structured_outputs == form
+
+
+@pytest.mark.finding(number="A1")
+def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path):
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"]))
+    for text in ("hi", "long " * 90):
+        for content in (text, [{"type": "text", "text": text}]):
+            row = served_row(tokenizer, messages=[{"role": "user", "content": content}]).row
+            assert isinstance(row, EncodedRow), row
+            assert row.prompt == f"<|im_start|>User: {text}<end_of_utterance>\nAssistant:"
 
 
 def without_usage(body: JSON) -> JSON:

@@ -9,6 +9,7 @@ from content_templates import EITHER, MIXED, STRINGS, WALKING
 from tokenizer_folders import write_byte_level
 from transformers import PreTrainedTokenizerFast
 
+from spmd_worker.compat.chat import ChatOptions, render
 from spmd_worker.tokenizer import chat_template
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 from spmd_worker.tokenizer.content_format import fitted
@@ -113,6 +114,19 @@ def test_tool_results_and_empty_contents_keep_their_meaning():
     assert ChatTemplate(dropping, {}).render(said) == "<user>go<assistant><tool>4"
 
 
+@pytest.mark.parametrize("name", ["SmolVLM", "LLaVA", "a macro", "Qwen 2 VL", "stripped"])
+@pytest.mark.parametrize("text", ["ok so", "ok so "])
+def test_last_message_is_continued_in_every_form(tmp_path: Path, name: str, text: str):
+    folder = write_byte_level(tmp_path, chat_template={**WALKING, **EITHER, **STRINGS}[name])
+    own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    talk = [("user", ["hi"]), ("assistant", [text])]
+    reference = in_strings(talk) if name in STRINGS else in_parts(talk)
+    expected = theirs.apply_chat_template(reference, tokenize=False, continue_final_message=True)
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    for messages in (in_strings(talk), in_parts(talk)):
+        assert render(messages, options, own) == expected, messages
+
+
 def test_error_of_a_template_is_the_one_that_the_conversation_gets():
     refusing = ChatTemplate("{{ raise_exception('no ' + messages[0].role) }}", {})
     with pytest.raises(chat_template.ChatTemplateError, match="no user"):
@@ -122,14 +136,14 @@ def test_error_of_a_template_is_the_one_that_the_conversation_gets():
 def test_template_is_tried_once_where_it_takes_what_is_given():
     asked: list[Any] = []
 
-    def render(tried: Any) -> str:
+    def rendered(tried: Any) -> str:
         asked.append(tried)
         texts = [[m["content"]] if isinstance(m["content"], str) else [p["text"] for p in m["content"]] for m in tried]
         return str(texts)
 
     for messages in (in_strings(TALKS["turns"]), in_parts(TALKS["parts"])):
         asked.clear()
-        assert fitted(messages, render) == messages
+        assert fitted(messages, rendered) == messages
         assert len(asked) == 1
     asked.clear()
     talk = [{"role": role, "content": [{"text": "a"}, {"text": "b"}]} for role in ("system", "user", "tool")]
