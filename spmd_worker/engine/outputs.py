@@ -15,6 +15,7 @@ from spmd_worker.sequence.outputs import (
     TokenLogprobs,
 )
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -49,9 +50,7 @@ def request_output(
         prompt_token_ids=list(group.request.prompt_token_ids),
         outputs=[completion_output(index, sequence, tokenizer) for index, sequence in enumerate(_returned(group))],
         finished=True,
-        prompt_logprobs=[_spelled(each, tokenizer) for each in group.prompt_logprobs]
-        if wants_prompt_logprobs
-        else None,
+        prompt_logprobs=_prompt_logprobs(group, tokenizer) if wants_prompt_logprobs else None,
         num_cached_tokens=group.num_cached_tokens or 0,
         metrics=metrics,
     )
@@ -141,10 +140,14 @@ def completion_output(
     sampling = sequence.request.sampling
     # Sequences that are only ranked have log-probabilities too.
     if logprobs is None and sampling.logprobs is not None:
-        logprobs = spelled_logprobs(sequence.logprobs, tokenizer)
+        logprobs = spelled_logprobs(sequence.logprobs, token_texts(sequence, tokenizer), is_last=True)
+    is_whole = text is None
+    text = _text(sequence, tokenizer) if text is None else text
+    if logprobs is not None and is_whole and tokenizer is not None and sampling.detokenize:
+        logprobs = _cut_logprobs(logprobs, len(text))
     return CompletionOutput(
         index=index,
-        text=_text(sequence, tokenizer) if text is None else text,
+        text=text,
         # An output is its reader's: one sample may have ended while others of its request go on.
         token_ids=list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if sampling.needs_logprobs else None,
@@ -154,9 +157,67 @@ def completion_output(
     )
 
 
-def spelled_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer | None) -> list[TokenLogprobs]:
-    """With the text of each token, where there is a tokenizer."""
-    return [spelled for each in entries if (spelled := _spelled(each, tokenizer)) is not None]
+def token_texts(sequence: Sequence, tokenizer: Tokenizer | None) -> TokenTexts | None:
+    """What spells the tokens of a sequence from its first on, where there is a tokenizer."""
+    if tokenizer is None:
+        return None
+    return TokenTexts(tokenizer, sequence.request.prompt_token_ids, sequence.request.sampling.skip_special_tokens)
+
+
+def spelled_logprobs(
+    entries: Iterable[TokenLogprobs | None], texts: TokenTexts | None, *, is_last: bool
+) -> list[TokenLogprobs]:
+    """With the text and bytes of each token, where there is a tokenizer. `is_last`: no tokens follow."""
+    positions = [each for each in entries if each is not None]
+    if texts is None:
+        return positions
+    spelled = texts.spell([list(each) for each in positions], is_last=is_last)
+    return [
+        {
+            token_id: Logprob(entry.logprob, entry.rank, *token_text)
+            for (token_id, entry), token_text in zip(position.items(), found, strict=True)
+        }
+        for position, found in zip(positions, spelled, strict=True)
+    ]
+
+
+def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[TokenLogprobs | None]:
+    """Those of the prompt's tokens, whose first, behind nothing, has none."""
+    positions = list(group.prompt_logprobs)
+    if tokenizer is None or not positions:
+        return positions
+    texts = TokenTexts(tokenizer, (), group.request.sampling.skip_special_tokens)
+    ids = group.request.prompt_token_ids
+    num_without = next((i for i, each in enumerate(positions) if each is not None), len(positions))
+    texts.spell([[token_id] for token_id in ids[:num_without]], is_last=False)
+    return [*positions[:num_without], *spelled_logprobs(positions[num_without:], texts, is_last=True)]
+
+
+def _cut_logprobs(logprobs: list[TokenLogprobs], num_characters: int) -> list[TokenLogprobs]:
+    """Those of a text that a stop string, or a stop token, has cut: what was cut off has no bytes."""
+    num_left, num_whole = num_characters, 0
+    for number, position in enumerate(logprobs):
+        entry = next(iter(position.values()))
+        length = len(entry.decoded_token or "") if entry.token_bytes else 0
+        if length > num_left:
+            break
+        num_left -= length
+        # Parts of a character that is cut off are cut off with it.
+        num_whole = num_whole if entry.token_bytes and not length else number + 1
+    else:
+        return logprobs
+    cut = [_without_bytes(each) for each in logprobs[num_whole:]]
+    if num_left:
+        (token_id, entry), *others = logprobs[number].items()
+        shown = (entry.decoded_token or "")[:num_left]
+        first = entry._replace(decoded_token=shown, token_bytes=shown.encode("utf-8", "surrogatepass"))
+        cut[number - num_whole] = {token_id: first, **dict(others)}
+    return [*logprobs[:num_whole], *cut]
+
+
+def _without_bytes(position: TokenLogprobs) -> TokenLogprobs:
+    (token_id, entry), *others = position.items()
+    return {token_id: entry._replace(token_bytes=b""), **dict(others)}
 
 
 def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
@@ -173,12 +234,3 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
 def _ends_by_id(sequence: Sequence) -> bool:
     """Whether the last token is what ended the sequence: what it spells is treated as a stop string is."""
     return sequence.finish_reason is FinishReason.STOP and not isinstance(sequence.stop_reason, str)
-
-
-def _spelled(logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> TokenLogprobs | None:
-    if logprobs is None or tokenizer is None:
-        return logprobs
-    return {
-        token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))
-        for token_id, entry in logprobs.items()
-    }

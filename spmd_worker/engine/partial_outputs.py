@@ -6,10 +6,11 @@ stop string, are held back.
 
 from dataclasses import dataclass, field, replace
 
-from spmd_worker.engine.outputs import completion_output, spelled_logprobs
+from spmd_worker.engine.outputs import completion_output, spelled_logprobs, token_texts
 from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.sequence.sampling_params import RequestOutputKind
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -23,6 +24,7 @@ class _Shown:
     num_decoded: int = 0
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_texts: TokenTexts | None = None
     num_tokens: int = 0
     num_characters: int = 0
 
@@ -96,8 +98,11 @@ class PartialOutputs:
     def _spelled_logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:
         if sequence.request.sampling.logprobs is None:
             return None
-        spelled = self._shown.setdefault(sequence.sample_index, _Shown()).logprobs
-        spelled += spelled_logprobs(sequence.logprobs[len(spelled) :], self.tokenizer)
+        shown = self._shown.setdefault(sequence.sample_index, _Shown())
+        spelled = shown.logprobs
+        shown.token_texts = shown.token_texts or token_texts(sequence, self.tokenizer)
+        is_last = sequence.finish_reason is not None
+        spelled += spelled_logprobs(sequence.logprobs[len(spelled) :], shown.token_texts, is_last=is_last)
         # An output is its reader's, who may be in another thread.
         return [dict(each) for each in spelled]
 

@@ -44,6 +44,7 @@ from spmd_worker.batch.row import EncodedRow, RowError
 from spmd_worker.errors import ConfigError
 from spmd_worker.llm import LLM
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from spmd_worker.sequence.outputs import Logprob as TokenLogprob
 from spmd_worker.serve.engine_loop import EngineLoop
 from spmd_worker.serve.exchange import OpenRequest, RequestExchange
 from spmd_worker.serve.request_reader import RequestReader, content_name
@@ -206,8 +207,12 @@ def _choice(completion: CompletionOutput, model_name: str) -> ChatCompletionChoi
 def _logprob(token_id: int, position: TokenLogprobs) -> Logprob:
     chosen = position[token_id]
     likeliest = sorted(position.values(), key=lambda each: each.rank)
-    tops = [TopLogprob(token=each.decoded_token or "", logprob=each.logprob) for each in likeliest]
-    return Logprob(token=chosen.decoded_token or "", logprob=chosen.logprob, top_logprobs=tops)
+    tops = [TopLogprob(token=each.decoded_token or "", logprob=each.logprob, bytes=_bytes(each)) for each in likeliest]
+    return Logprob(token=chosen.decoded_token or "", logprob=chosen.logprob, bytes=_bytes(chosen), top_logprobs=tops)
+
+
+def _bytes(entry: TokenLogprob) -> list[int] | None:
+    return None if entry.token_bytes is None else list(entry.token_bytes)
 
 
 def _tell_ranks(arguments: dict[str, Any] | None) -> None:

@@ -18,6 +18,7 @@ from spmd_worker.batch.output.openai_body import (
     completion_choice,
     drop_first_logprob,
     echoed,
+    num_characters,
     usage,
 )
 from spmd_worker.batch.output.row_writer import json_line
@@ -25,7 +26,7 @@ from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput, pooled_
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.chat.answer_reader import AnswerReader, AnswerStream, MarkedText
 from spmd_worker.chat.message import call_records
-from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
+from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -174,7 +175,7 @@ class ChunkWriter:
             return self._read_choice(completion, self.row.reader)
         is_first = completion.index not in self._sent
         sent = self._sent.get(completion.index) or _Sent()
-        logprobs = None if completion.logprobs is None else completion.logprobs[sent.num_logprobs :] or None
+        logprobs = _ready_logprobs(completion, sent)
         part = replace(completion, text=completion.text[sent.num_characters :], logprobs=logprobs)
         is_end = completion.finish_reason is not None and not sent.has_ended
         if not (part.text or part.logprobs or is_end):
@@ -182,15 +183,15 @@ class ChunkWriter:
         # Not before: the first chunk of a choice says whose words they are.
         self._sent[completion.index] = sent
         sent.num_characters, sent.num_tokens = len(completion.text), len(completion.token_ids)
-        sent.num_logprobs = len(completion.logprobs or ())
+        sent.num_logprobs += len(logprobs or ())
         sent.has_ended = sent.has_ended or is_end
+        first_offset, sent.offset = sent.offset, sent.offset + sum(map(num_characters, logprobs or ()))
         if self.row.kind == "chat":
             role = {"role": "assistant"} if is_first else {}
             return chat_choice(part, {"delta": {**role, "content": part.text}}, self.row)
-        choice = completion_choice(part, sent.offset)
+        choice = completion_choice(part, first_offset)
         if self.row.echo is not None and is_first:
             drop_first_logprob(choice)
-        sent.offset += sum(map(len, (choice["logprobs"] or {"tokens": ()})["tokens"]))
         return choice
 
     def _read_choice(self, completion: CompletionOutput, reader: AnswerReader) -> JsonObject | None:
@@ -227,6 +228,22 @@ class ChunkWriter:
             "choices": choices,
             **({"usage": None} if self.includes_usage else {}),
         }
+
+
+def _ready_logprobs(completion: CompletionOutput, sent: _Sent) -> list[TokenLogprobs] | None:
+    """Those of tokens that are in the text so far: where it is held back, a stop string may cut them off."""
+    if completion.logprobs is None:
+        return None
+    new, num_left = completion.logprobs[sent.num_logprobs :], len(completion.text) - sent.offset
+    if completion.finish_reason is not None:
+        return new or None
+    ready = []
+    for position in new:
+        num_left -= num_characters(position)
+        if num_left < 0:
+            break
+        ready.append(position)
+    return ready or None
 
 
 def _body_id(row: EncodedRow, name: AnswerName) -> str:

@@ -53,6 +53,16 @@ _MAX_RUN_SHOWN: Final = 256
 """Tokens: a run is decoded again for each of its bytes."""
 
 
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's table: the printable character that stands for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return {chr(value if value in printable else next(others)): value for value in range(256)}
+
+
+_BYTES: Final = _byte_characters()
+
+
 class Tokenizer:
     """The tokenizer of one model folder. Use `open` or `open_if_present`.
 
@@ -78,7 +88,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
-        self._has_byte_fallback = _has_byte_fallback(backend)
+        decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
+        self._has_byte_fallback = b'"ByteFallback"' in decoder
+        self._is_byte_level = decoder.startswith(b'{"type":"ByteLevel"')
         self._token_texts: dict[int, str] = {}
         self._found_anchor: tuple[tuple[int, ...], str] | None = None
         self._bound = UNKNOWN if self.is_isolated else token_bound(backend)
@@ -276,6 +288,19 @@ class Tokenizer:
         """Whether a token stands for one byte (`<0x0A>`) that only its neighbours make a character of."""
         token = self._backend.id_to_token(token_id) if self._has_byte_fallback else None
         return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def byte_of(self, token_id: int) -> bytes:
+        """The byte of a token of which `is_fallback_byte` holds."""
+        return bytes([int(str(self._backend.id_to_token(token_id))[3:5], 16)])
+
+    def level_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token of a byte-level tokenizer, which need not be whole characters; None of another's."""
+        token = self._backend.id_to_token(token_id) if self._is_byte_level else None
+        if token is None:
+            return None
+        found = [_BYTES.get(character) for character in token]
+        # As the library: an added token may have characters that stand for no byte.
+        return token.encode() if None in found else bytes(each for each in found if each is not None)
 
     def _named_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -520,10 +545,6 @@ def _chat_template_sources(
     return named_templates(folder / _OLD_TEMPLATE_FILE, old.get("chat_template")) or named_templates(
         folder / _CONFIG_FILE, config.get("chat_template")
     )
-
-
-def _has_byte_fallback(backend: tokenizers.Tokenizer) -> bool:
-    return backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
 
 
 def _fingerprint(contents: Mapping[str, bytes | None]) -> str:

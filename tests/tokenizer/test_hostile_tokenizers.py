@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import transformers
 from hostile_tokenizers import COMPONENTS, MODELS, write_drawn, write_named
+from jobs_of_rows import answers_of_job
 from ranks import REPOSITORY
 from tokenizer_folders import write_byte_level
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from spmd_worker.batch.job import run_job
 from spmd_worker.compat.script_tokenizer import PlainTokenizer, script_tokenizer
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import TokenizerError
 from spmd_worker.tokenizer import form
 from spmd_worker.tokenizer.encoder import Encoder
@@ -256,18 +254,9 @@ def answers_of(folder: Path, change: dict[str, Any], prompts: list[str]) -> list
     shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", folder / "model")
     path = folder / "model" / "tokenizer.json"
     values = json.loads(path.read_text())
-    model = values["model"] | change.pop("model", {})
-    path.write_text(json.dumps(values | change | {"model": model}))
+    path.write_text(json.dumps(values | change | {"model": values["model"] | change.get("model", {})}))
     rows = [{"prompt": prompt, "max_tokens": 2, "temperature": 0, "prompt_logprobs": 0} for prompt in prompts]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(folder / "model")),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    return answers_of_job(folder, folder / "model", rows)
 
 
 @pytest.mark.finding(number="A6")

@@ -183,7 +183,7 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
     if text is None or row.sampling.truncate_prompt_tokens is not None:
         # Of ids that are outside the vocabulary the engine says so.
         known = [each for each in token_ids if 0 <= each < _MAX_TOKEN_ID]
-        text = tokenizer.decode(known, skip_special_tokens=False)
+        text = tokenizer.decode(known, skip_special_tokens=row.sampling.skip_special_tokens)
         return Echo(text, tokenizer.token_text(known[0]) if known else "", row.echo == "prompt")
     return Echo(text, tokenizer.token_text(token_ids[0]), row.echo == "prompt")
 

@@ -41,7 +41,9 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
     prompt: list[TokenLogprobs] = []
     if output.prompt_logprobs is not None:
         # Nothing comes before the first token: `drop_first_logprob` leaves its text.
-        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, row.echo.first_token)}
+        # A token that the tokenizer put before the text (BOS) adds nothing to it.
+        own_bytes = None if row.echo.text.startswith(row.echo.first_token) else b""
+        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, row.echo.first_token, own_bytes)}
         prompt = [first if position is None else position for position in output.prompt_logprobs]
     return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
 
@@ -150,7 +152,7 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
 
 
 def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:
-    """Four parallel lists. Offsets count characters of the token texts before, from `first_offset`."""
+    """Four parallel lists. Offsets count characters of the text before a token, from `first_offset`."""
     if completion.logprobs is None:
         return None
     tokens, values, tops, offsets = [], [], [], []
@@ -162,8 +164,14 @@ def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> Jso
         values.append(finite(position[sampled].logprob))
         tops.append(_top_by_text(position, texts))
         offsets.append(offset)
-        offset += len(texts[sampled])
+        offset += num_characters(position)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def num_characters(position: TokenLogprobs) -> int:
+    """Characters that the token at a position adds to the text: none where it is left out of it."""
+    entry = next(iter(position.values()))
+    return 0 if entry.token_bytes == b"" else len(entry.decoded_token or "")
 
 
 def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str, float]:
@@ -190,13 +198,13 @@ def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | N
 
 
 def _chat_record(token_id: int, entry: Logprob) -> JsonObject:
-    text = _token_text(token_id, entry)
-    # A part of a character has no text of its own, so its bytes cannot be told from its text.
-    is_whole = entry.decoded_token is not None and "\ufffd" not in text
+    text, own_bytes = _token_text(token_id, entry), entry.token_bytes
+    if own_bytes is None and entry.decoded_token is not None and "\ufffd" not in text:
+        own_bytes = text.encode("utf-8", "surrogatepass")
     return {
         "token": text,
         "logprob": finite(entry.logprob),
-        "bytes": list(text.encode("utf-8", "surrogatepass")) if is_whole else None,
+        "bytes": None if own_bytes is None else list(own_bytes),
     }
 
 

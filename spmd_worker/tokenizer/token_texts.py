@@ -1,0 +1,148 @@
+"""Texts and bytes of single tokens, each as it stands in the text of its sequence: for log-probabilities.
+
+A token may be part of a character. The bytes are its own; the text is what the token adds to the text before it, so
+that the last token of a character has the whole character and those before it have "" (as vLLM corrects them). The
+texts of a sequence, put together, are its text, and a token's offset is the length of those before it.
+
+    token    <0xF0>  <0x9F>  <0x98>  <0x80>  ▁b
+    text     ""      ""      ""      "😀"    " b"
+    bytes    F0      9F      98      80      20 62
+
+Of a run of fallback bytes that is no UTF-8 the library makes one U+FFFD a byte, of the valid ones among them too, and
+of others what UTF-8 decoders make. Those that a token completes are in front of its text.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_REPLACEMENT: Final = "\ufffd"
+_NUM_CONTEXT_BYTES: Final = 8
+"""Tokens of a prompt that may be part of its last character, and those that show where one begins."""
+_MAX_BYTE_RUN: Final = 64
+
+
+class TokenText(NamedTuple):
+    """`text` is "" for part of a character, and a special token that is skipped has its name, and no bytes."""
+
+    text: str
+    own_bytes: bytes
+
+
+class TokenTexts:
+    """Of one sequence, whose context is `prompt_token_ids`. Alternatives of a token are as it is: what they would add
+    in its place.
+    """
+
+    __slots__ = ("_is_at_start", "_lead", "_num_given", "_pending", "_run", "_skips_special", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
+        self._is_at_start = True
+        self._pending = b""  # of an unfinished character of byte-level tokens
+        self._lead = ""  # text that is not given yet
+        self._run = b""  # fallback bytes that nothing has followed
+        self._num_given = 0  # characters of the run
+        self._take_prompt(prompt_token_ids)
+
+    def spell(self, positions: Sequence[Sequence[int]], *, is_last: bool) -> list[list[TokenText]]:
+        """Of the next positions: at each the ids of the token that stands there and of its alternatives. `is_last`:
+        nothing follows them.
+        """
+        rests = self._rests(positions, is_last)
+        return [self._spell(ids, *rest) for ids, rest in zip(positions, rests, strict=True)]
+
+    def _spell(self, ids: Sequence[int], rest: bytes, ends: bool) -> list[TokenText]:
+        before = (self._is_at_start, self._pending, self._lead, self._run, self._num_given)
+        found, after = [], before
+        for number, token_id in enumerate(ids):
+            # What follows is known of the first only.
+            found.append(self._take(token_id, *((rest, ends) if number == 0 else (b"", False))))
+            if number == 0:
+                after = (self._is_at_start, self._pending, self._lead, self._run, self._num_given)
+            self._is_at_start, self._pending, self._lead, self._run, self._num_given = before
+        self._is_at_start, self._pending, self._lead, self._run, self._num_given = after
+        return found
+
+    def _take(self, token_id: int, rest: bytes, ends: bool) -> TokenText:
+        tokenizer = self._tokenizer
+        name = tokenizer.token_text(token_id)
+        if not tokenizer.is_visible(token_id, self._skips_special):
+            return TokenText(name, b"")
+        if tokenizer.is_fallback_byte(token_id):
+            return self._take_fallback(tokenizer.byte_of(token_id), rest, ends)
+        lead = self._lead + _REPLACEMENT * self._num_missing()
+        self._lead, self._run, self._num_given = "", b"", 0
+        own = tokenizer.level_bytes(token_id)
+        if own is not None:
+            text, self._pending = _decoded(self._pending + own)
+            self._is_at_start = False
+            return TokenText(lead + text, own)
+        if self._is_at_start:
+            name = tokenizer.decode([token_id], skip_special_tokens=False)
+            self._is_at_start = False
+        return TokenText(lead + name, name.encode("utf-8", "surrogatepass"))
+
+    def _take_fallback(self, own: bytes, rest: bytes, ends: bool) -> TokenText:
+        self._is_at_start = False
+        lead, self._lead = self._lead, ""
+        self._run += own
+        whole, tail = _decoded(self._run + rest)
+        if _REPLACEMENT in whole or (ends and tail):
+            text = _REPLACEMENT * max(len(self._run) - self._num_given, 0)
+        else:
+            text = _decoded(self._run)[0][self._num_given :]
+        self._num_given += len(text)
+        return TokenText(lead + text, own)
+
+    def _num_missing(self) -> int:
+        """Characters of the run that are not given and, now that it has ended, are no valid ones."""
+        text, tail = _decoded(self._run)
+        return max(len(self._run) - self._num_given, 0) if tail or _REPLACEMENT in text else 0
+
+    def _rests(self, positions: Sequence[Sequence[int]], is_last: bool) -> list[tuple[bytes, bool]]:
+        """Of each position the fallback bytes that follow at once, and whether anything but such a byte, or nothing,
+        is known to follow them.
+        """
+        found: list[tuple[bytes, bool]] = []
+        rest, ends = b"", is_last
+        for ids in reversed(positions):
+            found.append((rest, ends))
+            if self._tokenizer.is_fallback_byte(ids[0]):
+                rest = (self._tokenizer.byte_of(ids[0]) + rest)[:_MAX_BYTE_RUN]
+            elif self._tokenizer.is_visible(ids[0], self._skips_special):
+                rest, ends = b"", True
+        found.reverse()
+        return found
+
+    def _take_prompt(self, token_ids: Sequence[int]) -> None:
+        """The end of the prompt: an unfinished character belongs to what follows."""
+        visible: list[int] = []
+        for token_id in reversed(token_ids):
+            if len(visible) >= _NUM_CONTEXT_BYTES and not self._tokenizer.is_fallback_byte(visible[-1]):
+                break
+            if self._tokenizer.is_visible(token_id, self._skips_special) and len(visible) < _MAX_BYTE_RUN:
+                visible.append(token_id)
+        visible.reverse()
+        content, self._run = b"", b""
+        for token_id in visible:
+            if self._tokenizer.is_fallback_byte(token_id):
+                self._run += self._tokenizer.byte_of(token_id)
+                continue
+            self._run = b""
+            content += self._tokenizer.level_bytes(token_id) or b""
+        text, self._pending = _decoded(content)
+        if text.endswith(_REPLACEMENT) and not self._pending and not self._run:
+            self._lead = _REPLACEMENT
+        run, tail = _decoded(self._run)
+        self._num_given = 0 if tail or _REPLACEMENT in run else len(run)
+        self._is_at_start = not visible
+
+
+def _decoded(content: bytes) -> tuple[str, bytes]:
+    """The text of UTF-8, and the bytes at its end that are the beginning of a character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(content)
+    return text, decoder.getstate()[0]
