@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,6 +17,7 @@ from typing import Any
 from spmd_worker import LLM, SamplingParams, prompt_calls
 from spmd_worker.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.liveness import deferred_signals
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -110,15 +112,21 @@ def at_random_moments(
     """
     num_interrupted = 0
     for _ in range(times):
-        timer = threading.Timer(0.002 + draw.random() * longest_s, interrupt)
+        wait_s, is_over = draw.random() * longest_s, threading.Event()
 
-        def interrupted_call(timer: threading.Timer = timer) -> None:
-            timer.start()
-            call()
+        def later(wait_s: float = wait_s, is_over: threading.Event = is_over) -> None:
+            # From within the call: a rank that is interrupted before makes another call next than the others.
+            while not deferred_signals._deferral.depth and not is_over.wait(0.0002):
+                pass
+            time.sleep(wait_s)
+            interrupt()
 
-        num_interrupted += is_interrupted(interrupted_call)
-        # Those that came too late for the call.
-        is_interrupted(timer.join)
-        timer.join()
+        thread = threading.Thread(target=later)
+        thread.start()
+        num_interrupted += is_interrupted(call)
+        # One that came too late for the call comes here.
+        is_over.set()
+        is_interrupted(thread.join)
+        thread.join()
         check()
     return num_interrupted

@@ -8,7 +8,7 @@ rank that said so with its answer to the last step, goes down as an `Interrupt` 
 from typing import Final
 
 from spmd_worker.errors import RankFailedError
-from spmd_worker.liveness.deferred_signals import deliver_signals
+from spmd_worker.liveness.deferred_signals import deliver_later, deliver_signals
 
 _MAX_CHARACTERS: Final = 2000
 
@@ -44,10 +44,14 @@ class Interruption:
             self.own = self.own or error
 
     def check(self) -> None:
-        """Once nothing is open: raise what this call ended for, if it did."""
-        if self.own is not None:
+        """Once nothing is open: raise what this call ended for, if it did. What was raised here too late for the others
+        is raised where they can hear of it, or at the end of the outermost call.
+        """
+        if self.own is not None and self.agreed is None:
+            deliver_later(self.own)
+        elif self.own is not None:
             raise self.own
-        if self.agreed is not None:
+        elif self.agreed is not None:
             raise error_of_rank(*self.agreed, "was interrupted")
 
 

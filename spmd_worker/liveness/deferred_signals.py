@@ -38,6 +38,8 @@ class _Deferral:
         self.depth = 0
         self.handlers: dict[int, Any] = {}
         self._noted: list[tuple[int, FrameType | None, float]] = []
+        self.errors: list[BaseException] = []
+        """Of handlers that ran, where nothing could be raised."""
 
     def install(self) -> None:
         """Note signals from here on."""
@@ -66,11 +68,15 @@ class _Deferral:
     def forget(self) -> None:
         """In a forked process: the calls of its parent are not its own."""
         self._noted.clear()
+        self.errors.clear()
         self.depth = 0
         self.restore()
 
     def deliver(self) -> None:
         """Call the host's handlers of what was noted, once for each time, up to the first that raises."""
+        if self.errors:
+            error, self.errors = self.errors[0], []
+            raise error
         while self._noted:
             number, frame, _ = self._noted.pop(0)
             handler = self.handlers.get(number) or _signal.getsignal(number)
@@ -133,6 +139,11 @@ def deliver_signals() -> None:
     """In a block, where nothing is half done: raises what the host's handlers of noted signals raise."""
     if _deferral.depth and threading.current_thread() is threading.main_thread():
         _deferral.deliver()
+
+
+def deliver_later(error: BaseException) -> None:
+    """In a block: what a handler has raised, and the caller could not raise, comes with what is delivered next."""
+    _deferral.errors.append(error)
 
 
 @contextmanager

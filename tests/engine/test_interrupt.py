@@ -385,7 +385,6 @@ ON_RANKS = """
         except KeyboardInterrupt:
             found.append(("0", "body of turns", True))
         assert tokens(llm) == expected, "turns"
-        weights = llm.apply_model(lambda model: {n: p.clone() for n, p in model.state_dict().items()})[0]
     os.write(1, f"{found}\\n".encode())
     """
 
@@ -448,7 +447,8 @@ AT_RANDOM = """
     import os, random, sys, time
     import interrupts
     from interrupts import PROMPTS, at_random_moments, tokens
-    from spmd_worker import LLM
+    from safetensors.torch import load_file
+    from spmd_worker import LLM, BeamSearchParams
 
     interrupts.heed()
     folder, pooling_folder, text_folder, sizes, seed, times = sys.argv[1:]
@@ -470,12 +470,12 @@ AT_RANDOM = """
     with LLM(folder, **options, **eval(sizes)) as llm:
         answers = lambda: tokens(llm)
         run("generate", answers, same(answers))
-        weights = llm.apply_model(lambda model: {n: p.clone() for n, p in model.state_dict().items()})[0]
-        full = llm.llm_engine.resolved.model_config
-        if llm.get_world_size() == 1:
-            run("weights", lambda: llm.update_weights(weights.items()), same(answers))
-        else:
-            run("sleep", lambda: (llm.sleep(), llm.wake_up()), lambda: (llm.wake_up(), same(answers)()))
+        weights = load_file(folder + "/model.safetensors")
+        run("weights", lambda: llm.update_weights(weights.items()), same(answers))
+        if llm.get_world_size() > 1:
+            run("sleep", llm.sleep, lambda: (llm.wake_up(), same(answers)()))
+            beams = lambda: llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=2, max_tokens=6))
+            run("beam_search", beams, same(lambda: [each.sequences[0].tokens for each in beams()]))
     with LLM(pooling_folder, **options, **eval(sizes)) as llm:
         vectors = lambda: [each.outputs for each in llm.embed(PROMPTS, use_tqdm=False)]
         run("embed", vectors, same(vectors))
@@ -489,7 +489,7 @@ AT_RANDOM = """
 
 @pytest.mark.stress
 @pytest.mark.parametrize("size", [1, 2])
-def test_fifty_interrupts_at_random_moments(size: int, tmp_path_factory: pytest.TempPathFactory):
+def test_fifty_interrupts_of_each_call_at_random(size: int, tmp_path_factory: pytest.TempPathFactory):
     text = write_text_checkpoint(tmp_path_factory.mktemp("text"))
     arguments = [checkpoint_folder("llama3"), pooling_folder("mean"), text, repr({"tensor_parallel_size": size})]
     done = ranks.run_ranks(AT_RANDOM, nproc=size, timeout_s=900, arguments=[*arguments, str(SEED), "50"])
