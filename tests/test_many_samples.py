@@ -52,7 +52,10 @@ def expected() -> list[Any]:
         return shown(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("one", "in chunks")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.matrix) if way in SLOW else way for way in WAYS])
 def test_samples_beyond_max_num_seqs_queue(expected: list[Any], way: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(engine_module.CHECK_VARIABLE, "1")
     with LLM(checkpoint_folder("llama3"), **{**SETTINGS, **WAYS[way]}) as llm:
@@ -124,7 +127,14 @@ ON_RANKS = """
     """
 
 
-@pytest.mark.parametrize("key", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tensor_parallel_size",
+        "data_parallel_size",
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix),
+    ],
+)
 def test_ranks_agree_on_parts(key: str):
     with LLM(checkpoint_folder("llama3"), **SETTINGS, max_num_seqs=64) as llm:
         params = SamplingParams(n=21, temperature=1.0, max_tokens=9, seed=7)

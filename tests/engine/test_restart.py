@@ -11,6 +11,7 @@ import ranks
 from kv_cache.cache_manager import CacheManager
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.errors import ConfigError
+from spmd_worker.liveness.heartbeat import Heartbeat, Moment
 from spmd_worker.scheduler import factory
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -132,6 +133,27 @@ def test_worker_processes_come_and_go_and_the_cache_is_empty(expected: str):
         text, num_cached = answer(llm)
         assert text == expected
         assert num_cached
+
+
+@pytest.mark.finding(number="B8")
+def test_restart_is_a_start_to_the_watchdog(monkeypatch: pytest.MonkeyPatch):
+    """Of step 0, where files and processes may take any time: stacks were printed when workers took 6 s to start."""
+    moments: list[Moment] = []
+    enter = Heartbeat.enter
+
+    def noting(self: Heartbeat, phase: str, step: int | None = None) -> None:
+        enter(self, phase, step)
+        moments.append(self.now)
+
+    monkeypatch.setattr(Heartbeat, "enter", noting)
+    with LLM(MODEL, **OPTIONS) as llm:
+        answer(llm)
+        moments.clear()
+        llm.reinitialize_distributed()
+        start = [
+            each for each in moments if each.phase in ("joining the other ranks", "loading the model", "warming up")
+        ]
+        assert [each.step for each in start] == [0, 0, 0]
 
 
 def test_unanswered_requests_are_counted_and_refused_and_then_answered():
