@@ -3,9 +3,9 @@
     python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
     python -m spmd_worker.tools.collect runs/demo | head
 
-RUN_DIR is job.run_dir, or <job.output>.run. Reads the journal of a job that was killed or is still running, and changes
-nothing. Rows that are not finished are left out; the terminal is told how many are. Exits with 2 where there is nothing
-to read.
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Reads the journal of a job that was killed or is
+still running, and changes nothing. Rows that are not finished are left out; the terminal is told how many are. Exits
+with 2 where there is nothing to read, as of a job that has ended: its rows are in its output.
 """
 
 import argparse

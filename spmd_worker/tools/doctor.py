@@ -22,7 +22,7 @@ from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_recor
 from spmd_worker.liveness.failure_diagnosis import status_lines
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.tools.program import make_parser, print_error, program_name
-from spmd_worker.tools.run_dir import WHERE, RunDirError, RunState, look_at_run, read_metrics
+from spmd_worker.tools.run_dir import WHERE, Run, RunDirError, RunState, look_at_run, read_metrics
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 LAST_RECORDS_GLOB = "records.rank*.log"
@@ -108,7 +108,7 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         if run.state is not RunState.UNKNOWN:
             return [f"The run did not end: {NO_STEP}. {START_AGAIN}"], EXIT_FAILED
         raise RunDirError(f"{run_dir} holds no step statistics, metrics or error records: {NO_STEP} ({WHERE})")
-    return unfinished_lines(run_dir, steps), EXIT_FAILED
+    return unfinished_lines(run, steps), EXIT_FAILED
 
 
 def read_steps(run_dir: Path) -> list[StepStats] | None:
@@ -190,12 +190,14 @@ def diverged_lines(paths: list[Path]) -> list[str]:
     ]
 
 
-def unfinished_lines(run_dir: Path, steps: list[StepStats]) -> list[str]:
+def unfinished_lines(run: Run, steps: list[StepStats]) -> list[str]:
+    run_dir = run.folder
     age_s = time.time() - (run_dir / STEP_STATS_NAME).stat().st_mtime
     what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no whole step"
     if free_bytes(run_dir) < FULL_BYTES:
         return [f"The run did not end: {what}, and no rank could leave a word.", f"What to do: {ADVICE[0][1]}"]
-    if age_s < RUNNING_S:
+    # Where there is a manifest its lock has told that no process holds it.
+    if age_s < RUNNING_S and run.state is RunState.UNKNOWN:
         return [f"The run has not ended: {what}, recorded {age_s:.0f} s ago. It may be running still."]
     return [
         f"The run did not end: {what}, recorded {age_s:,.0f} s ago, and no rank left a word.",
