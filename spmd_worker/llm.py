@@ -20,6 +20,7 @@ from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
+from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
@@ -85,6 +86,7 @@ def _of_host(function: Callable[_Arguments, _Prepared]) -> Callable[_Arguments, 
 
 
 @explain_keywords(CALL_KEYWORDS)
+@speaks_keywords
 class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; what is
     forgotten, or open when the interpreter ends, is closed then. One thread at a time calls it: while one is in a call,
@@ -93,8 +95,8 @@ class LLM:
     `model` is a folder, or a name on the hub, `revision` of it; see `model.path` in the README. Arguments are named and
     mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
     `host_tier_gib` are GiB of host memory a rank. vLLM's other keywords are taken too: docs/vllm.md says what each does
-    here, and why some are refused. Arguments are checked as a command line's are: ConfigError names the key, as a
-    command line has it, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError
+    here, and why some are refused. Arguments are checked as a command line's are: ConfigError names the keyword, the
+    value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError
     before anything is computed, TypeError for a keyword that nobody knows.
     """
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, take_pooling
 from spmd_worker.engine.engine import LLMEngine as Engine
@@ -21,6 +22,7 @@ from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingPara
 
 
 @explain_keywords()
+@speaks_keywords
 class LLMEngine(Engine):
     """An engine with vLLM's names, as `from_engine_args` starts it and as an `LLM` has it (`llm.llm_engine`).
 

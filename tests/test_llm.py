@@ -145,7 +145,7 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
     given = [prompt for pair in zip(PROMPTS, bad, strict=True) for prompt in pair]
     outputs = run(llm, given, on_error="row")
     words = [
-        "has 512 tokens but model.max_model_len is 512",
+        "has 512 tokens but max_model_len is 512",
         "has no tokens",
         "211 is outside the vocabulary of 211",
         "-1 is outside the vocabulary",
@@ -469,7 +469,7 @@ def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read
     with pytest.raises(ModelConfigError, match="is not a folder"):
         LLM(tmp_path / "missing")
     folder = checkpoint_folder(NAME)
-    with pytest.raises(ConfigError, match=r"num_blocks=4 holds 64 tokens but model.max_model_len is 512.*at least 32"):
+    with pytest.raises(ConfigError, match=r"num_blocks=4 holds 64 tokens but max_model_len is 512.*at least 32"):
         LLM(folder, num_blocks=4)
     with pytest.raises(ConfigError, match="max_model_len=513 is more than the model's 512"):
         LLM(folder, max_model_len=513)
@@ -485,12 +485,12 @@ def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read
 
 WRONG_ARGUMENTS = [
     ({"seed": "x"}, "seed='x' must be a whole number"),
-    ({"max_num_seqs": "8"}, "scheduler.max_num_seqs='8' must be a whole number or null"),
-    ({"max_num_seqs": True}, "scheduler.max_num_seqs=True must be a whole number or null"),
-    ({"swap_space": "4"}, "cache.swap_space_gib='4' must be a number or null"),
-    ({"enable_chunked_prefill": "no"}, "scheduler.enable_chunked_prefill='no' must be true or false"),
-    ({"pipeline_layers": 3}, "parallel.pipeline_layers=3 must be a list of whole numbers, such as [10,8] or null"),
-    ({"model": 5}, "model.path=5 must be text or null"),
+    ({"max_num_seqs": "8"}, "max_num_seqs='8' must be a whole number or None"),
+    ({"max_num_seqs": True}, "max_num_seqs=True must be a whole number or None"),
+    ({"swap_space": "4"}, "swap_space='4' must be a number or None"),
+    ({"enable_chunked_prefill": "no"}, "enable_chunked_prefill='no' must be True or False"),
+    ({"pipeline_layers": 3}, "pipeline_layers=3 must be a list of whole numbers, such as [10,8] or None"),
+    ({"model": 5}, "model=5 must be text or None"),
 ]
 
 

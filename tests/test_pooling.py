@@ -225,11 +225,11 @@ def _add(llm: LLM, prompt: list[int]) -> Any:
 def test_a_run_says_what_it_does_and_refuses_the_rest_by_name() -> None:
     with LLM(checkpoint_folder("llama_tied"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("generate",)
-        with pytest.raises(ValueError, match=r"embed is refused: this run generates .*model.runner=pooling"):
+        with pytest.raises(ValueError, match=r"embed is refused: this run generates .*set runner=pooling"):
             llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
     with LLM(pooling_folder("mean"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score")
-        with pytest.raises(PromptsRefusedError, match=r"this run pools .*model.runner=generate"):
+        with pytest.raises(PromptsRefusedError, match=r"this run pools .*runner=generate"):
             llm.generate(ids(PROMPTS[:1]), SamplingParams(max_tokens=2), use_tqdm=False)
         with pytest.raises(ValueError, match="classify is refused: this model does embed, score"):
             llm.classify(ids(PROMPTS[:1]), use_tqdm=False)
@@ -278,8 +278,8 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_row_alone(monkeypatch: p
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"runner": "generate", "pooling_type": "mean"}, "model.pooling_type=mean needs model.runner=pooling"),
-        ({"runner": "draft"}, "model.runner=draft"),
+        ({"runner": "generate", "pooling_type": "mean"}, "pooling_type=mean needs runner=pooling"),
+        ({"runner": "draft"}, "runner=draft"),
         ({"classifier_from_token": ["no"]}, "must be two tokens"),
         ({"classifier_from_token": ["no", "such token"]}, "two tokens of the model's tokenizer.json"),
     ],

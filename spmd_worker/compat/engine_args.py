@@ -24,7 +24,7 @@ from spmd_worker.config.schema import (
 from spmd_worker.errors import ConfigError
 from spmd_worker.sequence.sampling_params import SamplingParams
 
-_GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
+GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
     ModelOptions: {
         "revision": "",
         "dtype": "",
@@ -103,7 +103,7 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
 
 
 def _of_group(group: type, own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key or name: own[name] for name, key in _GROUPS[group].items() if own.get(name) is not None}
+    return {key or name: own[name] for name, key in GROUPS[group].items() if own.get(name) is not None}
 
 
 def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:

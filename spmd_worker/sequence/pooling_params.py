@@ -96,8 +96,8 @@ def check_task(task: str, config: PoolingConfig | None) -> None:
     """Raise ValueError for what this run does not do, naming the runner that does."""
     if config is None:
         raise ValueError(
-            f"{task} is refused: this run generates (model.runner=generate): set model.runner=pooling "
-            f"(runner='pooling') to have rows pooled"
+            f"{task} is refused: this run generates (model.runner=generate): set model.runner=pooling to "
+            f"have rows pooled"
         )
     if task not in config.tasks:
         raise ValueError(f"{task} is refused: this model does {', '.join(config.tasks)}")

@@ -113,9 +113,9 @@ def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_
         assert second != first
         assert anew == [first] * 3
         assert refused == (
-            "parallel.tensor_parallel_size=4 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is 4 "
+            "tensor_parallel_size=4 x pipeline_parallel_size=1 x data_parallel_size=1 is 4 "
             "ranks, and this engine has 2, which it has not started: give sizes of 2 ranks, or use "
-            "executor.backend=multiproc"
+            "distributed_executor_backend=multiproc"
         )
         assert after == expected
 
@@ -128,7 +128,7 @@ def test_worker_processes_come_and_go_and_the_cache_is_empty(expected: str):
         assert answer(llm) == (expected, 0)
         llm.reinitialize_distributed(**TP)
         assert answer(llm) == (expected, 0)
-        with pytest.raises(ConfigError, match=re.escape("parallel.tensor_parallel_size=3 does not divide this model")):
+        with pytest.raises(ConfigError, match=re.escape("tensor_parallel_size=3 does not divide this model")):
             llm.reinitialize_distributed(tensor_parallel_size=3)
         text, num_cached = answer(llm)
         assert text == expected
