@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the model that ships on NPROC ranks (default 2; 1, 2 and 4 divide its heads) and counts the right answers.
 #
-#   bash scripts/demo.sh [overrides, such as cache.num_blocks=40]
+#   bash scripts/demo.sh [overrides, such as cache.block_size=4 cache.num_blocks=64]
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -101,6 +101,18 @@ def test_the_commands_run_from_the_wheel_in_an_environment_of_its_own(environmen
 
 
 @pytest.mark.matrix
+@pytest.mark.finding(number="D10")
+def test_demo_from_the_wheel_says_what_is_missing(environment: Path, tmp_path: Path):
+    demo = REPOSITORY / "scripts" / "demo"
+    with pytest.raises(AssertionError, match=r"error: model\.path=scripts/demo/model is in the repository, and not"):
+        run_installed(environment, tmp_path, "spmd-worker", "experiment=demo", "plan=true")
+    files = [f"model.path={demo / 'model'}", f"job.input={demo / 'prompts.jsonl'}"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
+    run_installed(environment, tmp_path, "python", *ranks, "experiment=demo", *files, "job.max_rows=2", "device=cpu")
+    assert (tmp_path / "runs" / "demo" / "output.jsonl").read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.matrix
 def test_the_tools_run_from_the_wheel_and_help_with_their_own_name(environment: Path, tmp_path: Path):
     for command, entry in SETTINGS["project"]["scripts"].items():
         _, _, tool = entry.removesuffix(":main").rpartition(".")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import REPOSITORY, run_script
@@ -14,6 +15,7 @@ from spmd_worker.batch.row import Row
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
+ANSWERS = REPOSITORY / "scripts" / "demo" / "answers.jsonl"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
@@ -105,3 +107,50 @@ def test_the_files_it_names_exist():
     named = set(re.findall(r"(?:scripts|docs)/[a-z_]+\.(?:sh|py|md)", README))
     assert len(named) >= 5
     assert [path for path in sorted(named) if not (REPOSITORY / path).is_file()] == []
+
+
+DEMO_COMMAND = re.compile(r"`bash scripts/demo\.sh ((?:\S+=\S+ ?)+)`")
+BESIDE = ("", "scheduler.preemption_mode=recompute", "cache.host_tier_gib=1")
+
+
+def demo_metrics(folder: Path, words: str, *more: str) -> dict[str, Any]:
+    """Of the command with what its line says beside it, as `scripts/demo.sh` starts it."""
+    job = [f"job.run_dir={folder}/run", f"job.output={folder}/out.jsonl", "parallel.tensor_parallel_size=1"]
+    code = launch.main(["experiment=demo", "device=cpu", *job, *words.split(), *more])
+    assert code == 0
+    metrics: dict[str, Any] = json.loads((folder / "run" / "metrics.json").read_text())
+    return metrics
+
+
+def check_preempted(folder: Path, beside: str, *more: str) -> None:
+    (words,) = DEMO_COMMAND.findall(README)
+    assert beside in README
+    metrics = demo_metrics(folder, f"{words} {beside}", *more)
+    is_swapped = "recompute" not in beside
+    assert metrics["preemptions"] > 0
+    assert metrics["preemptions_by_swap"] == (metrics["preemptions"] if is_swapped else 0)
+    assert (metrics["recomputed_tokens"] > 0) == (not is_swapped)
+    assert (metrics["tier_stored_blocks"] > 0) == ("tier" in beside)
+
+
+@pytest.mark.finding(number="D7")
+@pytest.mark.parametrize("beside", BESIDE)
+def test_demo_of_a_small_cache_preempts(tmp_path: Path, beside: str):
+    check_preempted(tmp_path, beside, "job.max_rows=60")
+
+
+@pytest.mark.stress
+@pytest.mark.finding(number="D7")
+@pytest.mark.parametrize("beside", BESIDE)
+def test_demo_of_a_small_cache_preempts_with_all_rows(tmp_path: Path, beside: str):
+    check_preempted(tmp_path, beside)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    answers = {each["custom_id"]: each["answer"] for each in map(json.loads, ANSWERS.read_text().splitlines())}
+    right = sum(row["outputs"][0]["text"].strip() == answers[row["custom_id"]].strip() for row in lines)
+    assert right >= 0.99 * len(lines)
+
+
+@pytest.mark.finding(number="D7")
+def test_demo_of_a_larger_cache_preempts_nothing(tmp_path: Path):
+    """Negative control: the numbers that the README had before."""
+    assert demo_metrics(tmp_path, "cache.num_blocks=40", "job.max_rows=60")["preemptions"] == 0

@@ -33,6 +33,7 @@ _PLAN: Final = "plan.enabled="
 _SHORT_PLAN: Final = re.compile(r"\Aplan=")
 
 PATH_KEYS: Final = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
+_READ_KEYS: Final = ("model.path", "job.input")
 
 
 def compose_run(
@@ -63,7 +64,30 @@ def compose_run(
             config = to_run_config(compose("config", [*plain, *folders]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explained(error, plain) from None
-    return _with_paths(config, literal | dict(paths or {}))
+    config = _with_paths(config, literal | dict(paths or {}))
+    return _with_files_of_checkout(config, last | dict(paths or {}), config_dir.resolve())
+
+
+def _with_files_of_checkout(config: RunConfig, given: Mapping[str, str], config_dir: Path) -> RunConfig:
+    """Files that a named set names, and no command line, are there or beside `config_dir`: a demo's, from any folder.
+    An installed package has none of them. Raises ConfigError.
+    """
+    for key in _READ_KEYS:
+        group, _, name = key.partition(".")
+        path = getattr(getattr(config, group), name)
+        if path is None or key in given or Path(path).exists():
+            continue
+        found = config_dir.parent / path
+        if found.exists():
+            config = dataclasses.replace(
+                config, **{group: dataclasses.replace(getattr(config, group), **{name: str(found)})}
+            )
+        elif any(path in each.read_text(encoding="utf-8") for each in config_dir.rglob("*.yaml")):
+            raise ConfigError(
+                f"{key}={path} is in the repository, and not in an installed package: give {key}=PATH, or start the "
+                f"command in a checkout"
+            )
+    return config
 
 
 def named_sets(config_dirs: Sequence[Path]) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """Every file of conf/ composes; every bad value and every typo is one sentence with a way out."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import NoReturn
 
@@ -265,6 +266,30 @@ def test_a_value_that_cannot_be_read_comes_back_in_the_quotes_it_needs():
 
 ODD = [*"=()[]{},#&;!?|<>*$'\"\\ \t", "é", "日本", "a=b (1) [2] {3}.jsonl", "trailing\\"]
 ODD += ["-x", "+x", "@x", "007", "true", "1e3"]
+
+
+@pytest.mark.finding(number="D10")
+def test_demo_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = composed("experiment=demo")
+    assert config.model.path == str(CONF.parent / "scripts/demo/model")
+    assert Path(config.job.input or "").read_bytes().count(b"\n") == 480
+    assert (config.job.output, config.job.run_dir) == ("runs/demo/output.jsonl", "runs/demo")
+    monkeypatch.chdir(CONF.parent)
+    assert composed("experiment=demo").model.path == "scripts/demo/model"
+
+
+@pytest.mark.finding(number="D10")
+def test_demo_says_what_an_installed_package_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model\.path=scripts/demo/model is in the repository, and not in an inst"):
+        compose_run(tmp_path / "conf", ["experiment=demo"])
+    with pytest.raises(ConfigError, match=r"^job\.input=scripts/demo/prompts\.jsonl is in .*: give job\.input=PATH"):
+        compose_run(tmp_path / "conf", ["experiment=demo", "model.path=m"])
+    config = compose_run(tmp_path / "conf", ["experiment=demo", "model.path=m"], paths={"job.input": "x"})
+    assert (config.model.path, config.job.input) == ("m", "x")
+    assert compose_run(tmp_path / "conf", []).model.path is None
 
 
 PATHS = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
