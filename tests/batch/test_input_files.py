@@ -5,6 +5,7 @@ import sys
 import tracemalloc
 from types import SimpleNamespace
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -110,6 +111,60 @@ def test_parquet_rows_are_objects_without_what_is_null(tmp_path):
         {"prompt": "x"},
     ]
     assert RowReader.of(str(tmp_path / "*.parquet")).count() == 6
+
+
+FRAME = pandas.DataFrame({"prompt": ["a", "b", "c", "d"], "max_tokens": [1, 2, 3, 4]})
+FILTERED = FRAME[FRAME.max_tokens != 2]
+LEFT = [{"prompt": prompt, "max_tokens": number} for prompt, number in (("a", 1), ("c", 3), ("d", 4))]
+
+
+@pytest.mark.finding(number="D13")
+@pytest.mark.parametrize(
+    ("frame", "options", "rows"),
+    [
+        (FILTERED, {}, LEFT),
+        (FILTERED, {"row_group_size": 2}, LEFT),
+        (FILTERED.set_index(pandas.Index([5, 6, 7], name="row")), {}, LEFT),
+        (FILTERED.set_index(pandas.date_range("2024-01-01", periods=3)), {}, LEFT),
+        (FILTERED.set_index([pandas.Index([3, 1, 2]), pandas.Index(list("xyz"), name="k")]), {}, LEFT),
+        # Its name is a row's key.
+        (FILTERED.set_index("prompt"), {}, LEFT),
+        (FRAME[FRAME.max_tokens > 9], {}, []),
+        (pandas.DataFrame(), {}, []),
+        # pandas makes floats of whole numbers with nulls.
+        (
+            pandas.DataFrame({"prompt": ["a", "b"], "max_tokens": [5, None], "temperature": [None, 0.5]}),
+            {"index": True},
+            [{"prompt": "a", "max_tokens": 5}, {"prompt": "b", "temperature": 0.5}],
+        ),
+        (
+            pandas.DataFrame({"prompt": pandas.Categorical(["a", "b"]), "stop": [["x"], None]}, index=[4, 9]),
+            {},
+            [{"prompt": "a", "stop": ["x"]}, {"prompt": "b"}],
+        ),
+    ],
+)
+def test_frames_of_pandas_are_rows_without_their_index(tmp_path, frame, options, rows):
+    frame.to_parquet(tmp_path / "a.parquet", **options)
+    assert rows_of(tmp_path / "a.parquet") == rows
+    for _, line in RowReader.of(str(tmp_path / "a.parquet")):
+        assert not isinstance(parse_row(0, line, SamplingParams()), RowError)
+
+
+@pytest.mark.finding(number="D13")
+def test_columns_beside_a_frames_index_are_keys(tmp_path, caplog):
+    """As in JSONL: one that no row has is an error row; and what is left out is said once."""
+    FILTERED.assign(topic="x").to_parquet(tmp_path / "a.parquet")
+    with caplog.at_level("INFO", logger="spmd_worker"):
+        lines = [line for _, line in RowReader.of(str(tmp_path / "a.parquet"))]
+    assert [message.count("__index_level_0__: the index of a pandas frame") for message in caplog.messages] == [1]
+    for line in lines:
+        error = parse_row(0, line, SamplingParams())
+        assert isinstance(error, RowError)
+        assert error.message.startswith("unknown key 'topic'")
+    # A file that pandas wrote and another program wrote anew has no word of the index.
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "__index_level_0__": [5]}), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [{"prompt": "a"}]
 
 
 def test_columns_that_json_cannot_hold_are_refused_by_name(tmp_path):

@@ -10,16 +10,21 @@ import glob
 import gzip
 import io
 import json
+import logging
 import os
+import re
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from spmd_worker.batch.input.row_parser import ROW_KEYS
 from spmd_worker.config.extras import refuse_without
 from spmd_worker.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 STANDARD_INPUT: Final = "-"
 _STANDARD_INPUT_DEVICE: Final = "/dev/stdin"
@@ -32,6 +37,10 @@ _PARQUET_BYTES: Final = 32 << 20
 """Of values that are held at a time, by rows and by this."""
 _GROUP_BYTES: Final = 64 << 20
 """Of a row group: with more it is large."""
+_INDEX_NAME: Final = re.compile(r"__index_level_[0-9]+__")
+"""Of a column of a pandas index that has no name."""
+_MOST_WHOLE: Final = 2**53
+"""Up to here a float is one whole number alone."""
 _NO_UTF8: Final = b"\xff"
 """A line that its reader refuses for not being UTF-8."""
 _VALUE_BYTES: Final = 16
@@ -176,7 +185,9 @@ class _ZstdFile(io.RawIOBase):
 
 
 class ParquetRows:
-    """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have.
+    """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have. The
+    index of a pandas frame is left out, unless it has the name of a row's key. A whole number in a column of floats,
+    which pandas makes of one with nulls, is a whole number.
 
     Of a row whose texts alone are longer than `max_line_bytes` there are `max_line_bytes + 1` spaces: it is never put
     together; one whose texts are not UTF-8 is a line that is none either. Memory is bounded by the file's pages and one
@@ -206,7 +217,15 @@ class ParquetRows:
         except pyarrow.ArrowInvalid as error:
             raise ConfigError(f"job.input={path} is no Parquet file ({error}): give one that is whole") from None
         self.num_rows = int(metadata.num_rows)
-        for field in self._whole.schema_arrow:
+        schema = self._whole.schema_arrow
+        indices = _pandas_indices(schema.metadata, schema.names)
+        if indices:
+            logger.info("job.input=%s: %s: the index of a pandas frame, left out", path, ", ".join(indices))
+        fields = [field for field in schema if field.name not in indices]
+        # A dot in a name would be read as a path.
+        self._names = [field.name for field in fields] if indices else None
+        self._floats = tuple([field.name for field in fields if pyarrow.types.is_floating(field.type)])
+        for field in fields:
             _check_type(path, field.name, field.type, pyarrow.types)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -231,10 +250,11 @@ class ParquetRows:
         num_bytes = max(metadata.total_byte_size, 1)
         if num_bytes > _GROUP_BYTES:
             # Its dictionaries would grow with it.
-            yield from self._whole.iter_batches(batch_size=1, row_groups=[group])
+            yield from self._whole.iter_batches(batch_size=1, row_groups=[group], columns=self._names)
             return
         num_rows = _PARQUET_BYTES * metadata.num_rows // max(num_bytes, _VALUE_BYTES * num_values)
-        for batch in self._coded.iter_batches(batch_size=max(1, min(_PARQUET_ROWS, num_rows)), row_groups=[group]):
+        at_once = max(1, min(_PARQUET_ROWS, num_rows))
+        for batch in self._coded.iter_batches(batch_size=at_once, row_groups=[group], columns=self._names):
             held = sum(map(self._dictionary_bytes, batch.columns))
             if held > 2 * _GROUP_BYTES:
                 raise ConfigError(
@@ -275,6 +295,10 @@ class ParquetRows:
             return _NO_UTF8
 
     def _line_of(self, row: dict[str, Any]) -> bytes:
+        for name in self._floats:
+            value = row[name]
+            is_whole = value is not None and value.is_integer() and abs(value) <= _MOST_WHOLE
+            row[name] = int(value) if is_whole else value
         line = json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")
         return line[: self._max_line_bytes + 1]
 
@@ -295,6 +319,17 @@ class ParquetRows:
         else:
             return len(array) - int(array.null_count)
         return int(compute.sum(lengths).as_py() or 0)
+
+
+def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> list[str]:
+    """Columns that are a pandas frame's index and no key of a row."""
+    try:
+        listed = json.loads((metadata or {}).get(b"pandas", b"{}"))["index_columns"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        listed = []
+    # A range is described in place of a name.
+    own = [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
+    return [each for each in names if _INDEX_NAME.fullmatch(each) or (each in own and each not in ROW_KEYS)]
 
 
 def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from spmd_worker.batch.input.answer_form import answer_reader, check_template, form_problem, formed_sampling
 from spmd_worker.batch.input.openai_request import OPENAI_ROW_KEYS, parse_openai
+from spmd_worker.batch.input.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.batch.input.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.batch.input.prompt_values import (
     RowProblem,
@@ -42,6 +43,8 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
+ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
+"""Of rows of all shapes."""
 
 
 _DEFAULT_LIMITS: Final = RowLimits()
