@@ -16,6 +16,7 @@ import tokenizers
 
 from spmd_worker import files
 from spmd_worker.errors import TokenizerError
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, named_templates
 from spmd_worker.tokenizer.conversion import converted, older_files
 from spmd_worker.tokenizer.encoder import Encoder, TextEncoder, library_errors, opened
@@ -34,7 +35,7 @@ _MORE_TEMPLATES: Final = "additional_chat_templates"
 _TEMPLATE_SUFFIX: Final = ".jinja"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
-_MOST_BYTES: Final = 128 * 1024 * 1024
+_MOST_BYTES: Final = 256 * 1024 * 1024
 """Of each: vocabularies of a million tokens take 64 MiB."""
 _MOST_DIGITS: Final = 10
 """Of a token's id."""
@@ -61,6 +62,12 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES: Final = _byte_characters()
+
+
+class TokenizerFilesError(TokenizerError):
+    """The files of a tokenizer cannot be used: every rank reads the same."""
+
+    is_known_to_all = True
 
 
 class Tokenizer:
@@ -98,7 +105,13 @@ class Tokenizer:
     @staticmethod
     def open(model_folder: Path) -> "Tokenizer":
         """Read the tokenizer of a model folder. Raises TokenizerError naming the file and what is wrong with it."""
-        folder = Path(model_folder)
+        try:
+            return Tokenizer._open(Path(model_folder))
+        except TokenizerError as error:
+            raise TokenizerFilesError(str(error)) from None
+
+    @staticmethod
+    def _open(folder: Path) -> "Tokenizer":
         contents = {name: _read(folder / name) for name in (*_FILES, *_more_templates(folder))}
         if contents[_TOKENIZER_FILE] is None:
             contents[_TOKENIZER_FILE] = converted(folder)
@@ -450,11 +463,13 @@ def _open_library(
             backend = opened(json.dumps({**form.values, "normalizer": None, "pre_tokenizer": None}), added)
             encoder = IsolatedEncoder(text, added)
             encoder.check()
-            logger.warning("%s is of a form that no known model has: texts are encoded in a process with limits", path)
+            words = "%s is of a form that no known model has: texts are encoded in a process with limits"
+            logger.warning(words, path, extra=SAME_ON_EVERY_RANK)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}: {WAY_OUT}") from None
-    if form.values["model"].get("dropout"):
-        logger.warning("%s: model.dropout=%s is for training and is off", path, form.values["model"]["dropout"])
+    if dropout := form.values["model"].get("dropout"):
+        words = "%s: model.dropout=%s is for training and is off"
+        logger.warning(words, path, dropout, extra=SAME_ON_EVERY_RANK)
     return backend, encoder
 
 

@@ -127,7 +127,6 @@ def test_panic_of_the_library_is_a_tokenizer_error():
         Encoder(backend).encode("aaaaa", True)
 
 
-@pytest.mark.finding(number="B3")
 @pytest.mark.parametrize("name", ["truncation", "padding"])
 def test_truncation_and_padding_of_the_file_change_nothing(tmp_path: Path, name: str):
     plain = Tokenizer.open(write_byte_level(tmp_path / "plain"))
