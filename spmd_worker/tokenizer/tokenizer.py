@@ -36,7 +36,7 @@ _TEMPLATE_SUFFIX: Final = ".jinja"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
 _MOST_BYTES: Final = 256 * 1024 * 1024
-"""Of each: vocabularies of a million tokens take 64 MiB."""
+"""Of tokenizer.json: vocabularies of a million tokens take 64 MiB."""
 _MOST_DIGITS: Final = 10
 """Of a token's id."""
 
@@ -446,7 +446,8 @@ def _is_unicode(text: str) -> bool:
 def _read(path: Path) -> bytes | None:
     """None where there is no file."""
     try:
-        return files.read_regular_file(path, _MOST_BYTES) if path.is_file() else None
+        most = _MOST_BYTES if path.name == _TOKENIZER_FILE else files.CONFIG_BYTES
+        return files.read_regular_file(path, most) if path.is_file() else None
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
