@@ -175,7 +175,7 @@ class ChunkWriter:
             return self._read_choice(completion, self.row.reader)
         is_first = completion.index not in self._sent
         sent = self._sent.get(completion.index) or _Sent()
-        logprobs = _ready_logprobs(completion, sent)
+        logprobs = _ready_logprobs(completion, sent, is_text=self.row.sampling.detokenize)
         part = replace(completion, text=completion.text[sent.num_characters :], logprobs=logprobs)
         is_end = completion.finish_reason is not None and not sent.has_ended
         if not (part.text or part.logprobs or is_end):
@@ -230,12 +230,14 @@ class ChunkWriter:
         }
 
 
-def _ready_logprobs(completion: CompletionOutput, sent: _Sent) -> list[TokenLogprobs] | None:
-    """Those of tokens that are in the text so far: where it is held back, a stop string may cut them off."""
+def _ready_logprobs(completion: CompletionOutput, sent: _Sent, *, is_text: bool) -> list[TokenLogprobs] | None:
+    """Those of tokens that are in the text so far: where it is held back, a stop string may cut them off. `is_text`:
+    there is a text.
+    """
     if completion.logprobs is None:
         return None
     new, num_left = completion.logprobs[sent.num_logprobs :], len(completion.text) - sent.offset
-    if completion.finish_reason is not None:
+    if completion.finish_reason is not None or not is_text:
         return new or None
     ready = []
     for position in new:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import write_byte_level, write_llama_style, write_metaspace
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
@@ -88,8 +88,8 @@ def test_bound_never_exceeds_the_encoders_count(backend, texts):
     for text in texts:
         try:
             num_tokens = len(backend.encode(text, add_special_tokens=False).ids)
-        except Exception:
-            assume(False)
+        except Exception:  # of a vocabulary without the unknown token
+            continue
         assert bound.min_num_tokens(text) <= num_tokens, (bound, text)
 
 
