@@ -18,6 +18,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.forms import GrammarError, engine_grammar, load_llguidance
 from spmd_worker.grammar.row_grammar import BITS, RowGrammar, in_words
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.tokenizer.encoder import is_panic
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 LIMITS: Final = {
@@ -164,9 +165,18 @@ class GrammarCompiler:
         return self._table
 
 
-@lru_cache(maxsize=2)
 def _token_table(vocabulary: _Vocabulary) -> Any:
-    """Once a process: a second or so for 128,000 tokens. Engine and worker of one process share it."""
+    table = _built(vocabulary)
+    if isinstance(table, str):
+        raise GrammarError("grammar_refused", table)
+    return table
+
+
+@lru_cache(maxsize=2)
+def _built(vocabulary: _Vocabulary) -> Any:
+    """The table, or why there is none. Once a process: a second or so for 128,000 tokens, and a panic of the library is
+    shown on the terminal. Engine and worker of one process share it.
+    """
     num_tokens = max(vocabulary.size, 1 + max(vocabulary.source.vocabulary().values(), default=0))
     try:
         return load_llguidance().LLTokenizer(
@@ -174,9 +184,10 @@ def _token_table(vocabulary: _Vocabulary) -> Any:
             n_vocab=num_tokens,
             eos_token=list(vocabulary.eos_token_ids),
         )
-    except ValueError as error:
-        words = f"llguidance does not know this model's kind of tokenizer: {error}"
-        raise GrammarError("grammar_refused", words[:_MOST_WORDS]) from None
+    except BaseException as error:
+        if not isinstance(error, ValueError) and not is_panic(error):
+            raise
+        return f"llguidance does not know this model's kind of tokenizer: {error}"[:_MOST_WORDS]
 
 
 def _refused(form: StructuredOutputsParams, words: str) -> GrammarError:

@@ -84,8 +84,13 @@ def opened(text: str, added: Sequence[Mapping[str, Any]]) -> tokenizers.Tokenize
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether the library failed: its panics are no `Exception`s."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    """Whether the library failed."""
+    return isinstance(error, Exception) or is_panic(error)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust panicked. It is no `Exception`, and its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def switch_off_sampling(backend: tokenizers.Tokenizer) -> None:

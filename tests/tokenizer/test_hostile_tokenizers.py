@@ -11,12 +11,15 @@ import transformers
 from hostile_tokenizers import COMPONENTS, MODELS, write_drawn, write_named
 from jobs_of_rows import answers_of_job
 from ranks import REPOSITORY
-from tokenizer_folders import write_byte_level
+from tokenizer_folders import write_byte_level, write_llama_style
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from spmd_worker.compat.script_tokenizer import PlainTokenizer, script_tokenizer
 from spmd_worker.errors import TokenizerError
+from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.grammar.forms import GrammarError
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer import form
 from spmd_worker.tokenizer.encoder import Encoder
 from spmd_worker.tokenizer.form import checked_form
@@ -275,3 +278,13 @@ def test_row_that_cannot_be_encoded_is_an_error_row(tmp_path: Path):
     assert second["error"]["code"] == "tokenizer_error"
     assert second["error"]["message"].startswith("the text cannot be encoded: ")
     assert first["outputs"] == third["outputs"]
+
+
+@pytest.mark.finding(number="B3")
+def test_form_over_a_hostile_vocabulary_is_refused(tmp_path: Path):
+    """The forms' library reads the tokenizer too, and panics over a token that is very long."""
+    tokenizer = Tokenizer.open(write_llama_style(tmp_path, added_tokens_decoder={"300": {"content": "x" * 5000}}))
+    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (2,))
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="does not know this model's kind of tokenizer"):
+            compiler.check(StructuredOutputsParams(choice=("a", "b")))
