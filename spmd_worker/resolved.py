@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spmd_worker.config.schema import ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ParallelConfig, RunConfig
 from spmd_worker.distributed.expert_layout import expert_layout_of
 from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.errors import ConfigError
@@ -118,6 +118,8 @@ def resolve(
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     _check_quantization(config, model_config, device_type)
     _decides_ahead(config, model_config, device_type)
+    for words in _without_effect(config, model_config, device_type):
+        logger.warning("%s", words, extra=SAME_ON_EVERY_RANK)
     return ResolvedRun(
         config=config,
         model_config=model_config,
@@ -268,6 +270,38 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
             f"{key} sums products of at most {MOST_INPUTS:,} inputs exactly, and config.json has layers of "
             f"{max(widest, model_config.hidden_size):,}: leave it out"
         )
+
+
+def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: str) -> list[str]:
+    """What is set and changes nothing beside what else is set: the key, the value, why, the way out."""
+    cache, mode, found = config.cache, config.scheduler.preemption_mode, []
+    if mode == "recompute" and cache.swap_space_gib:
+        found.append(
+            f"cache.swap_space_gib={cache.swap_space_gib:g} has no effect with scheduler.preemption_mode=recompute: "
+            f"nothing is swapped; leave one of them out"
+        )
+    # As `memory/plan.py` has it: such a cache takes all of the host's memory.
+    takes_all = cache.swap_space_gib is None and device_type == "cpu" and cache.num_blocks is None
+    if mode == "swap" and (takes_all or cache.swap_space_gib == 0) and not model_config.is_encoder:
+        space = "a cache that takes all host memory" if takes_all else "cache.swap_space_gib=0"
+        found.append(
+            f"scheduler.preemption_mode=swap has no effect with {space}: what is preempted is computed again; set "
+            f"cache.swap_space_gib to host memory for it, or leave it out"
+        )
+    if cache.num_blocks is not None and cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
+        found.append(
+            f"cache.gpu_memory_utilization={cache.gpu_memory_utilization:g} has no effect with "
+            f"cache.num_blocks={cache.num_blocks}: the cache has that size; leave one of them out"
+        )
+    if model_config.pooling is None:
+        return found
+    given = [f"sampling.{key}" for key in config.sampling.given()]
+    formats = ("tool_call_format", "reasoning_format")
+    given += [f"model.{key}" for key in formats if getattr(config.model, key) != "auto"]
+    found += [f"{key} has no effect: this run pools, and rows get no tokens; leave it out" for key in given]
+    if config.model.allow_any_dimensions and model_config.pooling.task != "embed":
+        found.append("model.allow_any_dimensions=true has no effect: this model gives scores, no vectors; leave it out")
+    return found
 
 
 def _decides_ahead(config: RunConfig, model_config: ModelConfig, device_type: str) -> bool:

@@ -3,13 +3,15 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_text_checkpoint
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
-from spmd_worker.config.schema import ModelOptions, RunConfig
+from spmd_worker.compat.engine_args import run_config
+from spmd_worker.config.schema import ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.resolved import resolve_run
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -29,6 +31,34 @@ def name_eos_token(folder: Path, token: str | None) -> None:
 def ends(folder: Path, *, plan: bool = False) -> tuple[int, ...]:
     config = RunConfig(model=ModelOptions(path=str(folder)), device="cpu", plan=plan)
     return resolve_run(config, "cpu").model_config.eos_token_ids
+
+
+NO_EFFECT = {
+    "swap_space_gib=2 has no effect with scheduler.pre": {"preemption_mode": "recompute", "swap_space": 2},
+    "=swap has no effect with cache.swap_space_gib=0": {"preemption_mode": "swap", "swap_space": 0},
+    "=swap has no effect with a cache that takes": {"preemption_mode": "swap"},
+    "gpu_memory_utilization=0.5 has no effect": {"num_blocks": 40, "gpu_memory_utilization": 0.5},
+}
+EFFECT = [{"preemption_mode": "swap", "num_blocks": 40}, {"preemption_mode": "recompute", "num_blocks": 40}, {}]
+
+
+@pytest.mark.finding(number="D16")
+@pytest.mark.parametrize(("words", "given"), [*NO_EFFECT.items(), *(("", each) for each in EFFECT)])
+def test_settings_without_effect_are_said(
+    words: str, given: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("WARNING", logger="spmd_worker"):
+        resolve_run(run_config({"model": folder, "device": "cpu", **given}), "cpu")
+    assert [words in each for each in caplog.messages if "no effect" in each] == [True] * bool(words)
+
+
+@pytest.mark.finding(number="D16")
+def test_settings_of_tokens_have_no_effect_on_vectors(folder: Path, caplog: pytest.LogCaptureFixture):
+    model = ModelOptions(path=str(folder), runner="pooling", reasoning_format="think")
+    with caplog.at_level("WARNING", logger="spmd_worker"):
+        resolve_run(RunConfig(model=model, sampling=SamplingConfig(temperature=0.5), device="cpu"), "cpu")
+    said = [each.partition(" has no effect: this run pools")[0] for each in caplog.messages if "no effect" in each]
+    assert said == ["sampling.temperature", "model.reasoning_format"]
 
 
 def test_the_tokenizers_end_of_sequence_token_is_one_of_the_ids_that_end_a_row(folder: Path, tmp_path: Path):

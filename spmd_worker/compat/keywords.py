@@ -128,7 +128,8 @@ _ROWS: Final = (
     _same(
         "enable_expert_parallel",
         False,
-        "ranks of a tensor-parallel group have experts whole; their tokens are the same, so nothing is sent about",
+        "ranks of a tensor-parallel group have experts whole; their tokens are the same, so nothing is sent about; "
+        "replicas (data_parallel_size) share none: each has all, which is said",
     ),
     _same(
         "distributed_executor_backend",

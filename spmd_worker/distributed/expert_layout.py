@@ -49,6 +49,7 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
         return None
     (count,) = counts
     size, placement = parallel.tensor_parallel_size, parallel.expert_placement
+    _say_where_experts_are(size, parallel.data_parallel_size, count)
     if placement == "linear":
         # Nearly equal parts, earlier ones larger.
         base, extra = divmod(count, size)
@@ -58,6 +59,26 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
     else:
         owners = _owners_in(Path(placement), count, size, model_config.num_layers)
     return ExpertLayout(tuple(map(tuple, owners)), parallel.invariant_experts)
+
+
+def _say_where_experts_are(size: int, num_replicas: int, count: int) -> None:
+    """What another engine's users expect otherwise: there, replicas share experts too."""
+    if size > 1 and num_replicas == 1:
+        return
+    if size == 1:
+        message = (
+            "parallel.enable_expert_parallel=true has no effect with parallel.tensor_parallel_size=1: experts are "
+            "shared among the ranks of a tensor-parallel group, so each rank has all %d of them%s: raise "
+            "parallel.tensor_parallel_size to share them"
+        )
+    else:
+        message = (
+            f"parallel.enable_expert_parallel=true shares experts among the {size} ranks of a tensor-parallel group "
+            f"only: all %d of them are in every replica%s: raise parallel.tensor_parallel_size, and lower "
+            f"parallel.data_parallel_size, for fewer on each rank"
+        )
+    replicas = f" (parallel.data_parallel_size={num_replicas})" if num_replicas > 1 else ""
+    logger.warning(message, count, replicas, extra=SAME_ON_EVERY_RANK)
 
 
 def _owners_in(path: Path, count: int, size: int, num_layers: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,36 @@ def test_keys_without_expert_parallelism_are_refused_and_it_has_no_effect_on_a_d
     with caplog.at_level(logging.WARNING):
         assert layout_of(config_of("LlamaForCausalLM"), 2) is None
     assert "parallel.enable_expert_parallel=true has no effect: LlamaForCausalLM has no experts" in caplog.text
+
+
+REPLICAS = r"\(parallel.data_parallel_size=2\)"
+
+
+@pytest.mark.finding(number="D16")
+@pytest.mark.parametrize(
+    ("size", "num_replicas", "words"),
+    [
+        (1, 1, "no effect with parallel.tensor_parallel_size=1: .* each rank has all 5 of them: raise"),
+        (1, 2, f"no effect with parallel.tensor_parallel_size=1: .* {REPLICAS}: raise"),
+        (2, 2, f"among the 2 ranks of a tensor-parallel group only: all 5 of them are in every replica {REPLICAS}"),
+        (2, 1, ""),
+    ],
+)
+def test_experts_that_replicas_do_not_share_are_said(
+    size: int, num_replicas: int, words: str, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING):
+        layout_of(config_of(num_experts=5), size, data_parallel_size=num_replicas)
+    assert [bool(re.search(words, each)) for each in caplog.messages] == [True] * bool(words)
+
+
+@pytest.mark.finding(number="D16")
+def test_experts_are_said_where_a_run_begins(caplog: pytest.LogCaptureFixture):
+    """A plan is a beginning too, before any weight is read."""
+    keys = {"enable_expert_parallel": True, "data_parallel_size": 2, "device": "cpu"}
+    with caplog.at_level(logging.WARNING):
+        resolve_run(run_config({"model": expert_folder("qwen3_moe"), **keys}), "cpu")
+    assert sum("parallel.enable_expert_parallel=true has no effect" in each for each in caplog.messages) == 1
 
 
 def test_keywords_of_vllm_are_these_keys():
