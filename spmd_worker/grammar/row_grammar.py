@@ -40,6 +40,8 @@ _STOPS: Final = {
     "Cancelled": "the grammar engine was stopped",
 }
 """The engine's names of why it stopped, which are all that it says of some forms."""
+_EMPTY: Final = re.compile(r"Regex is empty: .*", re.DOTALL)
+_LOOKING: Final = re.compile(r"lookarounds not supported yet; \w+ in regex")
 _STOP: Final = re.compile(rf"\b(?:{'|'.join(_STOPS)})\b")
 _SPECIAL: Final = b"\xff"
 """Stands in the engine's bytes before a token that has no text."""
@@ -155,6 +157,8 @@ class RowGrammar:
 
 def in_words(message: str) -> str:
     """An error of the engine's for people."""
+    message = _EMPTY.sub("no text has all of its patterns, lengths and formats", message)
+    message = _LOOKING.sub("^ and $ inside a pattern, and word boundaries, are not supported: regex", message)
     return _STOP.sub(lambda found: _STOPS[found[0]], message)
 
 

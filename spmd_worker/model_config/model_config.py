@@ -7,6 +7,7 @@ layer. A model folder is data: code it carries (`auto_map`) is never run.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -511,14 +512,25 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         reasons = [
             why for why, refused in REFUSED.items() if isinstance(names, list) and any(n in refused for n in names)
         ]
-        why = f"is not run: {reasons[0]}" if reasons else "is not known"
+        what = "is not known" if isinstance(names, list) else "is no list of names"
+        why = f"is not run: {reasons[0]}" if reasons else what
         if config.get("auto_map"):
             why += ", and code from the model folder (auto_map) is never run, whatever trust_remote_code says"
-        known = [*FAMILIES, *ENCODERS]
-        raise ModelConfigError(f"{path}: architectures={shown(names)} {why}; known are {', '.join(known)}")
+        # One that is known not to run needs no other.
+        names = names if isinstance(names, list) and not reasons else []
+        raise ModelConfigError(f"{path}: architectures={shown(config.get('architectures'))} {why}{_near(names)}")
     return known[0]
 
 
+def _near(names: Sequence[Any]) -> str:
+    """Architectures of nearly the same name, and where all of them are."""
+    known = [*FAMILIES, *ENCODERS]
+    found = [each for name in names[:_MOST_NAMES] for each in get_close_matches(str(name)[:100], known, n=3)]
+    near = f"; the nearest that run are {', '.join(dict.fromkeys(found))}" if found else ""
+    return f"{near}: `spmd-worker families` lists the {len(known)} that run, as the README does"
+
+
+_MOST_NAMES: Final = 4
 _OF_THE_WHOLE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"
 

@@ -3,7 +3,6 @@
 What is wrong with a file is said where it is loaded.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -36,5 +35,4 @@ def tensor_names(model_folder: Path) -> tuple[str, ...]:
 def _header(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        header = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else {}
-    return header if isinstance(header, dict) else {}
+        return files.parse_json_object(file.read(length)) if length <= _MOST_HEADER_BYTES else {}

@@ -88,7 +88,7 @@ def check(case: Broken, folder: Path) -> str | None:
     message = use(folder)
     if message is None:
         return None
-    words = message.partition("; known are ")[0]
+    words = message.partition(": `spmd-worker families`")[0]
     assert message.isprintable(), words[:2000]
     assert len(words) < MOST_CHARACTERS, words[:2000]
     assert any(key in words for key in keys_of(case)), words

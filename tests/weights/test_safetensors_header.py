@@ -1,16 +1,20 @@
 import json
 import os
+import shutil
 import struct
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pooling_models import pooling_folder
 from safetensors import SafetensorError, deserialize
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from weight_files import entry, write_raw
 
-from spmd_worker.errors import CheckpointError
+from spmd_worker import LLM
+from spmd_worker.errors import CheckpointError, ModelConfigError, TokenizerError
+from spmd_worker.model_config.tensor_names import SINGLE_FILE, tensor_names
 from spmd_worker.weights.safetensors_header import MAX_HEADER_BYTES, TensorEntry, parse_header, read_header
 
 GOOD = {"a": entry("F32", [2, 3], 0, 24), "b": entry("BF16", [4], 24, 32)}
@@ -229,3 +233,53 @@ def test_random_bytes_are_refused_with_a_checkpoint_error(text):
     except CheckpointError:
         return
     pytest.fail("random bytes cannot describe 8 bytes of data")
+
+
+def twice(text: bytes) -> bytes:
+    """The first key of an object, and what it has, once more at its end."""
+    document = json.loads(text)
+    name = next(key for key in document if key != "__metadata__")
+    return text.rstrip()[:-1] + b"," + json.dumps({name: document[name]}).encode()[1:]
+
+
+@pytest.mark.finding(number="D17")
+def test_names_that_a_header_has_twice_are_no_names(tmp_path):
+    """Nor does a plan take one of the two for the tensor; the file is refused where it is loaded."""
+    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / SINGLE_FILE)
+    assert tensor_names(tmp_path) == ("a", "b")
+    content = (tmp_path / SINGLE_FILE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = twice(content[8 : 8 + length])
+    (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    with pytest.raises(CheckpointError, match="the key 'a' appears twice in one object"):
+        read_header(tmp_path / SINGLE_FILE)
+    assert tensor_names(tmp_path) == ()
+
+
+@pytest.mark.finding(number="D17")
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("config.json", ModelConfigError),
+        ("generation_config.json", ModelConfigError),
+        ("modules.json", ModelConfigError),
+        ("1_Pooling/config.json", ModelConfigError),
+        ("config_sentence_transformers.json", ModelConfigError),
+        ("tokenizer_config.json", TokenizerError),
+        ("special_tokens_map.json", TokenizerError),
+        ("model.safetensors.index.json", CheckpointError),
+    ],
+)
+def test_keys_that_a_file_has_twice_are_refused(tmp_path, name, error):
+    folder = tmp_path / "model"
+    shutil.copytree(pooling_folder("mean"), folder)
+    path = folder / name
+    if name.endswith("index.json"):
+        (folder / SINGLE_FILE).rename(folder / "model-00001-of-00001.safetensors")
+        path.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    text = path.read_text() if path.exists() else '{"a": "b"}'
+    start = text.index("{")
+    key, value = next(iter(json.JSONDecoder().raw_decode(text, start)[0].items()))
+    path.write_text(text[: start + 1] + f"{json.dumps(key)}: {json.dumps(value)}, " + text[start + 1 :])
+    with pytest.raises(error, match=f"the key '{key}' appears twice in one object"):
+        LLM(folder, device="cpu")
