@@ -4,8 +4,10 @@ Every rank knows the whole list. A replica's leader takes the next prompts from 
 there is room; the other ranks of its replica follow its steps. No replica waits for another before all is answered.
 """
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from spmd_worker.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.data_parallel.replicas import Replicas, num_wanted
@@ -17,6 +19,7 @@ from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 
+_LENGTH: Final = struct.Struct("<I")
 OnAnswered = Callable[[int], object]
 """Told how many more prompts are answered."""
 
@@ -74,19 +77,32 @@ def answer_together(
             if interruption.is_ending:
                 round_.interrupt()
         progress.show()
-    with engine.exchanging():
-        texts = engine.engine_channel.gather(interruption.own_text.encode())
-    interrupted = next(((rank, text.decode()) for rank, text in enumerate(texts) if text), None)
     shared: dict[int, RequestOutput] = {}
-    if interrupted is None:
-        with engine.exchanging():
-            payloads = engine.engine_channel.collect(encode_outputs(outputs) if outputs else b"")
-        for payload in payloads:
-            shared |= decode_outputs(payload) if payload else {}
+    with engine.exchanging():
+        payloads = engine.engine_channel.collect(_pack(interruption.own_text, outputs))
     replicas.forget_round()
-    interruption.agreed = interrupted
+    answers = [_unpack(payload) for payload in payloads]
+    interruption.agreed = next(((rank, text) for rank, (text, _) in enumerate(answers) if text), None)
     interruption.check()
+    for _, coded in answers:
+        shared |= decode_outputs(coded) if coded else {}
     return shared
+
+
+def _pack(interrupt: str, outputs: dict[int, RequestOutput]) -> bytes:
+    """What a rank says at the end of a round: what a signal's handler raised there, or this replica's outputs."""
+    text = interrupt.encode()
+    if not text and not outputs:
+        return b""
+    return _LENGTH.pack(len(text)) + (text or encode_outputs(outputs))
+
+
+def _unpack(payload: bytes) -> tuple[str, bytes]:
+    """The inverse of `_pack`, the outputs as they are coded."""
+    if not payload:
+        return "", b""
+    num_text_bytes, rest = _LENGTH.unpack(payload[: _LENGTH.size])[0], payload[_LENGTH.size :]
+    return rest[:num_text_bytes].decode(), rest[num_text_bytes:]
 
 
 def _take_part(
