@@ -75,7 +75,7 @@ def _in_one_thread(
 
 
 def _of_host(function: Callable[_Arguments, _Prepared]) -> Callable[_Arguments, _Prepared]:
-    """As the host calls it: with its own handlers of signals."""
+    """A function of the host, called with the host's own handlers of signals."""
 
     @wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Prepared:

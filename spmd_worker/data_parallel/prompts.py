@@ -90,7 +90,7 @@ def answer_together(
 
 
 def _pack(interrupt: str, outputs: dict[int, RequestOutput]) -> bytes:
-    """What a rank says at the end of a round: what a signal's handler raised there, or this replica's outputs."""
+    """A rank's part of the exchange that ends a round: the words of an interrupt, or this replica's outputs."""
     text = interrupt.encode()
     if not text and not outputs:
         return b""

@@ -1,4 +1,4 @@
-"""What a signal's handler raises in a call that runs steps: the call ends at a step that all ranks agree on.
+"""An exception of a signal's handler in a call that runs steps: the call ends at a step that all ranks agree on.
 
 An exception between two bytecodes of a step would leave scheduler and devices in different states for good. So signals
 are deferred (`liveness/deferred_signals.py`); before each step a rank looks for them. Rank 0's exception, or that of a
@@ -14,8 +14,8 @@ _MAX_CHARACTERS: Final = 2000
 
 
 class Interruption:
-    """Of one call on this rank. `own` is what a handler raised here, `agreed` what the ranks ended the call for: the
-    rank of the replica, and its words.
+    """One call on this rank, and what ends it: `own` is what a handler raised here, `agreed` the rank and the words that
+    the ranks ended the call for.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Interruption:
 
     @property
     def own_text(self) -> str:
-        """What the other ranks are told; "" where nothing was raised here."""
+        """The words for the other ranks; "" where nothing was raised here."""
         return "" if self.own is None else error_text(self.own)
 
     def look(self) -> None:
@@ -56,13 +56,13 @@ class Interruption:
 
 
 def error_text(error: BaseException) -> str:
-    """What a rank tells the others of its error, which may be any."""
+    """The words in which a rank tells the others of its error, which may be any."""
     text = f"{type(error).__name__}: {error}"
     return text[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def error_of_rank(rank: int, text: str, what: str) -> BaseException:
-    """What the other ranks raise for an error of `rank`, given as `error_text` has it: KeyboardInterrupt where it was
+    """The error that other ranks raise for one of `rank`, given as `error_text` has it: KeyboardInterrupt where it was
     that, so that a host that catches it does so on every rank; else RankFailedError.
     """
     if text.startswith(f"{KeyboardInterrupt.__name__}:"):

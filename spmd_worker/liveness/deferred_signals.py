@@ -28,18 +28,18 @@ _NUMBERS: Final = tuple(
         *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU),
     )
 )
-"""What a host may handle; signals of other numbers are handled where they come."""
+"""Signals that a host may handle; those of other numbers are handled where they come."""
 
 
 class _Deferral:
-    """Of this process: its signals and its main thread are what they are. `depth` counts the blocks that are open."""
+    """The deferral of this process, whose signals and main thread there are once. `depth` counts the open blocks."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.handlers: dict[int, Any] = {}
         self._noted: list[tuple[int, FrameType | None, float]] = []
         self.errors: list[BaseException] = []
-        """Of handlers that ran, where nothing could be raised."""
+        """Raised by handlers where the caller could not raise them (`deliver_later`)."""
 
     def install(self) -> None:
         """Note signals from here on."""
@@ -66,7 +66,7 @@ class _Deferral:
             raise
 
     def forget(self) -> None:
-        """In a forked process: the calls of its parent are not its own."""
+        """A forked process has the host's handlers: the calls of its parent are not its own."""
         self._noted.clear()
         self.errors.clear()
         self.depth = 0
@@ -136,13 +136,13 @@ class deferred_signals:  # used as a function
 
 
 def deliver_signals() -> None:
-    """In a block, where nothing is half done: raises what the host's handlers of noted signals raise."""
+    """Call the host's handlers of noted signals, in a block, where nothing is half done. Raises what they raise."""
     if _deferral.depth and threading.current_thread() is threading.main_thread():
         _deferral.deliver()
 
 
 def deliver_later(error: BaseException) -> None:
-    """In a block: what a handler has raised, and the caller could not raise, comes with what is delivered next."""
+    """Raise what a handler has raised, and the caller in a block could not raise, with what is delivered next."""
     _deferral.errors.append(error)
 
 

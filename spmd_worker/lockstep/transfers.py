@@ -38,8 +38,8 @@ class TransferBook:
 
 
 class Answer(NamedTuple):
-    """What a follower says of a step: its digest, the transfers it has finished since its last answer, and what a
-    signal's handler raised there, "" where none did.
+    """A follower's answer to a step: its digest, the transfers it has finished since its last answer, and the words of
+    what a signal's handler raised there, "" where none did.
     """
 
     digest: bytes

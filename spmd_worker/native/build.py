@@ -29,7 +29,7 @@ _SOURCE_FOLDER = Path(__file__).parent
 _LOCK_TIMEOUT_S = 120.0
 _COMPILE_TIMEOUT_S = 300.0
 _NUM_LAST_LINES, _MAX_LINE = 12, 300
-"""Of what a compiler that fails says."""
+"""Lines, and characters of each, that are kept of a failed compiler's output."""
 
 # Sums and products are fused only where the source says so, and never reordered: bits must not depend on the optimizer.
 _FLAGS = (
@@ -239,6 +239,6 @@ def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture
 
 
 def _last_lines(message: str) -> str:
-    """What a compiler ends with is what it stopped at; its first words may be of warnings, or a chain of includes."""
+    """The end of a compiler's output names what it stopped at; it may begin with warnings, or a chain of includes."""
     lines = [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..." for line in message.splitlines()]
     return "\n".join((["..."] if len(lines) > _NUM_LAST_LINES else []) + lines[-_NUM_LAST_LINES:])

@@ -312,7 +312,7 @@ def test_deferred_signal_is_delivered_where_it_is_asked_for():
 
 
 def test_signal_that_comes_again_late_is_handled_at_once(monkeypatch: pytest.MonkeyPatch):
-    """What does not end can still be left."""
+    """A step that does not end can still be left."""
     monkeypatch.setattr(deferred, "MOST_DEFERRED_S", -1.0)
     order: list[str] = []
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012  # where in it is what is looked at
