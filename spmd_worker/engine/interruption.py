@@ -14,8 +14,8 @@ _MAX_CHARACTERS: Final = 2000
 
 
 class Interruption:
-    """One call on this rank, and what ends it: `own` is what a handler raised here, `agreed` the rank and the words that
-    the ranks ended the call for.
+    """One call on this rank, and what ends it: `own` is what a handler raised here, `agreed` the rank and the words for
+    which the ranks have ended it.
     """
 
     def __init__(self) -> None:
