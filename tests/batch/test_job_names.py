@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in MODEL.iterdir():
         Path("linked", path.name).symlink_to(tmp_path / "model" / path.name)
     Path("owners.json").write_text("{}")
+    os.mkfifo("pipe")
     return tmp_path
 
 
@@ -112,7 +113,7 @@ COLLISIONS = {
     ),
     "output that is a folder": ({"output": "inner"}, "exists and is not a regular file"),
     "output that names a folder": ({"output": "new/"}, "job.output=new/ names a folder"),
-    "metrics over a device": ({"prometheus_file": "/dev/null"}, "job.prometheus_file=/dev/null exists and is not a"),
+    "metrics over a FIFO": ({"prometheus_file": "pipe"}, "job.prometheus_file=pipe exists and is not a regular file"),
     "metrics over a folder": ({"prometheus_file": "inner"}, "job.prometheus_file=inner exists and is not a regular"),
     "run directory over the input": ({"run_dir": "rows.jsonl", "output": "new/out"}, "exists and is not a folder"),
 }

@@ -27,6 +27,7 @@ from spmd_worker.liveness.error_file import ErrorRecord, read_records, write_rec
 from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.metrics.step_stats import read_step_stats
+from spmd_worker.worker.trace_profiler import TraceProfiler
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 RECORD = ErrorRecord(0, 1e9, (RankStatus(0, RankHeartbeat(0, "n", 1, 1, 1, 2, "execute")),), Diagnosis((0,), "x"), "t")
@@ -207,6 +208,15 @@ def test_stacks_go_elsewhere_when_their_name_is_a_link(tmp_path: Path):
     (tmp_path / "stacks.rank0.txt").symlink_to("secret")
     assert write_stacks(tmp_path, 0) == "stderr"
     assert (tmp_path / "secret").read_bytes() == SECRET
+
+
+@pytest.mark.finding(number="C2")
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO"])
+def test_profile_is_written_over_no_link(tmp_path: Path, kind: str):
+    (tmp_path / "secret").write_bytes(SECRET)
+    links(kind, tmp_path / "trace.rank0.json", tmp_path / "secret")
+    with pytest.raises(OwnFileError, match=KINDS[kind]):
+        TraceProfiler(0).prepare_start(str(tmp_path))
 
 
 # Damage.
