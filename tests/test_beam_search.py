@@ -124,7 +124,7 @@ def test_beams_are_as_long_as_the_model_can_be(llm: LLM):
     prompt = random_prompt(509, 1)
     (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
     assert [len(each.tokens) for each in output.sequences] == [512, 512]
-    with pytest.raises(ValueError, match=r"has 512 tokens but model.max_model_len is 512"):
+    with pytest.raises(ValueError, match=r"has 512 tokens but max_model_len is 512"):
         llm.beam_search([random_prompt(512, 1)], BeamSearchParams(beam_width=2, max_tokens=9))
 
 

@@ -187,8 +187,8 @@ def test_ranks_that_make_no_whole_engine_are_a_clear_error(reports: list[Report]
     size = len(reports)
     for report in reports:
         assert report["error for too few ranks"] == (
-            f"parallel.tensor_parallel_size={size * 2} x parallel.pipeline_parallel_size=1 x "
-            f"parallel.data_parallel_size=1 is {size * 2} ranks an engine, but {size} were started: start a multiple "
+            f"tensor_parallel_size={size * 2} x pipeline_parallel_size=1 x "
+            f"data_parallel_size=1 is {size * 2} ranks an engine, but {size} were started: start a multiple "
             f"of {size * 2} (torchrun --nproc-per-node)"
         )
 

@@ -78,6 +78,6 @@ def test_more_samples_than_may_run_at_once_are_that_rows_error():
             PROMPTS[:2], [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)], on_error="row", use_tqdm=False
         )
     assert "best_of=4" in refused.error
-    assert "scheduler.max_num_seqs=3" in refused.error
+    assert "max_num_seqs=3: lower" in refused.error
     assert answered.error is None
     assert len(answered.outputs) == 1

@@ -78,7 +78,7 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
         ({"params": {}}, TypeError, "sampling is a dict: give SamplingParams"),
         ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "a prompt has no key multi_modal_data"),
         ({"prompt": []}, ValueError, "the prompt has no tokens"),
-        ({"prompt": "hello " * 999}, ValueError, "but model.max_model_len is"),
+        ({"prompt": "hello " * 999}, ValueError, "but max_model_len is"),
         ({"lora_request": "x"}, ValueError, "lora_request=x is refused"),
         ({"priority": 1}, ValueError, "priority is refused"),
         ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'} is refused"),

@@ -156,7 +156,7 @@ def test_a_job_writes_error_rows_and_counts_them(tmp_path: Path):
 
 def test_weights_that_are_not_finite_are_refused_by_name_unless_they_are_wanted():
     with pytest.raises(
-        CheckpointError, match=r"'model.embed_tokens.weight' has nan at \[128, 0\].*allow_nonfinite=true"
+        CheckpointError, match=r"'model.embed_tokens.weight' has nan at \[128, 0\].*allow_nonfinite=True"
     ):
         LLM(with_bad_token(FIRST_OF_SECOND_SHARD), **SMALL)
 
@@ -182,5 +182,5 @@ def test_where_they_are_wanted_new_weights_may_be_non_finite_too():
         # The form is looked at all the same.
         with pytest.raises(ValueError, match="has the shape"):
             llm.update_weights([("model.norm.weight", torch.full((3,), torch.nan))])
-    with LLM(clean(), **SMALL) as llm, pytest.raises(ValueError, match=r"not finite.*allow_nonfinite=true"):
+    with LLM(clean(), **SMALL) as llm, pytest.raises(ValueError, match=r"not finite.*allow_nonfinite=True"):
         llm.update_weights(tensors.items())

@@ -122,7 +122,7 @@ NO_ADAPTER = (
     "ValueError: lora_request=x is refused: there are no adapters; merge it into the checkpoint (PEFT's "
     "merge_and_unload)"
 )
-NO_SIZE = "ConfigError: parallel.tensor_parallel_size='2' must be a whole number"
+NO_SIZE = "ConfigError: tensor_parallel_size='2' must be a whole number"
 FAILED = "RankFailedError: rank {} failed before {}: {}"
 EXPECTED = {
     "parameters on rank 1": (FAILED.format(1, "generate", PARAMETERS.format(3)), PARAMETERS.format(3)),
