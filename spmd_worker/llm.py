@@ -710,6 +710,14 @@ class LLM:
             raise
         self.finish_weight_update()
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """All weights of the model, whole tensors by their checkpoint names: as `start_weight_update`, `update_weights`
+        and `finish_weight_update`, with what these raise. MissingWeightsError lists those that did not come.
+        """
+        with self.weight_update() as load:
+            for name, tensor in weights:
+                load(name, tensor)
+
     @_in_one_thread(is_alone=True)
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`, on every rank or on none; every rank calls this, with no request

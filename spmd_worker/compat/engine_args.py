@@ -8,7 +8,7 @@ import os
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from spmd_worker.compat.keywords import KEYWORDS, Keyword, own_arguments
 from spmd_worker.config.schema import (
@@ -22,6 +22,7 @@ from spmd_worker.config.schema import (
     checked_value,
 )
 from spmd_worker.errors import ConfigError
+from spmd_worker.names import hint
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
@@ -166,6 +167,10 @@ def _with_fields(made: Any) -> Any:
     return dataclass(init=False)(made)
 
 
+_BY_CLASSMETHOD: Final = "give the arguments to LLM.from_engine_args or LLMEngine.from_engine_args"
+_NOT_HERE: Final = {"create_engine_config": _BY_CLASSMETHOD, "create_model_config": _BY_CLASSMETHOD}
+
+
 @_with_fields
 class EngineArgs:
     """The arguments of `LLM(...)` as fields, for `LLM(**vars(args))`, `LLM.from_engine_args` and
@@ -190,6 +195,12 @@ class EngineArgs:
     def from_cli_args(cls, parsed: Namespace) -> "EngineArgs":
         """Of what such a parser has read; options of the caller's own are left aside."""
         return cls(**{name: getattr(parsed, name) for name in ("model", *KEYWORDS)})
+
+    if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """For names that are not here only."""
+            raise AttributeError(f"EngineArgs has no attribute {name!r}{hint(name, KEYWORDS, _NOT_HERE)}")
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         """Raises TypeError for a keyword that nobody knows, naming the nearest."""

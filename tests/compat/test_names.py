@@ -13,6 +13,7 @@ import spmd_worker
 from spmd_worker import (
     LLM,
     BeamSearchParams,
+    EngineArgs,
     LLMEngine,
     PoolingParams,
     SamplingParams,
@@ -70,6 +71,11 @@ def test_name_of_vllm_that_is_not_says_what_to_do(name: str):
             "module 'spmd_worker' has no attribute 'SamplingParam': did you mean Samp",
         ),
         (lambda _: spmd_worker.frobnicate, "module 'spmd_worker' has no attribute 'frobnicate'"),
+        (
+            lambda _: EngineArgs("a").max_num_seq,
+            "EngineArgs has no attribute 'max_num_seq': did you mean ",
+        ),
+        (lambda _: EngineArgs("a").create_engine_config, "'create_engine_config': give the arguments to LLM.from_eng"),
         (lambda llm: llm.generat, "LLM has no attribute 'generat': did you mean generate?"),
         (lambda llm: llm.llm_engin, "LLM has no attribute 'llm_engin': did you mean llm_engine?"),
         (lambda llm: llm.vllm_config, "LLM has no attribute 'vllm_config': a run's configuration is llm_engine.config"),

@@ -177,6 +177,15 @@ def test_without_the_commit_what_was_cached_is_found(llm: LLM, new: Any, monkeyp
     assert answers(llm) != new
 
 
+@pytest.mark.finding(number="D12")
+def test_load_weights_takes_all_or_names_what_lacks(llm: LLM, new: Any):
+    tensors = new_tensors()
+    with pytest.raises(MissingWeightsError, match=NORM):
+        llm.load_weights((name, tensor) for name, tensor in tensors.items() if name != NORM)
+    llm.load_weights(tensors.items())
+    assert answers(llm) == new
+
+
 CALLS: dict[str, Callable[[LLM], object]] = {
     "generate": answers,
     "gather": own_answers,
