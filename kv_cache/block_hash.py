@@ -7,6 +7,9 @@ A block's name contains everything that its bytes depend on:
     the adapter                             `adapter_id`, in the root
     how its row's positions are turned      `rope_regime`, in the root: fixed when the row is admitted
 
+and the `cache_salt` of its row, in the root, on which no byte depends: rows of another salt do not find it, so that
+nobody learns from how soon an answer begins what others have asked.
+
 So a name is a hash of the name before it and the block's tokens, and the first is made from a root that stands for the
 rest. No seed of the process enters: ranks, and a later run, come to the same names. The chaining is vLLM's
 (`hash_block_tokens`); 128 bits make a collision unthinkable by accident, and the person string keeps these hashes apart
@@ -24,13 +27,16 @@ NUM_HASH_BYTES: Final = 16
 _PERSON: Final = b"spmd-kv-block-1"
 
 
-def root_hash(weight_version: int = 0, adapter_id: int = 0, rope_regime: int = 0) -> BlockHash:
+def root_hash(
+    weight_version: int = 0, adapter_id: int = 0, rope_regime: int = 0, cache_salt: str | None = None
+) -> BlockHash:
     """What stands before the first block: `adapter_id` 0 is the model without an adapter, `rope_regime` is the
     request's.
 
     Another version of the weights is another root, so no block computed with old weights is ever found again.
     """
-    return _digest(struct.pack("<qqq", weight_version, adapter_id, rope_regime))
+    salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8")
+    return _digest(struct.pack("<qqq", weight_version, adapter_id, rope_regime) + salt)
 
 
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:

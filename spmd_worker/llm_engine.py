@@ -126,7 +126,7 @@ class LLMEngine(Engine):
     def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams, text: str | None) -> RequestId:
         if isinstance(params, PoolingParams):
             return self._add_pooled(encoded, params, text)
-        number = super().add_request(encoded.token_ids, params, prompt=text)
+        number = super().add_request(encoded.token_ids, encoded.salted(params), prompt=text)
         self._watch(number, params, text)
         return number
 
@@ -137,7 +137,7 @@ class LLMEngine(Engine):
             raise ValueError(encoded.error)
         assert config is not None, "of a run that pools"
         assert encoded.pooling is not None, "as it was taken"
-        token_ids, sampling = encoded.token_ids, pooled_sampling(encoded.pooling, config)
+        token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
         self.check_request(token_ids, sampling, encoded.pooling)
         return self.admit_request(token_ids, sampling, prompt=text, pooling=encoded.pooling)
 

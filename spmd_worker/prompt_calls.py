@@ -115,6 +115,10 @@ class PromptCalls:
                     each.error = "structured_outputs and tool_choice both say the answer's form: leave one out"
                 elif each.form is not None:
                     params[index] = replace(params[index], structured_outputs=each.form).frozen()
+                try:
+                    params[index] = each.salted(params[index])
+                except ValueError as error:
+                    each.error = each.error or str(error)
             deliver_signals()
             return list(zip(encoded, params, strict=True))
 
@@ -162,6 +166,7 @@ class PromptCalls:
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _NOTHING_BEFORE
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
+                both.cache_salt = encoded.cache_salt
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
                 joined.append(both)
             return joined
@@ -192,6 +197,8 @@ class PromptCalls:
             for each in encoded:
                 if each.error is not None:
                     raise ValueError(each.error)
+                if each.cache_salt is not None:
+                    raise ValueError("cache_salt is not supported by beam_search: leave it out")
                 engine.check_request(each.token_ids, params.step_params)
             return [each.token_ids for each in encoded], asdict(params)
 

@@ -344,6 +344,7 @@ CHOICES = {
     "bad_words_ids": [(), (), (), ((5,),), ((3,), (3, 3))],
     "truncate_prompt_tokens": [None, None, -1, 1, 30],
     "skip_reading_prefix_cache": [None, True, False],
+    "cache_salt": [None, None, "a", "b"],
 }
 
 

@@ -166,7 +166,7 @@ def test_rows_of_one_regime_share_their_keys_and_others_do_not():
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_the_comparison_sees_names_without_the_regime(rope_type: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: names as they were, of tokens, weights and adapter alone."""
-    monkeypatch.setattr(allocator_module, "root_hash", lambda weight_version, rope_regime: root_hash(weight_version))
+    monkeypatch.setattr(allocator_module, "root_hash", lambda weight_version, **others: root_hash(weight_version))
     rows = prompts()
     with make(rope_type) as llm:
         assert [answers(llm, [row])[0] for row in rows] != cold(rope_type)

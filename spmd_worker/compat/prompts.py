@@ -10,6 +10,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
 from spmd_worker.sequence.request import as_token_ids
+from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -21,6 +22,7 @@ class TextPrompt(TypedDict):
     """A prompt of text, as vLLM names it: a dict."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -28,6 +30,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 PromptType = str | TextPrompt | TokensPrompt
@@ -36,6 +39,7 @@ PromptType = str | TextPrompt | TokensPrompt
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 _EMPTY_KEYS: Final = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids")
 """More keys of vLLM's, which may ask for nothing."""
+_SALT_KEY: Final = "cache_salt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,13 @@ class Encoded:
     """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters. `pooling` is as
     `taken_pooling` leaves it, None for a prompt that is answered. `is_ids`: it came as ids, and `text` is what the
     caller says that they are. Of a `pair`, `num_first_tokens` are the first text's. `form` is what the prompt itself
-    asks of its answers, None where they are free.
+    asks of its answers, None where they are free. `cache_salt` None is that of the parameters.
     """
 
-    __slots__ = ("error", "form", "is_ids", "num_first_tokens", "pair", "pooling", "rope_regime", "text", "token_ids")
+    __slots__ = (
+        *("cache_salt", "error", "form", "is_ids", "num_first_tokens", "pair", "pooling", "rope_regime", "text"),
+        "token_ids",
+    )
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
@@ -63,6 +70,11 @@ class Encoded:
         self.pair: TextPair | None = None
         self.num_first_tokens: int | None = None
         self.form: StructuredOutputsParams | None = None
+        self.cache_salt: str | None = None
+
+    def salted(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the prompt's salt. Raises ValueError for what is none."""
+        return params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
 
 
 def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
@@ -138,6 +150,10 @@ def _count_first(encoded: Encoded, num_dropped: int) -> None:
 
 
 def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
+    if _SALT_KEY in prompt:
+        salted = _encode_mapping({key: each for key, each in prompt.items() if key != _SALT_KEY}, need_tokenizer)
+        salted.cache_salt = prompt[_SALT_KEY]
+        return salted
     unknown = [
         str(key) for key in prompt if key not in _PROMPT_KEYS and (key not in _EMPTY_KEYS or not _is_empty(prompt[key]))
     ]

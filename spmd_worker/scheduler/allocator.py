@@ -220,4 +220,9 @@ class Allocator:
 
     def _root_of(self, sequence: Sequence) -> BlockHash:
         """See `kv_cache/block_hash.py` for what must be in it."""
-        return root_hash(weight_version=self._weight_version, rope_regime=sequence.request.rope_regime)
+        request = sequence.request
+        return root_hash(
+            weight_version=self._weight_version,
+            rope_regime=request.rope_regime,
+            cache_salt=request.sampling.cache_salt,
+        )

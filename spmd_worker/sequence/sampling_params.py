@@ -26,6 +26,7 @@ ALL_LOGPROBS: Final = -1
 """In the place of a number of alternatives: the whole vocabulary."""
 
 _MAX_SAMPLES: Final = 1024
+_MAX_SALT: Final = 1024
 
 
 class RequestOutputKind(IntEnum):
@@ -47,6 +48,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "bad_words_ids": "only here: bad words as token ids",
     "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
     "skip_reading_prefix_cache": "`prompt_logprobs` implies it",
+    "cache_salt": "only here; in prompts and bodies too, as in vLLM",
     "structured_outputs": "a mapping too; needs the extra `structured`; the answer ends with an end-of-sequence token, "
     "allowed exactly where the form can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
     "`structural_tag` is refused",
@@ -116,8 +118,9 @@ class SamplingParams(_Freezable):
     space, as the model's tokenizer spells them; `bad_words_ids` are the same as token ids, each a sequence whose last
     token is forbidden where prompt and output end in those before it. What would leave no token at all to sample is not
     forbidden. `truncate_prompt_tokens` k keeps the last k tokens of the prompt, -1 as many as leave room for
-    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache. `structured_outputs` is
-    the form that the whole answer has; no other parameter makes a token possible that the form forbids.
+    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache. With `cache_salt`
+    only what rows of the same salt have left there is found. `structured_outputs` is the form that the whole answer
+    has; no other parameter makes a token possible that the form forbids.
 
     Fields may be assigned: a request takes a frozen copy, in which everything is checked again. What `WITHOUT_EFFECT`
     and `REFUSED` name is here so that scripts for vLLM run, or say why not.
@@ -165,6 +168,7 @@ class SamplingParams(_Freezable):
     best_of: int | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     logits_processors: Any = field(default=None, metadata=NOT_SENT)
     guided_decoding: Any = field(default=None, metadata=NOT_SENT)
     use_beam_search: Any = field(default=False, metadata=NOT_SENT)
@@ -409,6 +413,14 @@ def _plain_texts(name: str, texts: Sequence[str]) -> tuple[str, ...]:
     return plain
 
 
+def _as_salt(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_SALT:
+        raise ValueError(f"cache_salt={shown(value)} must be text of 1 to {_MAX_SALT} characters")
+    return _plain_texts("cache_salt", (value,))[0]
+
+
 def _as_bad_words(value: Any) -> tuple[str, ...]:
     """Each once, in order."""
     words = (value,) if isinstance(value, str) else value if value is not None else ()
@@ -504,6 +516,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "bad_words": _as_bad_words,
     "bad_words_ids": _as_bad_words_ids,
     "allowed_token_ids": _as_allowed_token_ids,
+    "cache_salt": _as_salt,
     "output_kind": _as_output_kind,
     "structured_outputs": as_structured_outputs,
     "guided_decoding": as_structured_outputs,

@@ -137,7 +137,7 @@ def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:
     """The name of a request that was given none: a digest of all that its answer depends on."""
-    asked = {key: value for key, value in body.items() if key not in IGNORED_KEYS}
+    asked = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
     text = json.dumps([url, asked], sort_keys=True, separators=(",", ":"))
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"
 

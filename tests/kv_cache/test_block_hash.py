@@ -99,3 +99,18 @@ def test_names_are_equal_just_as_far_as_all_tokens_are(first, second, block_size
 
 def num_leading_equals(first, second):
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
+
+
+SALTS = st.none() | st.text(min_size=1, max_size=4)
+ROOTS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), SALTS)
+
+
+@pytest.mark.finding(number="D16")
+@given(ROOTS, ROOTS)
+def test_roots_are_equal_just_where_all_they_stand_for_is(first, second):
+    assert (root_hash(*first) == root_hash(*second)) == (first == second)
+
+
+@pytest.mark.finding(number="D16")
+def test_a_salt_names_everything_otherwise():
+    assert not set(names(TOKENS, cache_salt="a")) & (set(names(TOKENS)) | set(names(TOKENS, cache_salt="b")))

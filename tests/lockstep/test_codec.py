@@ -89,6 +89,7 @@ FULL_SAMPLING = SamplingParams(
     bad_words=("bad", "word"),
     bad_words_ids=((5, 6), (9,)),
     skip_reading_prefix_cache=True,
+    cache_salt="a tenant",
 )
 FULL_MESSAGE = StepMessage(
     step=9,

@@ -149,7 +149,7 @@ def test_other_weights_are_other_names_whatever_was_forgotten(monkeypatch: pytes
 
 
 def test_the_contents_see_old_weights_that_are_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(residency_module, "root_hash", lambda weight_version, rope_regime: bytes(16))
+    monkeypatch.setattr(residency_module, "root_hash", lambda weight_version, rope_regime, cache_salt: bytes(16))
     monkeypatch.setattr(CacheManager, "reset_prefix_cache", lambda self: None)
     run = asked_once(tokens(1, 13))
     run.set_weight_version(1)
