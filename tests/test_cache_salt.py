@@ -106,6 +106,12 @@ def test_bodies_have_salts():
                 assert server.client.ask(path, plain | ({} if salt is None else {"cache_salt": salt}))[0] == 200
                 found.append(server.engine.counters.num_cached_prompt_tokens > before)
             assert found == FOUND
+        # A request without a seed draws by its content, of which the salt is no part.
+        drawn = [
+            server.client.ask("/v1/completions", {**body, "temperature": 2.0, "max_tokens": 20, **more})[1]["choices"]
+            for more in ({}, {"cache_salt": "a"})
+        ]
+        assert drawn[0] == drawn[1]
         status, said, _ = server.client.ask("/v1/completions", {**body, "cache_salt": ""})
         assert (status, said["error"]["code"]) == (400, "invalid_value")
 

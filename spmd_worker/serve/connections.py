@@ -91,7 +91,7 @@ class Connections:
                 # It has left already.
                 continue
             except OSError as error:
-                self._wait_for_descriptors(error)
+                self._wait(error)
                 return
             accepted.setblocking(False)
             join = self._loop.connect_accepted_socket(lambda: self._make(self), accepted)
@@ -115,18 +115,19 @@ class Connections:
         oldest.end()
         return True
 
-    def _wait_for_descriptors(self, error: OSError) -> None:
-        if error.errno not in _SHORTAGES:
-            raise error
+    def _wait(self, error: OSError) -> None:
+        """There are no descriptors, or the network has a fault: both are tried again a little later."""
+        is_short = error.errno in _SHORTAGES
         now_s = self._loop.time()
         if now_s - self._said_s >= _SAID_S:
             self._said_s = now_s
             logger.warning(
-                "no connection can be accepted (%s): %d are open; raise the limit of open files (ulimit -n)",
+                "no connection can be accepted (%s): %d are open%s",
                 error.strerror,
                 len(self._open),
+                "; raise the limit of open files (ulimit -n)" if is_short else "",
             )
-        for _ in range(_AT_A_TIME):
+        for _ in range(_AT_A_TIME if is_short else 0):
             self._make_room()
         self._pause()
         self._loop.call_later(_PAUSE_S, self._listen)

@@ -122,6 +122,7 @@ class _Sent:
     num_logprobs: int = 0
     offset: int = 0
     has_ended: bool = False
+    has_prompt_ids: bool = False
     text: MarkedText | None = None
     answer: AnswerStream | None = None
 
@@ -147,13 +148,13 @@ class ChunkWriter:
             output = echoed(self.row, output)
         found = []
         for completion in output.outputs:
-            sent = self._sent.get(completion.index)
-            is_first, num_tokens = sent is None, 0 if sent is None else sent.num_tokens
+            before = self._sent.get(completion.index)
+            num_tokens = 0 if before is None else before.num_tokens
             choice = self._choice(completion)
             if choice is not None:
                 chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
                 if self.row.returns_token_ids:
-                    self._add_token_ids(chunk, completion.token_ids[num_tokens:], is_first=is_first)
+                    self._add_token_ids(chunk, completion.token_ids[num_tokens:], self._sent[completion.index])
                 found.append(chunk)
         return found
 
@@ -161,11 +162,12 @@ class ChunkWriter:
         """The usage of all prompts."""
         return self._chunk([]) | {"usage": _counts([echoed(self.row, output) for output in outputs])}
 
-    def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], *, is_first: bool) -> None:
+    def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], sent: _Sent) -> None:
         """As vLLM's chunks have them: the prompt's once."""
         (choice,) = chunk["choices"]
         choice["token_ids"] = list(token_ids)
-        if is_first:
+        if not sent.has_prompt_ids:
+            sent.has_prompt_ids = True
             prompt = chunk if self.row.kind == "chat" else choice
             prompt["prompt_token_ids"] = list(self.row.prompt_token_ids)
 

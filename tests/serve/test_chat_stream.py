@@ -125,6 +125,24 @@ def test_call_that_quotes_markers_is_streamed_and_whole(name: str, tmp_path: Pat
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
 
 
+@pytest.mark.finding(number="D3")
+def test_chunks_of_calls_have_all_ids(tmp_path: Path):
+    """What is held back shows in no chunk; its ids come with the next."""
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes"))
+    served = served_row(tokenizer, tools=TOOLS, n=2, return_token_ids=True)
+    chunks, whole = streamed_and_whole(tokenizer, served, CHAT_MODELS["hermes"].call, "hello")
+    shown: dict[int, list[int]] = {0: [], 1: []}
+    prompts: list[int] = []
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        shown[choice["index"]] += choice["token_ids"]
+        if "prompt_token_ids" in chunk:
+            assert chunk["prompt_token_ids"] == whole["prompt_token_ids"] == list(served.row.prompt_token_ids)
+            prompts.append(choice["index"])
+    assert sorted(prompts) == [0, 1]
+    assert [shown[index] for index in (0, 1)] == [choice["token_ids"] for choice in whole["choices"]]
+
+
 def test_content_before_a_call_is_streamed_and_the_call_is_one_chunk(tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes"))
     served = served_row(tokenizer, tools=TOOLS)

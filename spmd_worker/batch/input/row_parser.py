@@ -49,7 +49,6 @@ ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_
 
 _DEFAULT_LIMITS: Final = RowLimits()
 _NO_FORMAT: Final = ChatFormat()
-_MAX_TOKEN_ID: Final = 2**31
 _MOST_TOKENS_KEY: Final = "limits.max_prompt_tokens"
 
 
@@ -154,9 +153,9 @@ def resolve(
         check_template(row, chat_format)
         text, token_ids = encode(row.prompt, tokenizer, _length_check(row, tokenizer, engine, limits))
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
-        echo = _echo(row, text, token_ids, tokenizer)
         sampling = formed_sampling(row, text, tokenizer, chat_format)
         engine.check(token_ids, sampling)
+        echo = _echo(row, text, token_ids, tokenizer)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
             message = f"the prompt has {len(token_ids)} tokens, more than {_MOST_TOKENS_KEY}="
             raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
@@ -179,15 +178,12 @@ def resolve(
 
 
 def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> Echo | None:
-    if row.echo is None or not token_ids:
+    if row.echo is None:
         return None
     if tokenizer is None:
         raise RowProblem("tokenizer_missing", "echo needs the model's tokenizer.json: leave it out")
     if text is None or row.sampling.truncate_prompt_tokens is not None:
-        # Of ids that are outside the vocabulary the engine says so.
-        known = [each for each in token_ids if 0 <= each < _MAX_TOKEN_ID]
-        text = tokenizer.decode(known, skip_special_tokens=row.sampling.skip_special_tokens)
-        return Echo(text, tokenizer.token_text(known[0]) if known else "", row.echo == "prompt")
+        text = tokenizer.decode(token_ids, skip_special_tokens=row.sampling.skip_special_tokens)
     return Echo(text, tokenizer.token_text(token_ids[0]), row.echo == "prompt")
 
 
