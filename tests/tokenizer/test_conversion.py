@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizer_folders import CHATML, write_byte_level
 
+from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.errors import TokenizerError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -139,6 +140,24 @@ def many_texts() -> list[str]:
     drawn = ["".join(random.choice(characters) for _ in range(random.randrange(1, 20))) for _ in range(200)]
     texts = [*TEXTS[:2], *CORPUS[:4], "two  spaces", "trailing ", "x\r\ny", "e\u0301", "…", *drawn]
     return [text for text in texts if text.strip() and not text[0].isspace()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "tokenizer_class"), [("bpe", AS_LLAMA, "LlamaTokenizer"), ("unigram", AS_T5, "T5Tokenizer")]
+)
+def test_sampling_of_a_sentencepiece_model_is_off(
+    kind: str, settings: dict[str, Any], tokenizer_class: str, tmp_path: Path
+):
+    """`sp_model_kwargs` are for training."""
+    folder = write_model(tmp_path, train(kind, **settings), tokenizer_class)
+    expected = Tokenizer.open(folder).encode(TEXTS[0])
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["sp_model_kwargs"] = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.open(folder)
+    assert [tokenizer.encode(TEXTS[0]) for _ in range(6)] == [expected] * 6
+    theirs = script_tokenizer(tokenizer, folder)
+    assert [theirs.encode(TEXTS[0]) for _ in range(6)] == [expected] * 6
 
 
 @pytest.mark.matrix
