@@ -23,13 +23,13 @@ ROWS: list[Any] = [
 
 
 def refuse_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = Tokenizer._encoding
+    encode = Tokenizer.encode
 
     def short_alone(tokenizer: Tokenizer, text: str, *arguments: Any, **more: Any) -> Any:
         assert len(text) < CHARACTERS // 2, "a long text is encoded"
-        return encoding(tokenizer, text, *arguments, **more)
+        return encode(tokenizer, text, *arguments, **more)
 
-    monkeypatch.setattr(Tokenizer, "_encoding", short_alone)
+    monkeypatch.setattr(Tokenizer, "encode", short_alone)
 
 
 @pytest.mark.finding(number="B1")
@@ -50,7 +50,7 @@ def test_row_that_is_cut_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (cut,) = answers_of_job(tmp_path, MODEL, [row])
     assert (cut["error"], cut["usage"]["prompt_tokens"]) == (None, 8)
     # Negative control: such a row does need its text encoded.
-    monkeypatch.setattr(Tokenizer, "_encoding", lambda *_, **more: pytest.fail("encoded"))
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **more: pytest.fail("encoded"))
     (tmp_path / "again").mkdir()
     with pytest.raises(pytest.fail.Exception, match="encoded"):
         answers_of_job(tmp_path / "again", MODEL, [row])

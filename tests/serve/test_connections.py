@@ -259,13 +259,13 @@ WAYS = {
 @pytest.mark.finding(number="B2")
 @pytest.mark.parametrize("way", WAYS)
 def test_large_text_is_not_encoded(client: Client, monkeypatch: pytest.MonkeyPatch, way: str):
-    encoding = Tokenizer._encoding
+    encode = Tokenizer.encode
 
     def short_alone(tokenizer: Tokenizer, text: str, *arguments: Any, **more: Any) -> Any:
         assert len(text) < 1 << 18, "a long text is encoded"
-        return encoding(tokenizer, text, *arguments, **more)
+        return encode(tokenizer, text, *arguments, **more)
 
-    monkeypatch.setattr(Tokenizer, "_encoding", short_alone)
+    monkeypatch.setattr(Tokenizer, "encode", short_alone)
     path, body = WAYS[way]
     status, said, _ = client.ask(path, body("word and more " * 40_000))
     assert (status, said["error"]["code"]) == (400, "prompt_too_long")
