@@ -48,7 +48,10 @@ class SchemaProblem(ValueError):
 
 def exact_schema(schema: Any) -> Any:
     """A copy, changed where it must be. Raises SchemaProblem."""
-    exact = _exact(schema)
+    try:
+        exact = _exact(schema)
+    except RecursionError:
+        raise SchemaProblem("the schema is nested too deeply") from None
     if isinstance(exact, dict) and not _has_other_controls(exact):
         own = exact.get("x-guidance")
         # Else a name that the schema has could be written as another: "\u0061" for "a".

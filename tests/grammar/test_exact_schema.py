@@ -17,7 +17,8 @@ from run_folder import made_once
 
 from spmd_worker import PromptsRefusedError, SamplingParams, StructuredOutputsParams
 from spmd_worker.batch.input.row_parser import parse_row, resolve
-from spmd_worker.batch.row import Row, RowError
+from spmd_worker.batch.row import EncodedRow, Row, RowError
+from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.grammar import forms
 from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.forms import GrammarError
@@ -234,6 +235,33 @@ def test_endless_grammars_are_refused_in_words(grammar: str) -> None:
 def test_schemas_inside_grammars_are_refused_too(grammar: str) -> None:
     with pytest.raises(GrammarError, match="is not exact"):
         compiler().check(StructuredOutputsParams(grammar=grammar))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_of_tools_are_refused_too(choice: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"const": N}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice, "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    row = parse_row(0, json.dumps(line).encode(), SamplingParams())
+    assert isinstance(row, Row), row
+    with open_model(made_once("constrained", write_model)) as llm:
+        engine = llm.llm_engine
+        resolved = resolve(row, engine.tokenizer, engine.limits, chat_format=ChatFormat("hermes", "none", True))
+    if choice == "required":
+        assert isinstance(resolved, RowError)
+        assert (resolved.code, f"const={N} is not exact" in resolved.message) == ("grammar_refused", True)
+    else:
+        # Nothing holds the answer to a call.
+        assert isinstance(resolved, EncodedRow)
+
+
+def test_schemas_that_are_nested_too_deeply_are_refused() -> None:
+    deep: dict[str, Any] = {"type": "null"}
+    for _ in range(900):
+        deep = {"items": deep}
+    with pytest.raises(GrammarError):
+        compiler().check(StructuredOutputsParams(grammar=f"start: %json {json.dumps(deep)}"))
 
 
 def test_half_a_surrogate_pair_is_refused_in_words() -> None:
