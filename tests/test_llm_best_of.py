@@ -72,12 +72,13 @@ def test_the_best_of_equal_greedy_samples_is_the_one_answer(llm: LLM):
     assert tokens(run(llm, replace(greedy, n=2, best_of=3))) == [[one, one] for (one,) in tokens(run(llm, greedy))]
 
 
-def test_more_samples_than_may_run_at_once_are_that_rows_error():
-    with LLM(checkpoint_folder(NAME), num_blocks=300, max_num_seqs=3) as llm:
-        (refused, answered) = llm.generate(
-            PROMPTS[:2], [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)], on_error="row", use_tqdm=False
-        )
-    assert "best_of=4" in refused.error
-    assert "max_num_seqs=3: lower" in refused.error
-    assert answered.error is None
-    assert len(answered.outputs) == 1
+@pytest.mark.finding(number="D2")
+def test_more_samples_than_may_run_at_once_are_ranked():
+    params = [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)]
+    answers = []
+    for max_num_seqs in (3, 64):
+        with LLM(checkpoint_folder(NAME), num_blocks=300, max_num_seqs=max_num_seqs) as llm:
+            outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+            answers.append(tokens([output.outputs for output in outputs]))
+    assert answers[0] == answers[1]
+    assert [len(each) for each in answers[0]] == [1, 1]

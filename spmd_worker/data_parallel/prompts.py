@@ -53,7 +53,9 @@ def answer_alone(engine: LLMEngine, prompts: list[RoundPrompt], on_answered: OnA
         for prompt in prompts:
             run.add(prompt)
         while engine.has_unfinished_requests():
-            on_answered(run.step())
+            num_answered = run.step()
+            if not interruption.is_ending:
+                on_answered(num_answered)
     interruption.check()
     return run.outputs
 
@@ -77,6 +79,8 @@ def answer_together(
             if interruption.is_ending:
                 round_.interrupt()
         progress.show()
+        # The last that the others hear of: a replica may have had nothing to do.
+        interruption.look()
     shared: dict[int, RequestOutput] = {}
     with engine.exchanging():
         payloads = engine.engine_channel.collect(_pack(interruption.own_text, outputs))
