@@ -184,7 +184,9 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
         raise RowProblem("tokenizer_missing", "echo needs the model's tokenizer.json: leave it out")
     if text is None or row.sampling.truncate_prompt_tokens is not None:
         text = tokenizer.decode(token_ids, skip_special_tokens=row.sampling.skip_special_tokens)
-    return Echo(text, tokenizer.token_text(token_ids[0]), row.echo == "prompt")
+    # As it stands at the beginning of a text.
+    first = tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+    return Echo(text, first, row.echo == "prompt")
 
 
 def _length_check(
