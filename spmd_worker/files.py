@@ -168,7 +168,7 @@ def open_regular_file(path: Path, size: str = "") -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file: give one{size}")
-    return open(path, "rb", opener=lambda name, flags: descriptor)
+    return open(descriptor, "rb")
 
 
 def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:

@@ -108,5 +108,5 @@ def test_replicas_whose_copies_advise_other_sampling_do_not_start(tmp_path: Path
     done = ranks.run_ranks(COPIES, 2, timeout_s=240, arguments=[tmp_path / "one", tmp_path / "other"])
     told = done.stdout.splitlines()
     assert len(told) == 2, done.output
-    assert "default sampling.repetition_penalty" in told[0], done.output
+    assert "default override_generation_config['repetition_penalty']" in told[0], done.output
     assert "1.25" in told[0], done.output

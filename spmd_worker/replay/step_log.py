@@ -141,9 +141,9 @@ class StepLog:
         """The payloads in order, read as they are asked for; may be called again."""
         with open_regular_file(self.path) as stream:
             stream.seek(len(_MAGIC))
-            _read_payload(stream)
+            _read_payload(self.path, stream)
             for _ in range(self.num_messages):
-                yield _read_payload(stream)
+                yield _read_payload(self.path, stream)
 
 
 def read_step_log(path: Path) -> StepLog:
@@ -212,12 +212,12 @@ def _frame(payload: bytes) -> bytes:
     return _HEAD.pack(_MARKER, len(payload), crc32(payload, crc32(length))) + payload
 
 
-def _read_payload(stream: BinaryIO) -> bytes:
+def _read_payload(path: Path, stream: BinaryIO) -> bytes:
     """The next frame of a log that `read_step_log` has checked."""
     head = stream.read(_HEAD.size)
     payload = stream.read(_HEAD.unpack(head)[1]) if len(head) == _HEAD.size else b""
     if not head or _frame(payload)[: _HEAD.size] != head:
-        raise StepLogError(f"{stream.name} changed while it was read")
+        raise StepLogError(f"{path} changed while it was read")
     return payload
 
 

@@ -91,7 +91,7 @@ def test_a_worker_class_of_ones_own_runs_under_a_launcher_when_it_joins_groups_a
     assert done.returncode == 0, done.output
     for rank in ("0", "1"):
         assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
-            "executor.worker_cls=plain_worker.PlainWorker has no process groups after init_device, and the layout has "
+            "worker_cls=plain_worker.PlainWorker has no process groups after init_device, and the layout has "
             "2 ranks that must agree on each step: have init_device set self.groups = join_groups(layout, environment, "
             "device, timeout_s) of spmd_worker.distributed.groups",
             "[9, 9, 9]",

@@ -90,6 +90,6 @@ def test_with_tensor_parallelism_tokens_are_the_same_and_logprobs_near(alone: li
 
 
 def test_replicas_are_for_ranks_that_a_launcher_starts():
-    words = r"data_parallel_size=2 cannot run with executor\.backend=multiproc.*torchrun"
+    words = r"data_parallel_size=2 cannot run with distributed_executor_backend=multiproc.*torchrun"
     with pytest.raises(ConfigError, match=words):
         answers(data_parallel_size=2)
