@@ -143,7 +143,7 @@ def test_what_the_code_imports_is_among_the_dependencies():
 
 
 def test_every_tool_has_its_command_and_every_extra_is_pinned():
-    tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")} - {"program"}
+    tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")} - {"program", "run_dir"}
     assert SETTINGS["project"]["scripts"] == {
         "spmd-worker": "launch:main",
         **{f"spmd-worker-{tool}": f"spmd_worker.tools.{tool}:main" for tool in tools},

@@ -37,7 +37,7 @@ class AnswerGrammar:
             raise MessageProblem(
                 "unsupported_value",
                 "tool_choice asks for a call, and the chat template does not say in which form this model writes "
-                "calls: set model.tool_call_format (tool_call_format of LLM.chat), or use tool_choice='auto'",
+                "calls: set model.tool_call_format, or use tool_choice='auto'",
             )
         if not request.must_call and request.schema is None:
             return None

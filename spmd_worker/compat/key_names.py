@@ -26,7 +26,9 @@ _PYTHONIC: Final = {"true": "True", "false": "False", "null": "None"}
 def _names() -> dict[str, str]:
     """Key of the configuration -> the keyword of `LLM`, or words where there is none."""
     own = {(kind, key or name): name for kind, names in GROUPS.items() for name, key in names.items()}
-    names = {"model.path": "model"}
+    # The last two are arguments of `chat` and `chat_messages`.
+    own_names = ("tool_call_format", "reasoning_format")
+    names = {"model.path": "model", **{f"model.{name}": name for name in own_names}}
     for group, hint in typing.get_type_hints(RunConfig).items():
         if not dataclasses.is_dataclass(hint):
             continue

@@ -45,10 +45,7 @@ def _values(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
 
 
 def _entries(logprobs: TokenLogprobs) -> list[list[Any]]:
-    return [
-        [token_id, *entry[:-1], None if entry.token_bytes is None else list(entry.token_bytes)]
-        for token_id, entry in logprobs.items()
-    ]
+    return [[token_id, *entry] for token_id, entry in logprobs.items()]
 
 
 def _output(values: dict[str, Any]) -> RequestOutput:
@@ -70,6 +67,6 @@ def _completion(values: dict[str, Any]) -> CompletionOutput:
 
 def _position(entries: list[list[Any]]) -> TokenLogprobs:
     return {
-        token_id: Logprob(logprob, rank, token, None if own_bytes is None else bytes(own_bytes))
+        token_id: Logprob(logprob, rank, token, None if own_bytes is None else tuple(own_bytes))
         for token_id, logprob, rank, token, own_bytes in entries
     }

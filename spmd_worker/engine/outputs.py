@@ -174,7 +174,7 @@ def spelled_logprobs(
     spelled = texts.spell([list(each) for each in positions], is_last=is_last)
     return [
         {
-            token_id: Logprob(entry.logprob, entry.rank, *token_text)
+            token_id: Logprob(entry.logprob, entry.rank, token_text.text, tuple(token_text.own_bytes))
             for (token_id, entry), token_text in zip(position.items(), found, strict=True)
         }
         for position, found in zip(positions, spelled, strict=True)
@@ -210,14 +210,14 @@ def _cut_logprobs(logprobs: list[TokenLogprobs], num_characters: int) -> list[To
     if num_left:
         (token_id, entry), *others = logprobs[number].items()
         shown = (entry.decoded_token or "")[:num_left]
-        first = entry._replace(decoded_token=shown, token_bytes=shown.encode("utf-8", "surrogatepass"))
+        first = entry._replace(decoded_token=shown, token_bytes=tuple(shown.encode("utf-8", "surrogatepass")))
         cut[number - num_whole] = {token_id: first, **dict(others)}
     return [*logprobs[:num_whole], *cut]
 
 
 def _without_bytes(position: TokenLogprobs) -> TokenLogprobs:
     (token_id, entry), *others = position.items()
-    return {token_id: entry._replace(token_bytes=b""), **dict(others)}
+    return {token_id: entry._replace(token_bytes=()), **dict(others)}
 
 
 def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:

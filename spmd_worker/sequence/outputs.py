@@ -16,14 +16,14 @@ class Logprob(NamedTuple):
     """Log-probability of one token, its rank (1 is the likeliest) and, when there is a tokenizer, its text and bytes.
 
     `decoded_token` is what it adds to the text before it, "" for the first parts of a character, and `token_bytes` are
-    its own. A token that is left out of the text (special ones that are skipped, what a stop string cut off) has its
-    name and no bytes.
+    its own, as numbers. A token that is left out of the text (special ones that are skipped, what a stop string cut
+    off) has its name and no bytes.
     """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
-    token_bytes: bytes | None = None
+    token_bytes: tuple[int, ...] | None = None
 
 
 TokenLogprobs = dict[int, Logprob]

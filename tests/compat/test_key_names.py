@@ -155,4 +155,5 @@ def test_text_that_is_no_key_stays():
         assert in_keywords(text) == text
     assert in_keywords("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
     assert in_keywords("raise cache.num_blocks.") == "raise num_gpu_blocks_override."
-    assert {*KEYWORDS, "model"} >= {name for name in KEY_NAMES.values() if name.isidentifier()}
+    of_calls = ("tool_call_format", "reasoning_format")
+    assert {*KEYWORDS, "model", *of_calls} >= {name for name in KEY_NAMES.values() if name.isidentifier()}

@@ -128,7 +128,10 @@ def test_plain_script_without_main_guard_starts_workers(tmp_path: Path, how: str
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size=2 cannot run with executor.backend=multiproc, which runs one"),
+        (
+            {"data_parallel_size": 2},
+            "cannot run with distributed_executor_backend=multiproc, which runs one replica",
+        ),
         (
             {"tensor_parallel_size": 2, "worker_extension_cls": "__main__.Mine"},
             "'__main__.Mine' is a class of a script, which worker processes do not run: put it into a module",

@@ -1,5 +1,6 @@
 """Log-probabilities' texts, bytes and offsets: those of the answer's text, whole, streamed and in a job's rows."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,8 +100,9 @@ def test_log_probabilities_of_an_output_have_bytes():
     with LLM(MODEL, num_blocks=64) as llm:
         (output,) = llm.generate(["add 😀 é ="], params, use_tqdm=False)
     (completion,) = output.outputs
+    json.dumps(completion.logprobs)
     entries = [next(iter(each.values())) for each in completion.logprobs or []]
-    assert b"".join(each.token_bytes or b"" for each in entries).decode("utf-8", "replace") == completion.text
+    assert b"".join(bytes(each.token_bytes or ()) for each in entries).decode("utf-8", "replace") == completion.text
     positions = output.prompt_logprobs or []
     prompt = [position[i] for position, i in zip(positions, output.prompt_token_ids, strict=True) if position]
     first = TOKENIZER.decode(output.prompt_token_ids[:1])

@@ -42,7 +42,7 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
     if output.prompt_logprobs is not None:
         # Nothing comes before the first token: `drop_first_logprob` leaves its text.
         # A token that the tokenizer put before the text (BOS) adds nothing to it.
-        own_bytes = None if row.echo.text.startswith(row.echo.first_token) else b""
+        own_bytes = None if row.echo.text.startswith(row.echo.first_token) else ()
         first = {row.prompt_token_ids[0]: Logprob(0.0, 1, row.echo.first_token, own_bytes)}
         prompt = [first if position is None else position for position in output.prompt_logprobs]
     return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
@@ -171,7 +171,7 @@ def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> Jso
 def num_characters(position: TokenLogprobs) -> int:
     """Characters that the token at a position adds to the text: none where it is left out of it."""
     entry = next(iter(position.values()))
-    return 0 if entry.token_bytes == b"" else len(entry.decoded_token or "")
+    return 0 if entry.token_bytes == () else len(entry.decoded_token or "")
 
 
 def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str, float]:
@@ -200,7 +200,7 @@ def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | N
 def _chat_record(token_id: int, entry: Logprob) -> JsonObject:
     text, own_bytes = _token_text(token_id, entry), entry.token_bytes
     if own_bytes is None and entry.decoded_token is not None and "\ufffd" not in text:
-        own_bytes = text.encode("utf-8", "surrogatepass")
+        own_bytes = tuple(text.encode("utf-8", "surrogatepass"))
     return {
         "token": text,
         "logprob": finite(entry.logprob),
