@@ -19,6 +19,7 @@ from spmd_worker.sequence.outputs import PoolingOutput, PoolingRequestOutput, Re
 from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.sequence.request import RequestId, check_sampling
 from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
+from spmd_worker.sequence.sequence import SequenceGroup
 
 
 @explain_keywords()
@@ -170,12 +171,12 @@ class LLMEngine(Engine):
         """One step: the requests that ended in it, and those with new tokens that want outputs before. A row that was
         pooled and has a name comes as a PoolingRequestOutput.
         """
-        with self.calls.inside("step"):
-            return self._outputs_of(super().step())
+        outputs: list[Any] = super().step()
+        return outputs
 
-    def _outputs_of(self, ended: list[RequestOutput]) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+    def _outputs_of(self, ended: list[SequenceGroup]) -> list[Any]:
         with self.calls.lock:
-            outputs = [self._finished(output) for output in ended]
+            outputs = [self._finished(output) for output in super()._outputs_of(ended)]
             for number, partial in list(self._partials.items()):
                 group = self.scheduler.queues.groups.get(number)
                 output = partial.partial(group, self.request_metrics(group)) if group is not None else None

@@ -132,7 +132,6 @@ class LLMEngine:
         self.limits = RequestLimits(
             resolved.model_config.vocab_size,
             resolved.max_model_len,
-            resolved.config.scheduler.max_num_seqs,
             has_tokenizer=tokenizer is not None,
             grammars=GrammarCompiler(
                 lambda: tokenizer, resolved.model_config.vocab_size, resolved.model_config.eos_token_ids
@@ -176,7 +175,10 @@ class LLMEngine:
         executor.register_failure_callback(self._executor_has_failed.set)
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
         self._interruption: Interruption | None = None
-        self._has_kept_outputs = False
+        self._kept_outputs: list[Any] | None = None
+        """Of a step after which a signal's handler raised: the next call of `step` gives them, without a step, because
+        the other ranks have got theirs.
+        """
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
     @property
@@ -233,7 +235,8 @@ class LLMEngine:
     @property
     def num_unfinished(self) -> int:
         """Requests added here and not answered yet."""
-        return len(self._prompts)
+        kept = self._kept_outputs or []
+        return len(self._prompts) + len([output for output in kept if output.finished])
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What rows can ask for: "generate", or what a model that pools does (`PoolingConfig.tasks`)."""
@@ -483,7 +486,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do here."""
-        return bool(self._prompts)
+        return bool(self._prompts or self._kept_outputs)
 
     def check_open(self) -> None:
         """Raise RuntimeError for an engine that was closed, or failed in a step or between two."""
@@ -521,23 +524,20 @@ class LLMEngine:
         """One step. Returns the requests that ended in it, in plan order. Raises RuntimeError while anything sleeps."""
         with self.calls.inside("step"):
             self.check_not_closed()
-            if not self._has_kept_outputs:
+            if self._kept_outputs is None:
                 self.check_awake()
                 self._commit_before_step()
                 self._ended += self._step()
-            self._deliver_signals()
-            ended, self._ended = self._ended, []
-            return [self._output(group) for group in ended]
+                ended, self._ended = self._ended, []
+                self._kept_outputs = self._outputs_of(ended)
+            if self._interruption is None:
+                deliver_signals()
+            outputs, self._kept_outputs = self._kept_outputs, None
+            return outputs
 
-    def _deliver_signals(self) -> None:
-        """Once a step that the caller made has ended: what a handler raises keeps its outputs for the next call, which
-        gives them without a step, because the other ranks have got theirs.
-        """
-        if self._interruption is not None:
-            return
-        self._has_kept_outputs = True
-        deliver_signals()
-        self._has_kept_outputs = False
+    def _outputs_of(self, ended: list[SequenceGroup]) -> list[Any]:
+        """What `step` returns for the requests that ended in it."""
+        return [self._output(group) for group in ended]
 
     @contextmanager
     def interruptible(self) -> Iterator[Interruption]:
@@ -554,13 +554,15 @@ class LLMEngine:
             self._interruption = None
 
     def follow(self) -> None:
-        """Run steps until rank 0 calls `close_followers`: the loop of a rank that has no requests of its own."""
+        """Run steps until rank 0 calls `close_followers`: the loop of a rank that has no requests of its own. Where
+        Ctrl-C has ended it, call it again: then it returns at once if that was its last step.
+        """
         with self.calls.inside("follow", is_alone=True):
-            self._is_round_over = False
             while not (self._is_round_over or self.is_closed):
                 self._commit_before_step()
                 self._step()
                 deliver_signals()
+            self._is_round_over = False
 
     def close_followers(self) -> None:
         """Rank 0 only: end the `follow` loops. The engine takes no more requests, and its log ends."""
@@ -574,10 +576,12 @@ class LLMEngine:
         """Run steps until the leader ends the round, or closes: for ranks that do not know which requests their replica
         has.
         """
+        # Of a `follow` that was interrupted in its last step and not called again.
         self._is_round_over = False
         while not (self._is_round_over or self.is_closed):
             self._commit_before_step()
             self._step()
+        self._is_round_over = False
 
     def end_round(self) -> None:
         """The leader only: end the `follow_round` loops. The engine takes more requests afterwards."""

@@ -63,7 +63,6 @@ class RequestLimits:
 
     vocab_size: int
     max_model_len: int
-    max_num_seqs: int
     has_tokenizer: bool
     grammars: GrammarCompiler | None = None
     pooling: PoolingConfig | None = None

@@ -48,7 +48,7 @@ class Chat:
         parsed = parse_row(0, json.dumps(row).encode(), SamplingParams())
         if isinstance(parsed, RowError):
             return parsed
-        limits = RequestLimits(self.tokenizer.vocab_size, 65536, 64, has_tokenizer=True)
+        limits = RequestLimits(self.tokenizer.vocab_size, 65536, has_tokenizer=True)
         return resolve(parsed, self.tokenizer, limits, RowLimits(), self.format)
 
     def completion(self, text: str, index: int = 0) -> CompletionOutput:
@@ -149,7 +149,7 @@ def test_tools_that_the_template_does_not_read_are_an_error_row(tmp_path: Path):
 def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path, shape: str):
     folder = write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"])
     own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    limits = RequestLimits(own.vocab_size, 4096, 64, has_tokenizer=True)
+    limits = RequestLimits(own.vocab_size, 4096, has_tokenizer=True)
     for texts in (["hi"], ["long " * 90], ["first", "second"]):
         parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
         expected = theirs.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)

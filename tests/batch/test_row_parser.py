@@ -353,7 +353,7 @@ def resolved(fields, tokenizer, vocab_size=400, max_model_len=64):
 
 
 def limits_of(tokenizer, vocab_size=400, max_model_len=64):
-    return RequestLimits(vocab_size, max_model_len, max_num_seqs=1024, has_tokenizer=tokenizer is not None)
+    return RequestLimits(vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
 
 
 def test_a_text_prompt_is_encoded_and_its_limit_made_concrete(tokenizer):

@@ -262,7 +262,8 @@ def test_functions_of_the_host_are_interrupted_where_they_are(llm: LLM, expected
 
 
 @pytest.mark.parametrize("make", [lambda llm: llm.llm_engine, lambda llm: NamedEngine(llm.llm_engine)])
-def test_interrupted_step_loses_no_output(llm: LLM, expected: list[list[int]], make: Callable[[LLM], Any]):
+@pytest.mark.parametrize("point", ["sample", "output"])
+def test_interrupted_step_loses_no_output(llm: LLM, expected: list[list[int]], make: Callable[[LLM], Any], point: str):
     engine, found = make(llm), []
     for number, prompt in enumerate(PROMPTS):
         given: list[Any] = [{"prompt_token_ids": prompt}] if isinstance(engine, NamedEngine) else [prompt]
@@ -270,9 +271,16 @@ def test_interrupted_step_loses_no_output(llm: LLM, expected: list[list[int]], m
         engine.add_request(*given, SamplingParams(temperature=0, max_tokens=1 + number, ignore_eos=True))
     num_interrupted = 0
     while len(found) < len(PROMPTS):
-        with at("sample"):
+        with at(point):
             num_interrupted += is_interrupted(lambda: found.extend(engine.step()))
     assert num_interrupted == len(PROMPTS)
+    check(llm, expected)
+
+
+def test_interrupted_step_without_requests_is_over(llm: LLM, expected: list[list[int]]):
+    """The next `generate` did not end."""
+    with at("schedule"), pytest.raises(KeyboardInterrupt):
+        llm.llm_engine.step()
     check(llm, expected)
 
 
@@ -495,3 +503,49 @@ def test_fifty_interrupts_of_each_call_at_random(size: int, tmp_path_factory: py
     done = ranks.run_ranks(AT_RANDOM, nproc=size, timeout_s=900, arguments=[*arguments, str(SEED), "50"])
     assert done.returncode == 0, done.output
     print(f"INTERRUPTS of 50 at random moments, {size} ranks: {done.stdout.splitlines()}")
+
+
+FOLLOWED = """
+    import os, sys
+    import interrupts
+    from interrupts import GREEDY, PROMPTS, at, is_interrupted, tokens
+    from spmd_worker import LLM
+
+    interrupts.heed()
+    rank, num_interrupted = os.environ["RANK"], 0
+    with LLM(sys.argv[1], device="cpu", num_blocks=120, timeout_s=20, **eval(sys.argv[2])) as llm:
+        engine, expected = llm.llm_engine, tokens(llm)
+        for _ in range(2):
+            if rank == "0":
+                for number, prompt in enumerate(PROMPTS):
+                    engine.add_request(str(number), prompt, GREEDY)
+                found = {}
+                while engine.has_unfinished_requests():
+                    with at("output"):
+                        num_interrupted += is_interrupted(
+                            lambda: found.update((each.request_id, each.outputs[0].token_ids) for each in engine.step())
+                        )
+                assert [found[str(number)] for number in range(len(PROMPTS))] == expected
+                engine.close_followers()
+            else:
+                is_over = False
+                while not is_over:
+                    with at("schedule"):
+                        is_over = not is_interrupted(engine.follow)
+                    num_interrupted += not is_over
+            assert tokens(llm) == expected
+    os.write(1, f"{rank} {num_interrupted}\\n".encode())
+    """
+
+
+@pytest.mark.finding(number="D6")
+@pytest.mark.parametrize(
+    "key", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.stress)]
+)
+def test_interrupted_follow_goes_on_when_called_again(key: str):
+    """Also in its last step: called again, it waited for one that nobody makes."""
+    done = ranks.run_ranks(FOLLOWED, nproc=2, timeout_s=120, arguments=[checkpoint_folder("llama3"), repr({key: 2})])
+    assert done.returncode == 0, done.output
+    numbers = dict(map(str.split, done.stdout.splitlines()))
+    assert int(numbers["0"]) >= 2
+    assert int(numbers["1"]) > 20

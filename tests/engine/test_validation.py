@@ -15,7 +15,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.engine.validation import RequestError, RequestLimits, as_request_ids
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
-LIMITS = RequestLimits(vocab_size=10, max_model_len=4, max_num_seqs=2, has_tokenizer=False)
+LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)
 
 
 @pytest.mark.parametrize(

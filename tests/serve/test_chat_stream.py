@@ -39,7 +39,7 @@ EOS = 1
 def served_row(tokenizer: Tokenizer, **body: Any) -> ServedRow:
     chat_format = chat_format_of("auto", "auto", tokenizer.chat_template_source)
     grammars = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
-    limits = RequestLimits(tokenizer.vocab_size, 4096, 64, has_tokenizer=True, grammars=grammars)
+    limits = RequestLimits(tokenizer.vocab_size, 4096, has_tokenizer=True, grammars=grammars)
     reader = RequestReader(SamplingParams(max_tokens=200), RowLimits(), limits, tokenizer, chat_format)
     served = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None)
     assert isinstance(served, ServedRow), served
