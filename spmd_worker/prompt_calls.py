@@ -18,7 +18,7 @@ from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSea
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_form, render, say_what_is_dropped
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
-from spmd_worker.config.plain_values import plain_int
+from spmd_worker.config.plain_values import plain_bool, plain_int
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -122,7 +122,7 @@ class PromptCalls:
             deliver_signals()
             return list(zip(encoded, params, strict=True))
 
-        if gather is True or self._turns.is_open:
+        if plain_bool(gather) or self._turns.is_open:
             return self._answer_own(call, prepare, on_error)
         given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
         number = engine.num_calls
@@ -370,9 +370,9 @@ def _check_options(on_error: Any, gather: Any, use_tqdm: Any) -> None:
         raise TypeError(f"on_error is a {type(on_error).__name__}: give one of {', '.join(map(repr, _ON_ERROR))}")
     if on_error not in (None, *_ON_ERROR):
         raise ValueError(f"on_error={str(on_error)[:80]!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
-    if not isinstance(gather, bool):
+    if plain_bool(gather) is None:
         raise TypeError(f"gather is a {type(gather).__name__}: give True or False")
-    if not (isinstance(use_tqdm, bool) or callable(use_tqdm)):
+    if plain_bool(use_tqdm) is None and not callable(use_tqdm):
         raise TypeError(f"use_tqdm is a {type(use_tqdm).__name__}: give True, False, or what makes the bar")
 
 

@@ -13,6 +13,7 @@ from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, check_takes_tools, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.chat.message import CallIds, chat_message
+from spmd_worker.config.plain_values import asks
 from spmd_worker.config.schema import ModelOptions
 from spmd_worker.errors import ChatTemplateError, ConfigError
 from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
@@ -49,6 +50,9 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be together, TypeError for what is of another type."""
+        for name in ("add_generation_prompt", "continue_final_message"):
+            # Templates see plain values only.
+            object.__setattr__(self, name, asks(getattr(self, name)))
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins "

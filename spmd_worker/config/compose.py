@@ -206,6 +206,9 @@ def _parse(parser: OverridesParser, text: str) -> Override:
         raise ConfigError(f"{text} is not an override: write KEY=VALUE, such as cache.num_blocks=512")
     try:
         return parser.parse_overrides([text])[0]
+    except ValueError:  # of a number of thousands of digits
+        key, _, value = text.partition("=")
+        raise ConfigError(f"{key} has {len(value)} characters, and is no value of that key") from None
     except OverrideParseException:
         key, _, value = text.partition("=")
         quoted = value.strip("'\"").replace("'", "\\'")

@@ -44,6 +44,8 @@ def checked_value(key: str, value: Any, hint: Any) -> Any:
             return _as_type(value, kind)
         except TypeError:
             continue
+        except OverflowError:
+            raise ConfigError(f"{key}={shown(value)} must fit 64 bits") from None
     raise ConfigError(f"{key}={shown(value, _MOST_SHOWN)} must be {type_words(hint)}")
 
 
@@ -57,11 +59,13 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _as_type(value: Any, kind: Any) -> Any:
-    """Raises TypeError, for an integer that no float can hold too."""
+    """Raises TypeError, for an integer that no float can hold too; OverflowError for one of more than 64 bits."""
     if kind in _PLAIN:
         plain = _PLAIN[kind](value)
         if plain is None or (plain in (math.inf, -math.inf) and plain_int(value) is not None):
             raise TypeError
+        if kind is int and not -(2**63) <= plain < 2**64:
+            raise OverflowError
         return plain
     if typing.get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as_type(each, *typing.get_args(kind)) for each in value]

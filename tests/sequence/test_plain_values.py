@@ -11,9 +11,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from ranks import REPOSITORY
 
 from spmd_worker.compat.beam_search import BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.chat import ChatOptions
+from spmd_worker.config.compose import compose_run
 from spmd_worker.config.plain_values import plain_bool, plain_float, plain_int, plain_text
 from spmd_worker.config.schema import CacheConfig, RunConfig, SchedulerConfig
 from spmd_worker.engine.validation import as_request_ids
@@ -168,6 +171,16 @@ def test_text_of_any_kind_is_what_it_stands_for(value: str):
     assert f"{SamplingParams(stop=value).stop[0]}" == plain
 
 
+def test_configured_number_fits_64_bits():
+    """One of thousands of digits was Python's own error, without a key."""
+    for number in (10**5000, 2**64, -(2**63) - 1, Numbers.HUGE):
+        with pytest.raises(ConfigError, match=r"^seed=.* must fit 64 bits"):
+            RunConfig(seed=number)
+    assert RunConfig(seed=2**64 - 1).seed == 2**64 - 1
+    with pytest.raises(ConfigError, match=r"^seed has 5000 characters"):
+        compose_run(REPOSITORY / "conf", [f"seed={'9' * 5000}"])
+
+
 def test_token_ids_of_any_kind():
     ids = as_token_ids([Numbers.SOME, numpy.int64(2), torch.tensor(3), OwnInt(4), numpy.uint16(5)])
     assert ids == (7, 2, 3, 4, 5)
@@ -198,6 +211,9 @@ def test_other_numbers_of_calls():
     for wrong in (True, 0.5, "00", [0, None], [0], math.nan, numpy.array([0, 0])):
         with pytest.raises(ValueError, match="priority="):
             check_extras(2, None, wrong)
+    flags = {"add_generation_prompt": numpy.bool_(False), "continue_final_message": numpy.bool_(True)}
+    assert dataclasses.asdict(ChatOptions(**flags)).items() >= {k: bool(v) for k, v in flags.items()}.items()
+    assert type(ChatOptions(**flags).add_generation_prompt) is bool
     request = Request(RequestId(0), (1,), SamplingParams(seed=Numbers.LARGE), 5)
     assert type(request.sampling.seed) is int
 
