@@ -37,22 +37,30 @@ def check_cache_setting(resolved: ResolvedRun) -> None:
         raise ConfigError(str(error)) from None
 
 
-def check_weights_fit(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int) -> None:
+def check_memory(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int) -> None:
     """Raise ConfigError when the weights of the ranks that share `total_bytes` of memory, each of which has about as
-    much as this one, are more than that: before anything is allocated.
+    much as this one, are more than that, or the cache of `cache.num_blocks` is: before anything is allocated.
     """
     needed = num_local_ranks * weights_bytes(
         resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type
     )
-    if needed <= total_bytes:
-        return
     ranks = "this rank" if num_local_ranks == 1 else f"the {num_local_ranks} ranks here"
-    raise ConfigError(
-        f"model.path={resolved.model_folder} is too large: {resolved.model_config.num_parameters:,} parameters in "
-        f"{resolved.dtype}, of which {ranks} would hold {format_bytes(needed)} ({needed:,} bytes), and there are "
-        f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: take more nodes or devices (parallel.*), or "
-        f"check config.json"
-    )
+    if needed > total_bytes:
+        raise ConfigError(
+            f"model.path={resolved.model_folder} is too large: {resolved.model_config.num_parameters:,} parameters in "
+            f"{resolved.dtype}, of which {ranks} would hold {format_bytes(needed)} ({needed:,} bytes), and there are "
+            f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: take more nodes or devices (parallel.*), "
+            f"or check config.json"
+        )
+    num_blocks = resolved.config.cache.num_blocks
+    if num_blocks is None or resolved.model_config.is_encoder:
+        return
+    needed = num_local_ranks * num_blocks * cache_spec_of(resolved, rank).block_bytes
+    if needed > total_bytes:
+        raise ConfigError(
+            f"cache.num_blocks={num_blocks} is too large: {ranks} would hold {format_bytes(needed)} of blocks, and "
+            f"there are {format_bytes(total_bytes)} of memory: lower it, or leave it out for what there is room for"
+        )
 
 
 def resolve_swap_space_bytes(resolved: ResolvedRun) -> int:

@@ -30,7 +30,7 @@ from spmd_worker.memory.estimate import (
 )
 from spmd_worker.memory.plan import (
     cache_spec_of,
-    check_weights_fit,
+    check_memory,
     num_step_blocks,
     resolve_cache_need,
     resolve_swap_space_bytes,
@@ -84,16 +84,16 @@ class MemoryPlan:
 
     @property
     def error_result(self) -> str | None:
-        """Why a run here would be refused: memory cannot hold the weights, or the cache one sequence. None when it can,
-        or nobody knows.
+        """Why a run here would be refused: memory cannot hold the weights or the cache, or the cache one sequence. None
+        when they can, or nobody knows.
         """
         num_ranks, given = self.resolved.layout.world_size, _given_bytes(self.resolved)
         try:
             if self.resolved.device_type == "cpu":
-                check_weights_fit(self.resolved, 0, num_ranks, host.total_bytes() if given is None else given)
+                check_memory(self.resolved, 0, num_ranks, host.total_bytes() if given is None else given)
             elif given is not None:
                 for rank in range(num_ranks):
-                    check_weights_fit(self.resolved, rank, 1, given)
+                    check_memory(self.resolved, rank, 1, given)
         except ConfigError as error:
             return str(error)
         if self.num_blocks is None or self.resolved.model_config.is_encoder:

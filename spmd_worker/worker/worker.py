@@ -45,7 +45,7 @@ from spmd_worker.memory.device import (
 from spmd_worker.memory.estimate import activation_bytes
 from spmd_worker.memory.plan import (
     cache_spec_of,
-    check_weights_fit,
+    check_memory,
     is_estimate_enough,
     num_step_blocks,
     size_rank,
@@ -163,7 +163,7 @@ class Worker(WorkerBase):
     def _filled_model(self) -> DecoderForCausalLM:
         """With what the checkpoint has, or with dummy weights, not packed yet."""
         assert self.groups is not None, "init_device comes first"
-        self._check_weights_fit()
+        self._check_memory()
         self._kernels, self._attention, quantised = self._choose_backends()
         context = LayerContext(
             tensor_group=self.groups.tensor,
@@ -551,11 +551,11 @@ class Worker(WorkerBase):
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
 
-    def _check_weights_fit(self) -> None:
+    def _check_memory(self) -> None:
         rank, num_local_ranks, total = self.environment.rank, self.environment.local_world_size, host.total_bytes()
         if self.device.type == "cuda":
             num_local_ranks, total = 1, torch.cuda.mem_get_info(self.device)[1]
-        check_weights_fit(self.resolved, rank, num_local_ranks, total)
+        check_memory(self.resolved, rank, num_local_ranks, total)
 
     def _measure(self) -> MemoryMeasurement:
         model = self.get_model()

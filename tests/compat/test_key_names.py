@@ -14,7 +14,7 @@ from spmd_worker import llm as llm_module
 from spmd_worker.compat.engine_args import EngineArgs
 from spmd_worker.compat.key_names import KEY_NAMES, in_keywords
 from spmd_worker.compat.keywords import KEYWORDS
-from spmd_worker.errors import PromptsRefusedError
+from spmd_worker.errors import ConfigError, PromptsRefusedError
 from spmd_worker.llm_engine import LLMEngine
 
 MODEL = str(REPOSITORY / "scripts" / "demo" / "model")
@@ -157,3 +157,11 @@ def test_text_that_is_no_key_stays():
     assert in_keywords("raise cache.num_blocks.") == "raise num_gpu_blocks_override."
     of_calls = ("tool_call_format", "reasoning_format")
     assert {*KEYWORDS, "model", *of_calls} >= {name for name in KEY_NAMES.values() if name.isidentifier()}
+
+
+@pytest.mark.finding(number="D9")
+def test_cache_beyond_all_memory_is_refused_in_words():
+    """It was a MemoryError of numpy."""
+    folder = REPOSITORY / "scripts" / "demo" / "model"
+    with pytest.raises(ConfigError, match=r"^num_blocks=1000000000000 is too large: this rank would hold .* of blocks"):
+        LLM(str(folder), device="cpu", num_blocks=10**12)

@@ -11,7 +11,7 @@ from spmd_worker import LLM
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig, SchedulerConfig
 from spmd_worker.errors import ConfigError, TokenizerError
 from spmd_worker.memory import host
-from spmd_worker.memory.plan import check_cache_setting, check_weights_fit
+from spmd_worker.memory.plan import check_cache_setting, check_memory
 from spmd_worker.memory.plan_text import describe_plan, make_plan
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve, resolve_run
@@ -160,13 +160,13 @@ def test_the_check_sees_a_plan_that_reads_the_tokenizer_or_weights(tmp_path: Pat
 def test_weights_that_no_memory_here_holds_are_refused_with_what_is_needed_and_what_there_is():
     large = resolved(run(), llama_8b(hidden_size=2 * 10**9))
     with pytest.raises(ConfigError, match=r"is too large: .* this rank would hold .* bytes\), and there are 64.0 GiB"):
-        check_weights_fit(large, 0, 1, host.total_bytes())
+        check_memory(large, 0, 1, host.total_bytes())
     assert "refused    model.path" in describe_plan(make_plan(large))
     # 16 GB a rank: three fit, five do not.
     small = resolved(run(), llama_8b())
-    check_weights_fit(small, 0, 3, host.total_bytes())
+    check_memory(small, 0, 3, host.total_bytes())
     with pytest.raises(ConfigError, match=r"of which the 5 ranks here would hold 7\d.\d GiB"):
-        check_weights_fit(small, 0, 5, host.total_bytes())
+        check_memory(small, 0, 5, host.total_bytes())
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "head_dim"])

@@ -208,7 +208,16 @@ def test_plan_is_for_the_machine_that_is_named(
 
 
 @pytest.mark.finding(number="D9")
-@pytest.mark.parametrize(("keys", "code"), [(("plan.memory_gib=16",), 1), (("plan.memory_gib=64",), 0), ((), 0)])
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        (("plan.memory_gib=16",), 1),
+        (("plan.memory_gib=64",), 0),
+        (("plan.memory_gib=64", "cache.num_blocks=1000"), 0),
+        (("plan.memory_gib=64", "cache.num_blocks=100000000"), 1),
+        ((), 0),
+    ],
+)
 def test_plan_that_refuses_exits_with_one(
     tmp_path: Path, model_config: ModelConfig, keys: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
 ):
