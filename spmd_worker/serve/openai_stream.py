@@ -95,9 +95,10 @@ def joined_body(rows: Sequence[EncodedRow], outputs: Sequence[RequestOutput], na
     choices = [choice for body in bodies for choice in body["choices"]]
     for index, choice in enumerate(choices):
         choice["index"] = index
-    body = {**bodies[0], "choices": choices, "usage": _counts(outputs)}
-    # Of each prompt they would need a place of their own, which OpenAI's bodies do not have.
-    body.pop("prompt_logprobs", None)
+    counts = {key: sum(each["usage"][key] for each in bodies) for key in bodies[0]["usage"]}
+    body = {**bodies[0], "choices": choices, "usage": counts}
+    if "prompt_logprobs" in body:
+        body["prompt_logprobs"] = [each["prompt_logprobs"] for each in bodies]
     return body
 
 

@@ -118,7 +118,9 @@ class RequestReader:
                 return RowError(index, custom_id, "openai", "unsupported_value", message)
             pooled = encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
             return pooled if isinstance(pooled, RowError) else ServedRow((pooled,), False, False)
-        if is_streamed and row.sampling.prompt_logprobs is not None and row.echo is None:
+        # With echo and logprobs those of the prompt are in the choices.
+        is_echoed = row.echo is not None and asked.get("prompt_logprobs") is None
+        if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
             message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
             return RowError(index, custom_id, "openai", "unsupported_value", message)
         encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
@@ -131,7 +133,7 @@ class RequestReader:
 def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
     """Of a completion that asks for several texts, or lists of ids; else none."""
     given = asked.get("prompt")
-    is_several = isinstance(given, list) and any(isinstance(each, str | list) for each in given[:1])
+    is_several = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
     return list(given or ()) if is_several and url == COMPLETIONS_URL else []
 
 

@@ -55,6 +55,7 @@ BODIES: dict[str, JSON] = {
     "greedy": {"max_tokens": 6, "temperature": 0},
     "several samples": {"max_tokens": 6, "temperature": 1.2, "seed": 3, "n": 2, "logprobs": 1},
     "echo": {"max_tokens": 6, "temperature": 0, "echo": True, "logprobs": 1},
+    "echo alone": {"max_tokens": 0, "temperature": 0, "echo": True, "logprobs": 1},
     "ids": {"max_tokens": 6, "temperature": 0, "return_token_ids": True},
 }
 
@@ -116,6 +117,7 @@ def test_one_wrong_prompt_of_several_is_named(client: Client):
         (["a", "b " * 300], "prompt[1]: the prompt has 600 tokens"),
         ([[1], [2, -1]], "prompt[1]: token id -1 is outside the vocabulary"),
         (["a", 5], "prompt[1]: prompt=5 must be a string"),
+        ([5, "a"], "prompt[0]: prompt=5 must be a string"),
         ([], "prompt is empty"),
         (["a"] * 33, "the request is of 33 sequences, the server has places for 32"),
         (["a"] * 2049, "prompt has 2049 prompts, more than 2048"),
@@ -123,6 +125,17 @@ def test_one_wrong_prompt_of_several_is_named(client: Client):
         status, body, _ = client.ask(TEXT, {"prompt": prompts, "max_tokens": 2})
         assert status == 400
         assert words in body["error"]["message"]
+
+
+@pytest.mark.finding(number="D3")
+@pytest.mark.parametrize("more", [{}, {"echo": True}], ids=["plain", "echo"])
+def test_prompt_logprobs_of_several_prompts_are_all_there(client: Client, more: JSON):
+    body = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 1, **more}
+    alone = [client.ask(TEXT, {**body, "prompt": each})[1]["prompt_logprobs"] for each in PROMPTS]
+    assert client.ask(TEXT, {**body, "prompt": PROMPTS})[1]["prompt_logprobs"] == alone
+    for prompt in (PROMPTS, PROMPTS[0]):
+        status, refused, _ = client.ask(TEXT, {**body, "prompt": prompt, "stream": True})
+        assert (status, "prompt_logprobs cannot be streamed" in refused["error"]["message"]) == (400, True)
 
 
 # Echo.
