@@ -243,7 +243,7 @@ class LLM:
         """
 
         def encode() -> list[Encoded]:
-            encoded = self._prompt_calls.encode(prompts)
+            encoded = self._prompt_calls.encode(prompts, sampling_params)
             check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
@@ -296,7 +296,7 @@ class LLM:
                 ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format),
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
-            encoded = self._prompt_calls.render(messages, options)
+            encoded = self._prompt_calls.render(messages, options, sampling_params)
             check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 

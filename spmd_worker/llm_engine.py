@@ -100,7 +100,8 @@ class LLMEngine(Engine):
             raise ValueError("custom_id and index are of requests without a name: leave them out, or give a seed")
         if not isinstance(params, PoolingParams):
             check_sampling(params)
-        encoded = encode_prompt(prompt, self.need_tokenizer)
+        is_cut = params.truncate_prompt_tokens is not None
+        encoded = encode_prompt(prompt, self.need_tokenizer, None if is_cut else self.limits.check_text)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # A request may end before the thread that added it has noted its name.

@@ -58,7 +58,8 @@ class PoolingCalls:
         def encode() -> list[Encoded]:
             if task is not None:
                 check_task(task, self._engine.limits.pooling)
-            encoded = self._calls.encode(prompts() if callable(prompts) else prompts)
+            cut = given if truncate_prompt_tokens is None else PoolingParams(truncate_prompt_tokens=-1)
+            encoded = self._calls.encode(prompts() if callable(prompts) else prompts, cut)
             check_extras(len(encoded), lora_request, None, tokenization_kwargs)
             for each, params in zip(encoded, _listed(given, len(encoded)), strict=True):
                 self._take(each, params, task, truncate_prompt_tokens)

@@ -56,20 +56,23 @@ class PromptCalls:
     def __init__(self, engine: LLMEngine, replicas: Replicas | None, turns: Turns) -> None:
         self._engine, self._replicas, self._turns = engine, replicas, turns
 
-    def encode(self, prompts: Prompt | Sequence[Prompt | TextPair]) -> list[Encoded]:
-        """Of one prompt or a list of them. Raises TypeError for what is neither."""
-        return [self._encoded(each) for each in _as_list(prompts)]
+    def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
+        """Of one prompt or a list of them. `params` are those of all or a list of each prompt's: they say whether it is
+        cut. Raises TypeError for what is no prompt.
+        """
+        return [self._encoded(each, _is_cut(params, index)) for index, each in enumerate(_as_list(prompts))]
 
-    def render(self, messages: Messages | Sequence[Messages], options: ChatOptions) -> list[Encoded]:
-        """Of one conversation or a list of them. Raises TypeError for what is neither."""
+    def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
+        """Of one conversation or a list of them, otherwise as `encode`."""
         if self._engine.tokenizer is not None:
             say_what_is_dropped(options, self._engine.tokenizer)
-        return [self._render(each, options) for each in _as_conversations(messages)]
+        listed = enumerate(_as_conversations(messages))
+        return [self._render(each, options, _is_cut(params, index)) for index, each in listed]
 
-    def _encoded(self, prompt: Prompt | TextPair) -> Encoded:
+    def _encoded(self, prompt: Prompt | TextPair, is_cut: bool) -> Encoded:
         # Many prompts take a while, in which nothing is half done.
         deliver_signals()
-        return encode_prompt(prompt, self._engine.need_tokenizer)
+        return encode_prompt(prompt, self._engine.need_tokenizer, None if is_cut else self._engine.limits.check_text)
 
     def run(
         self,
@@ -160,7 +163,7 @@ class PromptCalls:
             given = [None] * len(listed) if sampling_params is None else self._params(sampling_params, len(listed))
             joined = []
             for prompt, completion, sampling in zip(listed, completions, given, strict=True):
-                encoded, tokens = encode_prompt(prompt, self._engine.need_tokenizer), as_token_ids(completion)
+                encoded, tokens = self._encoded(prompt, is_cut=False), as_token_ids(completion)
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
@@ -265,11 +268,13 @@ class PromptCalls:
             raise PromptsRefusedError(call, len(given), reasons, has_on_error=on_error is not None)
         return outputs
 
-    def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
+    def _render(self, messages: Messages, options: ChatOptions, is_cut: bool) -> Encoded:
         deliver_signals()
         try:
             tokenizer = self._engine.need_tokenizer()
             text = render(messages, options, tokenizer)
+            if not is_cut:
+                self._engine.limits.check_text(tokenizer, text)
             encoded = Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
             encoded.form = answer_form(text, options, tokenizer)
             return encoded
@@ -374,6 +379,13 @@ def _check_options(on_error: Any, gather: Any, use_tqdm: Any) -> None:
         raise TypeError(f"gather is a {type(gather).__name__}: give True or False")
     if plain_bool(use_tqdm) is None and not callable(use_tqdm):
         raise TypeError(f"use_tqdm is a {type(use_tqdm).__name__}: give True, False, or what makes the bar")
+
+
+def _is_cut(params: Any, index: int) -> bool:
+    """Whether the prompt at `index` is cut to what fits. What parameters cannot be is refused later."""
+    if isinstance(params, Sequence):
+        params = params[index] if index < len(params) else None
+    return getattr(params, "truncate_prompt_tokens", None) is not None
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -35,6 +35,8 @@ class TokensPrompt(TypedDict):
 
 PromptType = str | TextPrompt | TokensPrompt
 """As vLLM names it."""
+CheckText = Callable[..., None]
+"""As `RequestLimits.check_text`: of a text, or of two that are encoded together, before they are."""
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 _EMPTY_KEYS: Final = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids")
@@ -77,26 +79,36 @@ class Encoded:
         return params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
 
 
-def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
-    """`need_tokenizer` raises ConfigError where there is none; it is asked for text only."""
+def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None = None) -> Encoded:
+    """`need_tokenizer` raises ConfigError where there is none; it is asked for text only. `check_text` None is of a
+    prompt that will be cut: any length fits.
+    """
     if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, need_tokenizer)
+        return _encode_mapping(prompt, need_tokenizer, check_text)
     if isinstance(prompt, TextPair):
-        return encode_pair(prompt, need_tokenizer)
+        return encode_pair(prompt, need_tokenizer, check_text)
     text = plain_text(prompt)
     if text is None:
         return _encode_ids(prompt)
     try:
-        return Encoded(text, tuple(need_tokenizer().encode(text)))
+        tokenizer = need_tokenizer()
+        if check_text is not None:
+            check_text(tokenizer, text)
+        return Encoded(text, tuple(tokenizer.encode(text)))
     except (ConfigError, ValueError) as error:
         return Encoded(text, (), str(error))
 
 
-def encode_pair(pair: TextPair, need_tokenizer: Callable[[], Tokenizer], max_tokens: int | None = None) -> Encoded:
-    """As `encode_prompt`, of two texts; with `max_tokens`, cut as `Tokenizer.encode_inside` cuts."""
+def encode_pair(
+    pair: TextPair, need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None = None
+) -> Encoded:
+    """As `encode_prompt`, of two texts."""
     encoded = Encoded(None, ())
     try:
-        token_ids, encoded.num_first_tokens = need_tokenizer().encode_inside(pair.first, pair.second, max_tokens)
+        tokenizer = need_tokenizer()
+        if check_text is not None:
+            check_text(tokenizer, pair.first, pair.second)
+        token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
         encoded.token_ids = tuple(token_ids)
     except (ConfigError, ValueError) as error:
         encoded.error = str(error)
@@ -149,9 +161,12 @@ def _count_first(encoded: Encoded, num_dropped: int) -> None:
         encoded.pooling = replace(pooling, num_first_tokens=max(0, pooling.num_first_tokens - num_dropped))
 
 
-def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
+def _encode_mapping(
+    prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None
+) -> Encoded:
     if _SALT_KEY in prompt:
-        salted = _encode_mapping({key: each for key, each in prompt.items() if key != _SALT_KEY}, need_tokenizer)
+        plain = {key: each for key, each in prompt.items() if key != _SALT_KEY}
+        salted = _encode_mapping(plain, need_tokenizer, check_text)
         salted.cache_salt = prompt[_SALT_KEY]
         return salted
     unknown = [
@@ -166,7 +181,7 @@ def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Toke
         encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
         return encoded
     if isinstance(prompt.get("prompt"), str):
-        return encode_prompt(prompt["prompt"], need_tokenizer)
+        return encode_prompt(prompt["prompt"], need_tokenizer, check_text)
     return Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
 
 
