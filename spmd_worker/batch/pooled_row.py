@@ -106,8 +106,7 @@ def _cut(
         return tokenizer
 
     def check_text(*texts: str) -> None:
-        if params.truncate_prompt_tokens is None:
-            engine.check_text(need_tokenizer(), *texts)
+        engine.check_text(need_tokenizer(), *texts, is_cut=params.truncate_prompt_tokens is not None)
 
     if isinstance(prompt, TextPair):
         if tokenizer is None:

@@ -23,6 +23,12 @@ _NO_REQUEST: Final = RequestId(-1)
 _MAX_ID_DIGITS: Final = 19
 _SHORT_TEXT: Final = 10_000
 """Characters that are encoded in a moment."""
+_MOST_CHARACTERS: Final = 1 << 22
+"""Of a text that is encoded, which takes about a second and 200 MiB for each million; as much as a chat template may
+write.
+"""
+_CHARACTERS_A_TOKEN: Final = 16
+"""So many fit a model of any length."""
 
 
 def as_request_ids(given: Any) -> list[RequestId]:
@@ -87,17 +93,25 @@ class RequestLimits:
         sampling.check()
         self._check_sampling(sampling)
 
-    def check_text(self, tokenizer: Tokenizer, *texts: str, most: int | None = None, key: str = "") -> None:
-        """Raise RequestError for texts, which are encoded together, that have too many tokens whatever these are: such
-        are not encoded. With `most` the limit is that one, of the name `key`.
+    def check_text(
+        self, tokenizer: Tokenizer, *texts: str, is_cut: bool = False, most: int | None = None, key: str = ""
+    ) -> None:
+        """Raise RequestError for texts, which are encoded together, that have too many tokens whatever these are, or
+        too many characters to count them: such are not encoded. With `most` the limit is that one, of the name `key`.
+        `is_cut`: any number of tokens fits.
         """
-        if sum(map(len, texts)) <= _SHORT_TEXT:
+        num_characters = sum(map(len, texts))
+        if num_characters <= _SHORT_TEXT:
             return
-        least = sum(tokenizer.min_num_tokens(text) for text in texts)
+        least = 0 if is_cut else sum(tokenizer.min_num_tokens(text) for text in texts)
         if least > self.max_model_len:
             raise self._too_long(f"at least {least}")
         if most is not None and least > most:
             raise RequestError("prompt_too_long", f"the prompt has at least {least} tokens, more than {key}={most}")
+        bound = max(_MOST_CHARACTERS, _CHARACTERS_A_TOKEN * self.max_model_len)
+        if num_characters > bound:
+            message = f"the prompt has {num_characters} characters, and no more than {bound} are encoded: shorten it"
+            raise RequestError("prompt_too_long", message)
 
     def check_runner(self, pooling: PoolingParams | None) -> None:
         """Raise RequestError for a row that another runner serves."""

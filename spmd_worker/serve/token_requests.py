@@ -17,7 +17,7 @@ TOKENIZE_URL: Final = "/tokenize"
 DETOKENIZE_URL: Final = "/detokenize"
 
 MAX_CHARACTERS: Final = 1 << 20
-"""Of a text: encoding a megabyte takes about a second."""
+"""Of a text: encoding a megabyte takes about a second. So many ids are decoded at most."""
 
 _CHAT_KEYS: Final = ("messages", "tools", "chat_template_kwargs")
 _FLAGS: Final = ("add_special_tokens", "return_token_strs", "add_generation_prompt")
@@ -63,6 +63,8 @@ def _detokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str,
     if body.get("tokens") == []:
         return {"prompt": ""}
     token_ids = tokens_prompt("tokens", body.get("tokens")).token_ids
+    if len(token_ids) > MAX_CHARACTERS:
+        raise RowProblem("limit_exceeded", f"tokens has {len(token_ids)} ids, more than {MAX_CHARACTERS}")
     size = max(reader.engine_limits.vocab_size, tokenizer.vocab_size)
     if min(token_ids) < 0 or max(token_ids) >= size:
         message = f"tokens holds an id outside the vocabulary of {size} tokens"

@@ -56,6 +56,23 @@ def test_row_that_is_cut_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         answers_of_job(tmp_path / "again", MODEL, [row])
 
 
+@pytest.mark.finding(number="B1")
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "without a bound"])
+def test_text_that_takes_long_to_encode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool):
+    """Whatever its tokens are: all of them are made to be counted, or to keep the last."""
+    refuse_long_texts(monkeypatch)
+    monkeypatch.setattr(Tokenizer, "min_num_tokens", lambda tokenizer, text: 0)
+    more = {"truncate_prompt_tokens": 8} if is_cut else {}
+    text = "word and more " * 300_000
+    rows = [
+        {"prompt": text, **more},
+        openai_row("text", "/v1/completions", {"prompt": text, **more}),
+    ]
+    for answer in answers_of_job(tmp_path, MODEL, rows):
+        assert answer["error"]["code"] == "prompt_too_long"
+        assert "the prompt has 4200000 characters, and no more than 4194304 are encoded" in answer["error"]["message"]
+
+
 def run_on_two_ranks(folder: Path, num_rows: int, *more: str) -> tuple[list[Any], dict[str, Any], str]:
     """Answers and metrics of `num_rows` rows of a megabyte under tensor parallelism."""
     with open(folder / "rows.jsonl", "w") as file:

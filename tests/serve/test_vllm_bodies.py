@@ -12,6 +12,7 @@ from serving import JSON, KEY, MODEL, Client, ServedHere, joined, without_names
 from transformers import AutoTokenizer
 from waiting import wait_until
 
+from spmd_worker.serve.token_requests import MAX_CHARACTERS
 from spmd_worker.version import version
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -247,6 +248,7 @@ def test_wrong_bodies_for_tokens_are_said(client: Client):
         ("/detokenize", {"tokens": [1 << 70]}, "token_out_of_vocabulary"),
         ("/detokenize", {"tokens": [-1]}, "token_out_of_vocabulary"),
         ("/detokenize", {}, "invalid_value"),
+        ("/detokenize", {"tokens": [5] * (MAX_CHARACTERS + 1)}, "limit_exceeded"),
     ):
         status, said, _ = client.ask(path, body)
         assert (status, said["error"]["code"]) == (400, code)

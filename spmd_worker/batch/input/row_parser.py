@@ -193,8 +193,10 @@ def _length_check(
     row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits
 ) -> Callable[[str], None]:
     def check(text: str) -> None:
-        if tokenizer is not None and row.sampling.truncate_prompt_tokens is None:
-            engine.check_text(tokenizer, text, most=limits.max_prompt_tokens, key=_MOST_TOKENS_KEY)
+        if tokenizer is not None:
+            is_cut = row.sampling.truncate_prompt_tokens is not None
+            most = None if is_cut else limits.max_prompt_tokens
+            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MOST_TOKENS_KEY)
 
     return check
 
