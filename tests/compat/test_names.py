@@ -36,7 +36,10 @@ VLLM_NAMES = (
     *("PoolingParams", "__version__", "BeamSearchParams", "GuidedDecodingParams", "StructuredOutputsParams"),
     *("RequestOutputKind", "Logprob"),
 )
-VLLM_ABSENT = ("ModelRegistry", "AsyncLLMEngine", "AsyncEngineArgs", "initialize_ray_cluster", "EmbedsPrompt")
+VLLM_ABSENT = (
+    *("ModelRegistry", "AsyncLLMEngine", "AsyncEngineArgs", "initialize_ray_cluster", "EmbedsPrompt"),
+    "FlexibleArgumentParser",
+)
 
 # The fields of vLLM 0.32's SamplingParams in their order, up to those that a script gives by place.
 VLLM_ORDER = (
