@@ -11,7 +11,8 @@ the process ends in which templates are rendered (`template_process.py`).
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
 from jinja2 import nodes
@@ -23,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from spmd_worker.errors import ChatTemplateError
-from spmd_worker.tokenizer.content_format import Message, fitted
+from spmd_worker.tokenizer.content_format import KnownForms, Message, fitted
 
 MAX_OUTPUT_CHARACTERS: Final = 4 * 1024 * 1024
 _MAX_WORK_CHARACTERS: Final = 4 * MAX_OUTPUT_CHARACTERS
@@ -36,6 +37,7 @@ _FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate",
 _MAX_EXPLAINED: Final = 500
 """Characters of what a template raises."""
 _TOO_DEEP: Final = ("too many statically nested blocks", "too many levels of indentation")
+_WITHOUT_TEXT: Final = (Iterator, BuiltinFunctionType, FunctionType, MethodType)
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Of a message, in the order in which transformers looks for them."""
 
@@ -48,6 +50,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._environment = _BoundedEnvironment()
         self._stream: Callable[..., Iterator[str]] | None = None
+        self._known_forms = KnownForms()
 
     def render(
         self,
@@ -66,15 +69,16 @@ class ChatTemplate:
             context = {"tools": None, "documents": None, **context, "add_generation_prompt": add_generation_prompt}
             plain = [_with_reasoning(message) for message in _plain(given)]
             if content_format is not None:
-                plain = fitted(plain, lambda tried: self._tried({**context, "messages": tried}), content_format)
+                tried = partial(self._tried, context)
+                plain = fitted(plain, tried, content_format, self._known_forms, context)
             return self._render({**context, "messages": plain})
         except Exception as error:  # of code that is not ours
             raise ChatTemplateError(explained(error)) from error
 
-    def _tried(self, context: dict[str, Any]) -> str | None:
+    def _tried(self, context: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
         """None where the template raises. What goes beyond a bound does so in every form."""
         try:
-            return self._render(context)
+            return self._render({**context, "messages": messages})
         except (SecurityError, MemoryError, RecursionError):
             raise
         except Exception:  # of code that is not ours
@@ -156,6 +160,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._num_characters_left = _MAX_WORK_CHARACTERS
         self.filters |= {name: _with_small_numbers(self.filters[name]) for name in _FILTERS_WITH_WIDTHS}
         self.filters |= {"format": _format, "tojson": _to_json, _COUNTED: self._counted, _JOINED: _joined}
+        # An answer must not depend on the run it was computed in.
+        del self.filters["random"], self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "namespace": _TemplateNamespace}
 
     def restart(self) -> None:
@@ -204,6 +210,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _count_text(self, value: Any) -> Any:
         """Called for every value that is written, into the output or into a variable or macro."""
+        if isinstance(value, _WITHOUT_TEXT):
+            # Its address would be in the prompt, another one in each run.
+            raise TemplateError(f"it writes a {type(value).__name__}, which has no text: call it, or use `| list`")
         self._num_characters_left -= len(value) if isinstance(value, str) else 1
         if self._num_characters_left < 0:
             raise SecurityError(f"the chat template wrote more than {_MAX_WORK_CHARACTERS} characters into variables")

@@ -9,8 +9,10 @@ minja, which probes a template once; here the conversation itself is tried.
 What is given goes through as it is wherever that shows it all: the prompt is then the one that transformers renders.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import count
 from typing import Any, Final
 
@@ -33,30 +35,80 @@ _SPEAKERS: Final = {"system": "system", "developer": "system", "assistant": "ass
 """Messages of one speaker have one form; other roles count as the user's."""
 
 _MARK: Final = "qzx{}xzq"
-"""Letters and digits, which nothing that templates do to texts changes."""
-_MARKS: Final = re.compile(r"qzx[0-9]+xzq")
-_MARKS_OF_PARTS: Final = re.compile(r"""["']text["']\s*:\s*["'](qzx[0-9]+xzq)""")
+"""Letters and digits, of which templates change the case at most."""
+_MARKS: Final = re.compile(r"qzx[0-9]+xzq", re.IGNORECASE)
+_MARKS_OF_PARTS: Final = re.compile(r"""["']text["']\s*:\s*["'][^"']*?(qzx[0-9]+xzq)""", re.IGNORECASE)
+_MAX_END: Final = 24
+"""Characters of a text's beginning and end: those that walk over letters take longer for more."""
+_NUM_KNOWN: Final = 256
 
 
-def fitted(messages: Sequence[Message], render: Render, content_format: str = "auto") -> list[Message]:
+def fitted(
+    messages: Sequence[Message],
+    render: Render,
+    content_format: str = "auto",
+    known: "KnownForms | None" = None,
+    context: Mapping[str, Any] | None = None,
+) -> list[Message]:
     """The conversation with its contents in the forms of a format that lose least of them.
 
-    `render` is asked once where the template takes what is given, and 17 times at most.
+    `render` is asked once where the template takes what is given, and 18 times at most, 34 where it raises whatever it
+    is given. With `known`, which is of one template, a conversation that differs from an earlier one in its texts alone
+    is not tried again; `context` is what else the template sees.
     """
     forms = _FORMS[content_format]
     masked, marks = _masked(messages)
     if not marks or len(forms) == 1:
         return _in_forms(messages, dict.fromkeys(marks, forms[0]))
+    key = b"" if known is None else known.key(content_format, masked, context)
+    found = None if known is None else known.forms.get(key)
+    if found is None:
+        found = _chosen(masked, marks, render, forms)
+        if known is not None:
+            known.add(key, found)
+    chosen, is_rendered = found
+    given = dict.fromkeys(marks, forms[0])
+    if is_rendered and chosen == given:
+        return list(messages)
+    # The template may ask for what a text is, or begins with, which marks alone are not.
+    masked, marks = _masked(messages, keeps_texts=True)
+    if not is_rendered:
+        return _in_forms(messages, _chosen(masked, marks, render, forms)[0])
+    shown = _shown(render(masked)) if all(marks.values()) else None
+    shows_all = shown is not None and set().union(*marks.values()) <= shown
+    return _in_forms(messages, given if shows_all else chosen)
+
+
+class KnownForms:
+    """The forms that a template was found to take, by all that it sees but the texts."""
+
+    def __init__(self) -> None:
+        self.forms: dict[bytes, tuple[dict[str, str], bool]] = {}
+
+    def key(self, content_format: str, masked: Sequence[Message], context: Mapping[str, Any] | None) -> bytes:
+        """Of one conversation."""
+        return blake2b(json.dumps([content_format, masked, context]).encode("ascii"), digest_size=16).digest()
+
+    def add(self, key: bytes, found: tuple[dict[str, str], bool]) -> None:
+        """Remember it, and forget the oldest."""
+        self.forms[key] = found
+        if len(self.forms) > _NUM_KNOWN:
+            del self.forms[next(iter(self.forms))]
+
+
+def _chosen(
+    masked: Sequence[Message], marks: Mapping[str, set[str]], render: Render, forms: Sequence[str]
+) -> tuple[dict[str, str], bool]:
+    """The form of each speaker's contents, and whether the template renders them."""
     tried: list[tuple[list[Message], dict[str, int] | None]] = []
 
     def lost(chosen: Mapping[str, str]) -> dict[str, int] | None:
-        """How many marks are not shown, by speaker; None where the template raises."""
+        """How many marks are not shown, by speaker; None where the template raises, or writes parts as they are."""
         conversation = _in_forms(masked, chosen)
         for earlier, result in tried:
             if earlier == conversation:
                 return result
-        text = render(conversation)
-        found = None if text is None else _shown(text)
+        found = _shown(render(conversation))
         result = None if found is None else {who: len(marks[who] - found) for who in marks}
         tried.append((conversation, result))
         return result
@@ -75,7 +127,7 @@ def fitted(messages: Sequence[Message], render: Render, content_format: str = "a
             found = lost(chosen)
             if found is not None and (least is None or sum(found.values()) < sum(least.values())):
                 best, least = chosen, found
-    return _in_forms(messages, best)
+    return best, least is not None
 
 
 def _together(speakers: Iterable[str], forms: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -85,8 +137,10 @@ def _together(speakers: Iterable[str], forms: Iterable[str]) -> Iterator[dict[st
     yield {speaker: _AS_GIVEN if speaker == "system" else _PARTS for speaker in speakers}
 
 
-def _masked(messages: Sequence[Message]) -> tuple[list[Message], dict[str, set[str]]]:
-    """The conversation with a mark in the place of each text, and the marks by speaker. Others than texts stay."""
+def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[list[Message], dict[str, set[str]]]:
+    """The conversation with a mark in the place of each text, and the marks by speaker. Others than texts stay.
+    `keeps_texts`: with a mark inside each text, which keeps its beginning and end, and empty ones stay.
+    """
     masked: list[Message] = []
     marks: dict[str, set[str]] = {}
     number = count()
@@ -95,16 +149,34 @@ def _masked(messages: Sequence[Message]) -> tuple[list[Message], dict[str, set[s
         if not _is_text(content):
             masked.append(message)
             continue
-        texts = [_MARK.format(next(number)) for _ in ([content] if isinstance(content, str) else content)]
-        marks.setdefault(_speaker(message), set()).update(texts)
-        parts = texts[0] if isinstance(content, str) else [{**part, "text": own} for part, own in zip(content, texts)]
+        own_marks = marks.setdefault(_speaker(message), set())
+
+        def marked(text: str, own_marks: set[str] = own_marks) -> str:
+            if keeps_texts and not text:
+                return text
+            mark = _MARK.format(next(number))
+            own_marks.add(mark)
+            return _with_mark(text, mark) if keeps_texts else mark
+
+        is_one = isinstance(content, str)
+        parts = marked(content) if is_one else [{**part, "text": marked(part["text"])} for part in content]
         masked.append({**message, "content": parts})
     return masked, marks
 
 
-def _shown(text: str) -> set[str]:
-    """The marks in a text, but for those in what Python or JSON writes for a part."""
-    return set(_MARKS.findall(text)) - set(_MARKS_OF_PARTS.findall(text))
+def _with_mark(text: str, mark: str) -> str:
+    """Between the text's beginning and end, each as long as what a template may ask for."""
+    num_first = min(_MAX_END, len(text) // 2)
+    return text[:num_first] + mark + text[num_first:][-_MAX_END:]
+
+
+def _shown(text: str | None) -> set[str] | None:
+    """The marks in a text; None for one that shows a part as Python or JSON writes it, which no template is meant to,
+    and where there is no text.
+    """
+    if text is None or _MARKS_OF_PARTS.search(text) is not None:
+        return None
+    return {mark.lower() for mark in _MARKS.findall(text)}
 
 
 def _in_forms(messages: Sequence[Message], forms: Mapping[str, str]) -> list[Message]:
@@ -125,9 +197,10 @@ def _in_form(content: Any, form: str) -> Any:
 
 def _is_text(content: Any) -> bool:
     """A string, or parts that each have a text."""
+    if isinstance(content, str):
+        return True
     is_list = isinstance(content, list) and bool(content)
-    has_texts = is_list and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content)
-    return isinstance(content, str) or has_texts
+    return is_list and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content)
 
 
 def _speaker(message: Message) -> str:

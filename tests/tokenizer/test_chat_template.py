@@ -227,3 +227,19 @@ def test_a_long_conversation_is_within_bounds():
 def test_objects_with_methods_of_their_own_do_not_reach_a_template():
     with pytest.raises(ChatTemplateError, match="plain JSON values, not object"):
         ChatTemplate("{{ messages }}", {}).render([{"role": "user", "content": object()}])
+
+
+@pytest.mark.finding(number="A6")
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("[1, 2, 3, 4, 5, 6, 7] | random", "random"),
+        ("lipsum()", "lipsum"),
+        ("messages[0].content.strip", "builtin_function_or_method"),
+        ("messages | map(attribute='role')", "generator"),
+        ("messages | reverse", "list_reverseiterator"),
+    ],
+)
+def test_template_writes_nothing_that_differs_by_run(written: str, why: str):
+    with pytest.raises(ChatTemplateError, match=why):
+        ChatTemplate(f"{{{{ {written} }}}}{{{{ messages[0].content }}}}", {}).render([{"role": "user", "content": "x"}])

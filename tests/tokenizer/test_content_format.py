@@ -148,7 +148,64 @@ def test_template_is_tried_once_where_it_takes_what_is_given():
     asked.clear()
     talk = [{"role": role, "content": [{"text": "a"}, {"text": "b"}]} for role in ("system", "user", "tool")]
     assert fitted(talk, asked.append) == talk
-    assert len(asked) <= 17
+    assert len(asked) <= 34
+
+
+ASKING = {
+    "a beginning": (
+        "{% for m in messages %}{% if m.content is string %}{% if m.content.startswith('<') %}{{ m.content }}"
+        "{% endif %}{% else %}{% for p in m.content %}[{{ p.text[:3] }}]{% endfor %}{% endif %}{% endfor %}"
+    ),
+    "an end that is needed": (
+        "{% for m in messages %}{% if not m.content.endswith('!') %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    ),
+    "a beginning that is needed": (
+        "{% for m in messages %}{% if m.content is string and not m.content.startswith('<') %}"
+        "{{ raise_exception('no') }}{% endif %}{% for p in m.content %}{{ p }}{% endfor %}{% endfor %}"
+    ),
+    "capitals": "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    "a title": "{% for m in messages %}{{ m.content.title() }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_template_that_asks_for_words_gets_the_given(name: str, open_both: Callable):
+    ours, theirs = open_both(ASKING[name])
+    talk = [("user", ["<tool> first of all, so many words that none of them is in the middle, and then the end!"])]
+    assert ours(in_strings(talk)) == theirs(in_strings(talk))
+    assert "FIRST OF ALL" in ours(in_strings(talk)).upper()
+    if name in ("an end that is needed", "capitals", "a title"):
+        assert ours(in_parts(talk)) == theirs(in_strings(talk))
+
+
+def test_empty_content_stays_one_where_that_is_asked(open_both: Callable):
+    """gpt-oss' refuses a call with content and reasoning."""
+    ours, theirs = open_both(
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ '<' + m.role + '>' + (m.content or m.thinking) }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    talk = in_strings([("user", ["go"]), ("assistant", [""])])
+    talk[1] |= {"reasoning_content": "hm", "tool_calls": [call]}
+    for content in (talk[0]["content"], [{"type": "text", "text": talk[0]["content"]}]):
+        assert ours([{**talk[0], "content": content}, talk[1]]) == theirs(talk)
+
+
+def test_conversations_of_one_shape_are_tried_once(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    template = ChatTemplate(WALKING["strings refused"], {})
+    render = template._render
+    monkeypatch.setattr(template, "_render", lambda context: asked.append("") or render(context))
+    for number, text in enumerate(("first", "second")):
+        asked.clear()
+        assert template.render(in_strings([("user", [text])])) == f"<user>{text}"
+        # What is given, with texts in it, is tried each time.
+        assert len(asked) == 4 - 2 * number
+    # Tools and other names may make another shape of it.
+    asked.clear()
+    assert template.render(in_strings([("user", ["third"])]), variables={"tools": TOOLS}) == "<user>third"
+    assert len(asked) == 4
 
 
 def test_template_that_is_not_tried_gets_letters(monkeypatch: pytest.MonkeyPatch):
