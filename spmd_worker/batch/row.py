@@ -14,6 +14,7 @@ from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank"]
 """OpenAI rows that are pooled."""
@@ -91,12 +92,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt's text as it stands before a completion. `first_token` is the text of its first token, which has no
+    """The prompt's text as it stands before a completion. `first_token` is that of its first token, which has no
     log-probability. `is_alone`: nothing stands behind it.
     """
 
     text: str
-    first_token: str
+    first_token: TokenText
     is_alone: bool
 
 

@@ -424,6 +424,12 @@ def _prompt_context(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special
     return context
 
 
+def num_unfinished(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> int:
+    """Characters at the end of a prompt's text that are of an unfinished one, which belongs to the output."""
+    context = _prompt_context(tokenizer, prompt_token_ids, skip_special_tokens)
+    return len(tokenizer.decode(context, skip_special_tokens=False)) - _prompt_length(tokenizer, context)
+
+
 def _prompt_length(tokenizer: Tokenizer, context: Sequence[int]) -> int:
     """Characters of the context that belong to the prompt: all but an unfinished one at the end."""
     text = tokenizer.decode(context, skip_special_tokens=False)

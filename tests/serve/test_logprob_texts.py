@@ -94,6 +94,34 @@ def test_bytes_and_offsets_are_the_texts(client: Client, tmp_path: Path):
     assert [each["token"] for each in parts] == [""], "the beginning of the smiley"
 
 
+def echoes() -> list[JSON]:
+    """Prompts that begin or end in part of a character, and that hold special tokens."""
+    smiley = TOKENIZER.encode("a😀", add_special_tokens=False)
+    special = next(iter(SPECIAL))
+    prompts = [smiley, smiley[1:], smiley[2:], smiley[:-1], smiley[:2], [*smiley, SPECIAL[special], *smiley]]
+    prompts += [f"a{special}b 😀 c", f"{special}b c", f"{special}{special} 😀"]
+    found: list[JSON] = [{"prompt": each, "skip_special_tokens": skips} for each in prompts for skips in (True, False)]
+    found = [{**each, "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0} for each in found]
+    return [*found, *({**each, "max_tokens": 0} for each in found)]
+
+
+@pytest.mark.finding(number="A8")
+def test_echoed_prompt_has_its_tokens_at_their_offsets(client: Client, tmp_path: Path):
+    bodies = echoes()
+    rows = [openai_row(str(number), TEXT, body) for number, body in enumerate(bodies)]
+    answers = [answer["response"]["body"]["choices"][0] for answer in answers_of_job(tmp_path, MODEL, rows)]
+    for body, choice in zip(bodies, answers, strict=True):
+        streamed = joined(client.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))["choices"][0]
+        assert streamed == choice, body
+        text, logprobs = choice["text"], choice["logprobs"]
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            is_left_out = token in SPECIAL and body["skip_special_tokens"]
+            assert text[offset:].startswith(token) or is_left_out, (body, choice)
+        if isinstance(body["prompt"], str) and body["max_tokens"]:
+            # No token of it is left out.
+            assert "".join(logprobs["tokens"]) == text
+
+
 @pytest.mark.finding(number="A8")
 def test_log_probabilities_of_an_output_have_bytes():
     params = SamplingParams(**DRAWN, seed=3, logprobs=2, prompt_logprobs=1)

@@ -39,7 +39,8 @@ from spmd_worker.errors import ChatTemplateError, TokenizerError
 from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.sequence.taken_params import taken_params
-from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.tokenizer.token_texts import TokenTexts
+from spmd_worker.tokenizer.tokenizer import Tokenizer, num_unfinished
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
@@ -183,9 +184,13 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
     if tokenizer is None:
         raise RowProblem("tokenizer_missing", "echo needs the model's tokenizer.json: leave it out")
     if text is None or row.sampling.truncate_prompt_tokens is not None:
-        text = tokenizer.decode(token_ids, skip_special_tokens=row.sampling.skip_special_tokens)
-    # As it stands at the beginning of a text.
-    first = tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+        skips_special = row.sampling.skip_special_tokens
+        text = tokenizer.decode(token_ids, skip_special_tokens=skips_special)
+        if row.echo != "prompt":
+            # It begins the completion's text.
+            text = text[: len(text) - num_unfinished(tokenizer, token_ids, skips_special)]
+    texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
+    ((first,),) = texts.spell([token_ids[:1]], is_last=len(token_ids) == 1)
     return Echo(text, first, row.echo == "prompt")
 
 

@@ -41,11 +41,29 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
     prompt: list[TokenLogprobs] = []
     if output.prompt_logprobs is not None:
         # Nothing comes before the first token: `drop_first_logprob` leaves its text.
-        # A token that the tokenizer put before the text (BOS) adds nothing to it.
-        own_bytes = None if row.echo.text.startswith(row.echo.first_token) else ()
-        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, row.echo.first_token, own_bytes)}
-        prompt = [first if position is None else position for position in output.prompt_logprobs]
+        name = row.echo.first_token
+        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
+        prompt = _in_text([first if each is None else each for each in output.prompt_logprobs], row.echo.text)
     return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
+
+
+def _in_text(positions: list[TokenLogprobs], text: str) -> list[TokenLogprobs]:
+    """Those of a prompt as its text has them: special tokens that it has are in it though others are skipped, and one
+    that the tokenizer put before it (BOS) adds nothing.
+    """
+    found: list[TokenLogprobs] = []
+    offset = 0
+    for position in positions:
+        (token_id, entry), *others = position.items()
+        token = entry.decoded_token or ""
+        if token and text.startswith(token, offset):
+            own_bytes = entry.token_bytes or tuple(token.encode("utf-8", "surrogatepass"))
+            entry = entry._replace(token_bytes=own_bytes)
+        elif not found:
+            entry = entry._replace(token_bytes=())
+        found.append({token_id: entry, **dict(others)})
+        offset += num_characters(found[-1])
+    return found
 
 
 def _behind_prompt(completion: CompletionOutput, echo: Echo, prompt: list[TokenLogprobs]) -> CompletionOutput:
