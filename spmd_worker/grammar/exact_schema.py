@@ -20,6 +20,9 @@ _MOST_EXPONENT: Final = 22
 """Powers of ten up to it are exact as floats: a number of `_EXACT` times such a one is read right by every reader."""
 _MOST_BOUND: Final = 2**63 - 1024
 """The largest float that a 64-bit integer can be."""
+_MOST_CLOSED: Final = 10**12
+_SMALLEST: Final = 1e-20
+"""Stands for the number next to 0."""
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _MOST_PLACES: Final = 2**10
@@ -74,6 +77,7 @@ def _exact(schema: Any) -> Any:
         if key in schema:
             _check_values(key, schema[key])
     _bound(made)
+    _close_bounds(made)
     _check_parts(made)
     _check_names(made)
     if isinstance(made.get("pattern"), str):
@@ -132,6 +136,26 @@ def _bound(made: dict[str, Any]) -> None:
         choose = max if key in _LOWER else min
         other = made.get(name)
         made[name] = inside if other is None or not _is_exact(other) else choose(inside, other)
+
+
+def _close_bounds(made: dict[str, Any]) -> None:
+    """The engine allows a whole number that a bound excludes where the other bound, here or in a schema that is joined
+    with this one, is less than 1 away: `exclusiveMinimum=0, maximum=0.5` has 0. The next inside is another's bound.
+    """
+    if _is_of_integers(made.get("type")):
+        return
+    for key, name, sign in ((_LOWER[1], _LOWER[0], 1), (_UPPER[1], _UPPER[0], -1)):
+        value = made.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if value != int(value) or value * sign < 0 or abs(value) >= _MOST_CLOSED:
+            continue
+        del made[key]
+        size = abs(int(value))
+        inside = sign * (size + float(f"1e{len(str(size)) - 15}") if size else _SMALLEST)
+        other = made.get(name)
+        choose = max if sign > 0 else min
+        made[name] = choose(inside, other) if isinstance(other, int | float) else inside
 
 
 def _is_of_integers(kind: Any) -> bool:

@@ -113,6 +113,17 @@ ENFORCED: dict[str, tuple[Any, list[str]]] = {
         ["null", *around(N, N + 999)],
     ),
     "decimals": ({"type": "number", "minimum": 0.1, "maximum": 0.3}, ["0.09", "0.1", "0.3", "0.30000000000000004"]),
+    "above 0": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0", "-0", "0.5", "0.25"]),
+    "below 0": ({"exclusiveMaximum": 0, "minimum": -0.5, "type": "number"}, ["0", "-0", "-0.0", "-0.5", "-0.25"]),
+    "above 7": (
+        {"allOf": [{"exclusiveMinimum": 7}, {"exclusiveMaximum": 7.5}], "type": "number"},
+        ["7", "7.0", "7.25", "7.5"],
+    ),
+    "below -7": ({"type": "number", "minimum": -7.5, "exclusiveMaximum": -7}, ["-7", "-7.0", "-7.25", "-7.5"]),
+    "above 0 in either": (
+        {"exclusiveMinimum": 0, "type": ["integer", "number"], "maximum": 2, "multipleOf": 0.5},
+        ["0", "0.5", "1", "2", "2.5"],
+    ),
     "halves": ({"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 3}, ["0.3", "1.5", "2"]),
     "whole decimals": ({"type": "integer", "minimum": 1.5, "maximum": 3.5}, around(1, 4)),
     "flags of draft 4": (
