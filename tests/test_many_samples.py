@@ -55,7 +55,7 @@ def expected() -> list[Any]:
 SLOW = ("one", "in chunks")
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.matrix) if way in SLOW else way for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.stress) if way in SLOW else way for way in WAYS])
 def test_samples_beyond_max_num_seqs_queue(expected: list[Any], way: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(engine_module.CHECK_VARIABLE, "1")
     with LLM(checkpoint_folder("llama3"), **{**SETTINGS, **WAYS[way]}) as llm:

@@ -50,7 +50,7 @@ def test_kernels_compile_for_sm_90_without_spills_pipelined_on_the_tensor_cores(
         assert any(word in each for each in wrong), (word, wrong)
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_steps_that_are_replayed_have_the_bits_of_steps_that_are_launched(tmp_path: Path):
     found = run_alone("triton_graphs.py", cache=tmp_path, interpret=True)

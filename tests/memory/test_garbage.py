@@ -99,10 +99,13 @@ _FORGETS = "garbage.resume_collections = lambda: None"
 @pytest.mark.parametrize(
     ("arguments", "run"),
     [
-        (_JOB, f"runpy.run_path({str(REPOSITORY / 'launch.py')!r}, run_name='__main__')"),
-        (_SERVER, "runpy.run_module('spmd_worker.serve', run_name='__main__')"),
+        pytest.param(_JOB, f"runpy.run_path({str(REPOSITORY / 'launch.py')!r}, run_name='__main__')", id="job"),
+        pytest.param(
+            *(_SERVER, "runpy.run_module('spmd_worker.serve', run_name='__main__')"),
+            marks=pytest.mark.stress,
+            id="server",
+        ),
     ],
-    ids=["job", "server"],
 )
 def test_commands_look_for_garbage_again_before_they_load_a_model(arguments: list[str], run: str):
     program = _COMMAND.format(arguments=["command", *arguments], run=run)

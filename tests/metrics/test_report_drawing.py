@@ -70,7 +70,7 @@ def test_a_page_with_pictures_is_complete_and_needs_nothing_from_outside(name: s
     assert "nan" not in page.lower()
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_two_pages_of_one_long_run_are_equal_and_small():
     frame, charts = charts_of(many_steps(700))
     assert [draw_chart(chart, frame, WIDE_INCHES) for chart in charts] == [
