@@ -40,6 +40,8 @@ _MARKS: Final = re.compile(r"qzx[0-9]+xzq", re.IGNORECASE)
 _MARKS_OF_PARTS: Final = re.compile(r"""["']text["']\s*:\s*["'][^"']*?(qzx[0-9]+xzq)""", re.IGNORECASE)
 _MAX_END: Final = 24
 """Characters of a text's beginning and end: those that walk over letters take longer for more."""
+_MOST_ASKED: Final = 1000
+"""Messages: with the texts of more, those templates could reach their limit."""
 _NUM_KNOWN: Final = 256
 
 
@@ -68,8 +70,8 @@ def fitted(
             known.add(key, found)
     chosen, is_rendered = found
     given = dict.fromkeys(marks, forms[0])
-    if is_rendered and chosen == given:
-        return list(messages)
+    if (is_rendered and chosen == given) or len(messages) > _MOST_ASKED:
+        return _in_forms(messages, chosen)
     # The template may ask for what a text is, or begins with, which marks alone are not.
     masked, marks = _masked(messages, keeps_texts=True)
     if not is_rendered:

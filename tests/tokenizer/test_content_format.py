@@ -208,6 +208,13 @@ def test_conversations_of_one_shape_are_tried_once(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 4
 
 
+def test_long_conversations_stay_within_the_limits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "_MAX_STEPS", 20_000)
+    talk = in_strings([("user" if i % 2 == 0 else "assistant", ["so many words " * 9]) for i in range(1001)])
+    text = ChatTemplate(WALKING["a variable"], {}).render(talk)
+    assert text.count("so many words") == 9 * 1001
+
+
 def test_template_that_is_not_tried_gets_letters(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     monkeypatch.setattr(chat_template, "fitted", lambda messages, *_: messages)
