@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import ranks
+from encoder_models import encoder_folder
 from pooling_models import pooling_folder
 
 from spmd_worker import LLM, BeamSearchParams, PoolingParams, SamplingParams
@@ -69,6 +70,13 @@ def test_call_refuses_a_long_text_unencoded(llm: LLM, encodes_no_long_text: None
 def test_pooling_call_refuses_a_long_text_unencoded(pooled: LLM, encodes_no_long_text: None, call: str):
     with pytest.raises(ValueError, match=r"the prompt has at least \d+ tokens but max_model_len is "):
         POOLED[call](pooled)
+
+
+@pytest.mark.finding(number="B1")
+def test_pair_refuses_a_long_text_unencoded(encodes_no_long_text: None):
+    words = r"prompt 1: the prompt has at least \d+ tokens"
+    with LLM(str(encoder_folder("bert_pairs")), num_blocks=64) as pairs, pytest.raises(ValueError, match=words):
+        pairs.score("one", ["two", TEXT])
 
 
 @pytest.mark.finding(number="B1")
