@@ -286,8 +286,10 @@ class Scheduler:
     def _split(self, sequence: Sequence, num_samples: int) -> None:
         """A request of more samples than may run at once: the others wait, and find its prompt in the cache."""
         others = split_off(sequence, num_samples)
-        if num_samples == 1:
-            sequence.num_outputs_ahead = self._num_outputs_ahead(sequence.request)
+        for part in (sequence, others):
+            # One that stands for itself alone does not fork.
+            if part.num_samples == 1:
+                part.num_outputs_ahead = self._num_outputs_ahead(part.request)
         self._stop_checker.prepare(others)
         self.queues.group_of(sequence).add(others)
         self.queues.waiting.give_back(others)
