@@ -210,9 +210,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _count_text(self, value: Any) -> Any:
         """Called for every value that is written, into the output or into a variable or macro."""
-        if isinstance(value, _WITHOUT_TEXT):
-            # Its address would be in the prompt, another one in each run.
-            raise TemplateError(f"it writes a {type(value).__name__}, which has no text: call it, or use `| list`")
+        _check_written(value)
         self._num_characters_left -= len(value) if isinstance(value, str) else 1
         if self._num_characters_left < 0:
             raise SecurityError(f"the chat template wrote more than {_MAX_WORK_CHARACTERS} characters into variables")
@@ -242,6 +240,8 @@ def _without_concatenation(node: nodes.Node) -> nodes.Node:
 
 
 def _joined(parts: list[Any]) -> str:
+    for part in parts:
+        _check_written(part)
     texts = [str(part) for part in parts]
     _check_length(sum(map(len, texts)))
     return "".join(texts)
@@ -282,6 +282,12 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
 def _check_format(pattern: str) -> None:
     if _WIDE_FIELD.search(pattern):
         raise SecurityError(f"a format with a field wider than {_MAX_ARGUMENT} characters")
+
+
+def _check_written(value: Any) -> None:
+    """Its address would be in the prompt, another one in each run."""
+    if isinstance(value, _WITHOUT_TEXT):
+        raise TemplateError(f"it writes a {type(value).__name__}, which has no text: call it, or use `| list`")
 
 
 def _check_length(length: int) -> None:

@@ -236,6 +236,7 @@ def test_objects_with_methods_of_their_own_do_not_reach_a_template():
         ("[1, 2, 3, 4, 5, 6, 7] | random", "random"),
         ("lipsum()", "lipsum"),
         ("messages[0].content.strip", "builtin_function_or_method"),
+        ("'a' ~ messages[0].content.strip", "builtin_function_or_method"),
         ("messages | map(attribute='role')", "generator"),
         ("messages | reverse", "list_reverseiterator"),
     ],
