@@ -29,7 +29,7 @@ from spmd_worker.files import JsonError, begin_own_file, open_regular_file, pars
 
 STEP_LOG_NAME: Final = "steps.log"
 """In a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")

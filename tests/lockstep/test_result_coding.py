@@ -14,7 +14,7 @@ from spmd_worker.sequence.step import StepResult
 
 ids = st.integers(0, 200_000)
 entries = st.none() | st.dictionaries(
-    ids, st.builds(Logprob, st.floats(allow_nan=False), st.integers(1, 200_000), st.none()), max_size=4
+    ids, st.builds(Logprob, st.floats(allow_nan=False), st.integers(1, 200_000), st.none(), st.none()), max_size=4
 )
 results = st.builds(
     StepResult,

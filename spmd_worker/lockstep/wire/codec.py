@@ -35,7 +35,7 @@ from spmd_worker.sequence.record_checks import check_num_ids
 from spmd_worker.sequence.sampled import SampledIds, num_sampling, sampling_keys
 from spmd_worker.sequence.step import StepPlan
 
-VERSION: Final = 3
+VERSION: Final = 4
 _GOES_ON: Final = 1
 _HAS_MASKS: Final = 2
 _CHECKSUM: Final = struct.Struct("<I")
