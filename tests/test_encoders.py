@@ -2,8 +2,10 @@
 tokenizer encodes them, and a run that keeps no cache and says so.
 """
 
+import json
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, hidden_states, logits_of
 from reference_models import random_prompt
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer
@@ -366,3 +370,38 @@ def test_weights_are_shown_and_taken_by_the_files_names() -> None:
                     load(key, each)
             after = llm.encode(ids(PROMPTS[:2]), RAW, use_tqdm=False)
         assert [each.outputs.data for each in after] == [each.outputs.data for each in before]
+
+
+@pytest.mark.finding(number="A5")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
+        {"tokenizer_class": "BertTokenizerFast", "do_lower_case": True, "strip_accents": False},
+        {"tokenizer_class": "DistilBertTokenizer", "do_lower_case": False, "strip_accents": True},
+        {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": False},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False},
+        {"tokenizer_class": "TokenizersBackend"},
+        {"do_lower_case": False},
+        {},
+    ],
+)
+@pytest.mark.parametrize("is_lower", [True, False])
+def test_bert_tokenizers_normalizer_is_that_of_transformers(
+    settings: dict[str, Any], is_lower: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its classes it is made of the configuration, whatever tokenizer.json has."""
+    letters = [*"Helo", "h", "\u00e9", "\u00c9", "e", "E", "\u4f60"]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters)]
+    backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    texts = ["Hello", "h\u00e9llo", "\u00c9", "\u4f60\u4f60 hello"]
+    ours, theirs = Tokenizer.open(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert [ours.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
+    is_other = any(ours.encode(text) != backend.encode(text).ids for text in texts)
+    assert not is_other or "the tokenizer's class and tokenizer_config.json make the normalizer's" in caplog.text

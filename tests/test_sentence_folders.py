@@ -274,6 +274,25 @@ def test_rows_of_old_layouts_are_read_as_before(tmp_path: Path) -> None:
         llm.embed(TEXTS[2], use_tqdm=False)
 
 
+@pytest.mark.finding(number="A5")
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
+        {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+    ],
+)
+def test_lower_case_of_a_lowercasing_tokenizer_changes_nothing(normalizer: Mapping[str, Any], tmp_path: Path) -> None:
+    """As bge's English folders have it; and a length under its name of old releases."""
+    folder = tmp_path / "lower"
+    shutil.copytree(saved("plain", EMBED["plain"]), folder)
+    edit(folder / "tokenizer.json", normalizer=normalizer)
+    edit(folder / "tokenizer_config.json", model_max_length=..., max_len=9)
+    edit(folder / SENTENCE, do_lower_case=True, max_seq_length=..., processing_kwargs=...)
+    texts = ["HELLO World", "hello world " * 20]
+    assert near(embedded(folder, texts), encoded(folder, texts))
+
+
 def body(url: str, **given: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": given}).encode()
 

@@ -271,7 +271,9 @@ def module_folders(folder: Path, *kinds: str) -> list[str]:
 
 def tokenizer_length(folder: Path) -> int:
     """Tokens that the tokenizer leaves of a row; 0 where its files name no number that a model may have."""
-    length = _tokenizer_config(folder).get("model_max_length")
+    settings = _tokenizer_config(folder)
+    # Old releases of transformers write `max_len`.
+    length = settings.get("model_max_length", settings.get("max_len"))
     # transformers writes 1e30 for no limit.
     return length if type(length) is int and 1 <= length <= MOST_SIZE else 0
 
@@ -322,7 +324,7 @@ def _transformer(folder: Path) -> _Transformer:
     unknown = [key for key in settings if key not in _TRANSFORMER_KEYS]
     if unknown:
         raise ModelConfigError(f"{path}: {unknown[0]}={settings[unknown[0]]!r} is not known: take it out")
-    if settings.get("do_lower_case") is True:
+    if settings.get("do_lower_case") is True and not _makes_lowercase(folder):
         raise ModelConfigError(f"{path}: do_lower_case=true is not run: put a lowercase normalizer into tokenizer.json")
     if settings.get("tokenizer_name_or_path") is not None:
         raise ModelConfigError(
@@ -339,6 +341,23 @@ def _transformer(folder: Path) -> _Transformer:
     key = f"{path}: model_max_length" if length is not None else f"{path}: max_seq_length"
     length = settings.get("max_seq_length") if length is None else length
     return _Transformer(task, own_length or _optional_whole(length, key) or tokenizer_length(folder), form)
+
+
+def _makes_lowercase(folder: Path) -> bool:
+    """Whether the tokenizer does already what `do_lower_case` would add to it; False for what cannot be read."""
+    try:
+        content = files.read_regular_file(folder / "tokenizer.json", _TOKENIZER_BYTES)
+        normalizer = files.parse_json_object(content).get("normalizer")
+    except (OSError, files.JsonError):
+        return False
+    steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
+    # Of BERT's classes the normalizer's lowercase is that of tokenizer_config.json.
+    is_bert = _tokenizer_config(folder).get("do_lower_case") is not False
+    return isinstance(steps, list) and any(
+        step.get("type") == "Lowercase" or (step.get("type") == "BertNormalizer" and step.get("lowercase") and is_bert)
+        for step in steps
+        if isinstance(step, dict)
+    )
 
 
 def _loader_arguments(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ import tokenizers
 from spmd_worker import files
 from spmd_worker.errors import TokenizerError
 from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.tokenizer.bert_normalizer import bert_normalizer, has_bert_normalizer
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, named_templates
 from spmd_worker.tokenizer.conversion import converted, older_files
 from spmd_worker.tokenizer.encoder import Encoder, TextEncoder, library_errors, opened
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+_MODEL_FILE: Final = "config.json"
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _OLD_TEMPLATE_FILE: Final = "chat_template.json"
 _MORE_TEMPLATES: Final = "additional_chat_templates"
@@ -127,8 +130,13 @@ class Tokenizer:
         config = special_tokens_map | config
         special_tokens = _named_tokens(config)
         form = checked_form(str(folder / _TOKENIZER_FILE), tokenizer)
+        text = tokenizer.decode("utf-8")
+        normalizer = _class_normalizer(folder, form, config)
+        if normalizer is not None:
+            form = replace(form, values={**form.values, "normalizer": normalizer})
+            text = json.dumps(form.values)
         added = _added_tokens(form.values, config, special_tokens, folder / _CONFIG_FILE)
-        backend, encoder = _open_library(folder / _TOKENIZER_FILE, tokenizer.decode("utf-8"), form, added)
+        backend, encoder = _open_library(folder / _TOKENIZER_FILE, text, form, added)
         templates = ChatTemplates(_chat_template_sources(folder, contents, config), special_tokens)
         side = config.get("truncation_side", "right")
         if side not in ("left", "right"):
@@ -458,6 +466,29 @@ def _read(path: Path) -> bytes | None:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
+def _class_normalizer(folder: Path, form: TokenizerForm, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The one that transformers puts in the place of tokenizer.json's, which says something else; None for none."""
+    if not has_bert_normalizer(form.values):
+        return None
+    model = _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE))
+    try:
+        normalizer = bert_normalizer(config, model)
+    except ValueError as error:
+        raise TokenizerError(f"{folder / _CONFIG_FILE}: {error}") from None
+    own = form.values["normalizer"]
+    changed = [] if normalizer is None else [key for key in normalizer if own.get(key) != normalizer[key]]
+    if normalizer is None or not changed:
+        return None
+    logger.warning(
+        "%s: the tokenizer's class and %s make the normalizer's %s, otherwise than the file: as transformers has it",
+        folder / _TOKENIZER_FILE,
+        _CONFIG_FILE,
+        ", ".join(f"{key}={json.dumps(normalizer[key])}" for key in changed),
+        extra=SAME_ON_EVERY_RANK,
+    )
+    return normalizer
+
+
 def _open_library(
     path: Path, text: str, form: TokenizerForm, added: Sequence[Mapping[str, Any]]
 ) -> tuple[tokenizers.Tokenizer, TextEncoder]:
@@ -470,7 +501,7 @@ def _open_library(
             backend = opened(json.dumps({**form.values, "normalizer": None, "pre_tokenizer": None}), added)
             encoder = IsolatedEncoder(text, added)
             encoder.check()
-            words = "%s is of a form that no known model has: texts are encoded in a process with limits"
+            words = "%s has a step that may take more than linear time: texts are encoded in a process with limits"
             logger.warning(words, path, extra=SAME_ON_EVERY_RANK)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}: {WAY_OUT}") from None
@@ -545,6 +576,9 @@ def _more_templates(folder: Path) -> list[str]:
         paths = sorted((folder / _MORE_TEMPLATES).glob(f"*{_TEMPLATE_SUFFIX}"))
     except OSError as error:
         raise TokenizerError(f"{folder / _MORE_TEMPLATES} cannot be read: {error}") from None
+    for path in paths:
+        if not _is_unicode(path.name):
+            raise TokenizerError(f"{str(path)!a}: the name of a template must be UTF-8: rename the file")
     return [f"{_MORE_TEMPLATES}/{path.name}" for path in paths]
 
 

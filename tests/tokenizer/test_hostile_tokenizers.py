@@ -1,6 +1,7 @@
 """Hostile tokenizer files: each is words at the start or for a text, none a traceback, and none takes the process."""
 
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_hostile_file_is_refused_in_words(tmp_path: Path, capfd: pytest.CaptureF
     assert str(error.value).startswith(str(tmp_path / "tokenizer.json"))
     assert str(error.value).endswith(form.WAY_OUT)
     assert check(tmp_path, capfd) == [str(error.value)]
+
+
+@pytest.mark.finding(number="B3")
+def test_template_file_that_is_not_utf8_is_refused(tmp_path: Path):
+    write_byte_level(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / os.fsdecode(b"tool\xff.jinja")).write_text("x")
+    with pytest.raises(TokenizerError, match=r"tool\\udcff.jinja': the name of a template must be UTF-8: rename"):
+        Tokenizer.open(tmp_path)
 
 
 @pytest.mark.finding(number="B3")

@@ -1,0 +1,38 @@
+"""The normalizer of BERT's tokenizer classes, which transformers makes of `do_lower_case`, `strip_accents` and
+`tokenize_chinese_chars` of tokenizer_config.json, whatever tokenizer.json has.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_CLASSES: Final = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
+_MODELS: Final = ("bert",)
+"""Types of models that run here to which AutoTokenizer gives such a class where nothing names one."""
+_KIND: Final = "BertNormalizer"
+
+
+def has_bert_normalizer(values: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json has one, and nothing beside it."""
+    normalizer = values.get("normalizer")
+    return isinstance(normalizer, dict) and normalizer.get("type") == _KIND
+
+
+def bert_normalizer(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As tokenizer.json would write it; None where the class of the tokenizer is another. `settings` is
+    tokenizer_config.json, `model` config.json. Raises ValueError: key, value, rule.
+    """
+    named = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    is_bert = named.removesuffix("Fast") in _CLASSES if isinstance(named, str) else model.get("model_type") in _MODELS
+    if not is_bert:
+        return None
+    for key, value in settings.items():
+        allowed = {"do_lower_case": bool, "tokenize_chinese_chars": bool, "strip_accents": bool | None}.get(key)
+        if allowed is not None and not isinstance(value, allowed):
+            raise ValueError(f"{key}={str(value)[:80]!r} must be true or false")
+    return {
+        "type": _KIND,
+        "clean_text": True,
+        "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
+        "strip_accents": settings.get("strip_accents"),
+        "lowercase": settings.get("do_lower_case", True),
+    }
