@@ -43,9 +43,13 @@ class Run:
 
 def check_folder(path: Path) -> None:
     """Raises RunDirError for what is no folder."""
-    if path.is_dir():
-        return
-    if not path.exists():
+    try:
+        if path.is_dir():
+            return
+        is_there = path.exists()
+    except OSError as error:
+        raise RunDirError(f"{path}: {error.strerror} ({WHERE})") from None
+    if not is_there:
         raise RunDirError(f"{path}: no such folder ({WHERE})")
     beside = Path(f"{path}.run")
     way_out = beside if beside.is_dir() else "the folder it is in"

@@ -167,6 +167,21 @@ def test_columns_beside_a_frames_index_are_keys(tmp_path, caplog):
     assert rows_of(tmp_path / "a.parquet") == [{"prompt": "a"}]
 
 
+@pytest.mark.finding(number="D13")
+def test_columns_of_one_name_are_refused(tmp_path):
+    """A row would have the last of them."""
+    strings = pyarrow.array(["a"])
+    inner = pyarrow.StructArray.from_arrays([strings, strings], names=["role", "role"])
+    tables = {
+        "two columns have the name 'prompt'": pyarrow.table([strings, strings], names=["prompt", "prompt"]),
+        "two fields of sampling have the name 'role'": pyarrow.table({"sampling": inner}),
+    }
+    for words, table in tables.items():
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(ConfigError, match=f"{words}: rename one"):
+            rows_of(tmp_path / "a.parquet")
+
+
 def test_columns_that_json_cannot_hold_are_refused_by_name(tmp_path):
     table = pyarrow.table({"prompt": ["a"], "extra": pyarrow.array([{"when": b"x"}])})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")

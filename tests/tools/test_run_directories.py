@@ -79,6 +79,9 @@ def test_tools_say_alike_what_is_no_folder(say, tmp_path: Path):
     for code, out, err in say(tmp_path / "absent").values():
         assert (code, out) == (2, "")
         assert f": {tmp_path / 'absent'}: no such folder {WHERE}" in err
+    for code, out, err in say(tmp_path / ("x" * 300)).values():
+        assert (code, out) == (2, "")
+        assert "File name too long" in err
     (tmp_path / "out.jsonl").write_text("{}\n")
     (tmp_path / "out.jsonl.run").mkdir()
     told = say(tmp_path / "out.jsonl")

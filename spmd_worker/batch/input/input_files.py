@@ -16,6 +16,7 @@ import re
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -194,8 +195,8 @@ class ParquetRows:
     row, whatever a few bytes of dictionary and run lengths say: the texts of a small row group stay in its dictionaries
     until their row's turn, a large one is read row by row.
 
-    Raises ConfigError for columns that JSON has no values for, for rows of more values than a line has bytes, and for
-    what is no Parquet file.
+    Raises ConfigError for columns that JSON has no values for, for two of one name, for rows of more values than a line
+    has bytes, and for what is no Parquet file.
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
@@ -225,6 +226,7 @@ class ParquetRows:
         # A dot in a name would be read as a path.
         self._names = [field.name for field in fields] if indices else None
         self._floats = tuple([field.name for field in fields if pyarrow.types.is_floating(field.type)])
+        _check_names(path, "columns", [field.name for field in fields])
         for field in fields:
             _check_type(path, field.name, field.type, pyarrow.types)
 
@@ -332,10 +334,18 @@ def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]
     return [each for each in names if _INDEX_NAME.fullmatch(each) or (each in own and each not in ROW_KEYS)]
 
 
+def _check_names(path: Path, what: str, names: Sequence[str]) -> None:
+    """Of two values with one name a row would have the last, and nobody the other."""
+    if len(dict.fromkeys(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise ConfigError(f"job.input={path}: two {what} have the name {twice!r}: rename one, or leave it out")
+
+
 def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
     if types.is_dictionary(kind):
         _check_type(path, name, kind.value_type, types)
     elif types.is_struct(kind):
+        _check_names(path, f"fields of {name}", [kind.field(index).name for index in range(kind.num_fields)])
         for index in range(kind.num_fields):
             _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
     elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
