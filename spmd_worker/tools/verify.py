@@ -85,7 +85,10 @@ def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals
         for each, path in ((row, first), (theirs, other)):
             if each.value.get("error") is None and not any(key in body_of(each.value) for key in GENERATED + POOLED):
                 raise VerifyError(f"{each.name} of {path} has no error, and no {', '.join(GENERATED + POOLED)}")
-        difference = compare_rows(row.value, theirs.value, tokens_only=tokens_only, totals=totals)
+        try:
+            difference = compare_rows(row.value, theirs.value, tokens_only=tokens_only, totals=totals)
+        except VerifyError as error:
+            raise VerifyError(f"{row.name} of {first} or {other}: {error}") from None
         if difference is not None:
             return f"{row.name}, {difference}"
         totals.rows += 1
@@ -168,13 +171,21 @@ def body_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples_of(body: dict[str, Any]) -> list[Sample]:
-    entries = body.get("outputs", body.get("choices", []))
-    return [sample_of(entry) for entry in entries or [] if isinstance(entry, dict)]
+    entries = list_of(body, "outputs" if "outputs" in body else "choices")
+    return [sample_of(entry) for entry in entries if isinstance(entry, dict)]
+
+
+def list_of(values: dict[str, Any], key: str) -> list[Any]:
+    """[] for null and where there is none. Raises VerifyError for what is no list."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, list):
+        raise VerifyError(f"{key} must be a list, not {shown(value)}")
+    return value or []
 
 
 def sample_of(entry: dict[str, Any]) -> Sample:
     logprobs = logprobs_by_position(entry.get("logprobs"))
-    tokens = entry.get("token_ids")
+    tokens = list_of(entry, "token_ids") if entry.get("token_ids") is not None else None
     if tokens is None and logprobs is not None:
         tokens = [position.get("token") if isinstance(position, dict) else position for position in logprobs]
     message = entry.get("message")
@@ -191,7 +202,7 @@ def logprobs_by_position(logprobs: Any) -> list[Any] | None:
     if isinstance(content, list):
         return content
     columns = {"token": "tokens", "logprob": "token_logprobs", "top": "top_logprobs"}
-    lists = [logprobs.get(name) or [] for name in columns.values()]
+    lists = [list_of(logprobs, name) for name in columns.values()]
     return [dict(zip(columns, values)) for values in zip(*lists)]
 
 
@@ -259,7 +270,8 @@ def first_of(pairs: list[tuple[str, Any, Any]]) -> str | None:
 def shown(value: Any) -> str:
     if value is Absent:
         return "nothing"
-    text = json.dumps(value, ensure_ascii=False)
+    # Half of a surrogate pair cannot be printed.
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -331,3 +333,29 @@ def test_a_line_that_is_nested_too_deeply_is_no_difference(tmp_path: Path, capsy
     path.write_text("[" * 200_000 + "\n")
     assert import_module("spmd_worker.tools.verify").main([str(path), str(path)]) == 2
     assert "line 1: nested too deeply" in capsys.readouterr().err
+
+
+@pytest.mark.finding(number="D11")
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"outputs": 5}, "outputs must be a list, not 5"),
+        ({"outputs": [{"token_ids": 7}]}, "token_ids must be a list, not 7"),
+        ({"outputs": [{"logprobs": {"tokens": "x"}}]}, 'tokens must be a list, not "x"'),
+    ],
+)
+def test_damaged_rows_are_neither_same_nor_different(verify, answer: dict[str, Any], said: str):
+    code, words = verify([answer], [answer])
+    assert code == 2
+    assert words.endswith(said)
+
+
+@pytest.mark.finding(number="D11")
+def test_half_a_character_is_shown_by_its_number(tmp_path: Path):
+    """A terminal cannot print it."""
+    for name, text in (("a.jsonl", "x\ud800"), ("b.jsonl", "y")):
+        write(tmp_path / name, [{"outputs": [{"text": text}]}])
+    command = [sys.executable, "-m", "spmd_worker.tools.verify", "a.jsonl", "b.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert '"x\\ud800" in the first, "y" in the second' in done.stdout
