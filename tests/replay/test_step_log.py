@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_worker.errors import StepLogError
-from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter, header_from_json, header_to_json, read_step_log
+from spmd_worker.replay.step_log import (
+    FORMAT_VERSION,
+    StepLogHeader,
+    StepLogWriter,
+    header_from_json,
+    header_to_json,
+    read_step_log,
+)
 
 HEADER = StepLogHeader(
     code="c0de",
@@ -228,9 +235,8 @@ def test_unknown_keys_other_versions_and_other_json_are_refused():
     value = header_to_json(HEADER)
     with pytest.raises(StepLogError, match="header's shoe_size is missing, unknown"):
         header_from_json({**value, "shoe_size": 43})
-    with pytest.raises(
-        StepLogError, match="format version 2; this code reads version 5: replay the log with the version"
-    ):
+    words = f"format version 2; this code reads version {FORMAT_VERSION}: replay the log with the version"
+    with pytest.raises(StepLogError, match=words):
         header_from_json({**value, "format_version": 2})
     with pytest.raises(StepLogError, match="num_blocks"):
         header_from_json({**value, "num_blocks": True})
