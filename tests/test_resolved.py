@@ -1,6 +1,7 @@
 """What ends a row: the ids that config.json names, and the end-of-sequence token of the tokenizer."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.config.schema import ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.engine.startup import read_run
 from spmd_worker.resolved import resolve_run
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -50,6 +52,25 @@ def test_settings_without_effect_are_said(
     with caplog.at_level("WARNING", logger="spmd_worker"):
         resolve_run(run_config({"model": folder, "device": "cpu", **given}), "cpu")
     assert [words in each for each in caplog.messages if "no effect" in each] == [True] * bool(words)
+
+
+@pytest.mark.finding(number="D16")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_warnings_of_all_ranks_are_printed_by_one(
+    rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of a script under torchrun that sets up no logging: Python's handler of last resort prints them."""
+    last_resort = logging.StreamHandler()
+    monkeypatch.setattr(logging, "lastResort", last_resort)
+    given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
+    for name, value in {**given, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    with caplog.at_level("WARNING", logger="spmd_worker"):
+        read_run(run_config({"model": folder, "device": "cpu", "preemption_mode": "recompute", "swap_space": 2}))
+        logging.getLogger("spmd_worker.runner").warning("one rank's own")
+    printed = [bool(last_resort.filter(each)) for each in caplog.records]
+    assert [each.getMessage()[:24] for each in caplog.records] == ["cache.swap_space_gib=2 h", "one rank's own"]
+    assert printed == [rank == 0, True]
 
 
 @pytest.mark.finding(number="D16")

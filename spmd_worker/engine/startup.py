@@ -36,6 +36,7 @@ from spmd_worker.lockstep.transport.membership import check_members, run_secret
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.swap_cost import block_copy_tokens
+from spmd_worker.metrics.log import leave_to_rank_0
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.factory import CacheSizes, new_scheduler
@@ -56,6 +57,7 @@ def read_run(config: RunConfig) -> ResolvedRun:
     """What this process computes with, its files read once; nothing is started. Raises ConfigError, ModelConfigError
     or TokenizerError for what cannot run.
     """
+    leave_to_rank_0(read_rank_environment().rank)
     resolved = resolve_run(config, device_type(config.device))
     check_cache_setting(resolved)
     return resolved

@@ -22,7 +22,19 @@ def configure_logging(rank: int, world_size: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{tag}%(levelname)s %(message)s"))
     if rank > 0:
-        handler.addFilter(lambda record: not getattr(record, "is_same_on_every_rank", False))
+        handler.addFilter(_is_of_one_rank)
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
+
+
+def leave_to_rank_0(rank: int) -> None:
+    """For a library in a program that sets up no logging, whose warnings Python prints: what rank 0 says for all is
+    printed by no other. The program's own handlers get every line.
+    """
+    if rank > 0 and logging.lastResort is not None:
+        logging.lastResort.addFilter(_is_of_one_rank)
+
+
+def _is_of_one_rank(record: logging.LogRecord) -> bool:
+    return not getattr(record, "is_same_on_every_rank", False)
