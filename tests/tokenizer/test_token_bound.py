@@ -9,6 +9,7 @@ from tokenizer_folders import write_byte_level, write_llama_style, write_metaspa
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from spmd_worker.tokenizer.encoder import is_failure
 from spmd_worker.tokenizer.token_bound import Counted, token_bound
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -88,7 +89,9 @@ def test_bound_never_exceeds_the_encoders_count(backend, texts):
     for text in texts:
         try:
             num_tokens = len(backend.encode(text, add_special_tokens=False).ids)
-        except Exception:  # of a vocabulary without the unknown token
+        except BaseException as error:  # of a vocabulary without the unknown token, or a panic of the library's
+            if not is_failure(error):
+                raise
             continue
         assert bound.min_num_tokens(text) <= num_tokens, (bound, text)
 
