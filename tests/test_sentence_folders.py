@@ -183,7 +183,7 @@ def embedder(name: str, *rest: Any, **options: Any) -> Callable[[Path], Sentence
 
 
 def pool(mode: str) -> Callable[[], Pooling]:
-    return lambda: Pooling(SIZES["hidden_size"], mode)  # type: ignore[arg-type]
+    return lambda: Pooling(SIZES["hidden_size"], mode)  # type: ignore[arg-type]  # any mode
 
 
 def dense() -> Dense:

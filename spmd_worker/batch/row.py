@@ -68,7 +68,7 @@ class PoolingAsk:
 
 
 EchoKind = Literal["both", "prompt"]
-"""What stands in the text of a choice: the prompt and the completion, or the prompt alone (`max_tokens` 0)."""
+"""The text of a choice: the prompt and the completion, or the prompt alone (`max_tokens` 0)."""
 
 
 @dataclass(frozen=True, slots=True)

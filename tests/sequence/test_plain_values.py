@@ -157,7 +157,7 @@ def test_seed_beyond_its_bits_is_refused_at_once():
 
 def test_assigned_number_is_plain_too():
     params = SamplingParams()
-    params.seed, params.top_k, params.temperature = Numbers.LARGE, numpy.int32(3), numpy.float32(0.5)  # type: ignore[assignment]
+    params.seed, params.top_k, params.temperature = Numbers.LARGE, numpy.int32(3), numpy.float32(0.5)  # type: ignore[assignment]  # meant
     assert [type(each) for each in (params.seed, params.top_k, params.temperature)] == [int, int, float]
     assert (params.frozen().seed, params.frozen().top_k) == (2**40, 3)
 

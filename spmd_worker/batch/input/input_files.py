@@ -39,7 +39,7 @@ _PARQUET_BYTES: Final = 32 << 20
 _GROUP_BYTES: Final = 64 << 20
 """Of a row group: with more it is large."""
 _INDEX_NAME: Final = re.compile(r"__index_level_[0-9]+__")
-"""Of a column of a pandas index that has no name."""
+"""The name of a column of a pandas index that has none."""
 _MOST_WHOLE: Final = 2**53
 """Up to here a float is one whole number alone."""
 _NO_UTF8: Final = b"\xff"
@@ -335,7 +335,7 @@ def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]
 
 
 def _check_names(path: Path, what: str, names: Sequence[str]) -> None:
-    """Of two values with one name a row would have the last, and nobody the other."""
+    """Names must differ: of two values with one name a row would have the last alone."""
     if len(dict.fromkeys(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ConfigError(f"job.input={path}: two {what} have the name {twice!r}: rename one, or leave it out")

@@ -63,7 +63,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 """Keys that ask for what is not done here, with the values besides null that ask for nothing."""
 
 _FORM_KEYS: Final = ("tools", "tool_choice", "parallel_tool_calls")
-"""What a chat body alone asks of its answer's form."""
+"""Keys of an answer's form that a chat body alone has."""
 
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **{key: neutral for key, neutral in _UNSUPPORTED.items() if key not in _FORM_KEYS},
@@ -146,7 +146,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
 
 
 def _response_format(body: Mapping[str, Any]) -> ChatRequest | None:
-    """Of a completion; None where its text is free."""
+    """The form of a completion; None where its text is free."""
     try:
         schema = response_schema(body.get("response_format"))
     except MessageProblem as problem:

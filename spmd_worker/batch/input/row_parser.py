@@ -45,7 +45,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer, num_unfinished
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
-"""Of rows of all shapes."""
+"""Keys of rows of all shapes."""
 
 
 _DEFAULT_LIMITS: Final = RowLimits()

@@ -82,7 +82,7 @@ def _behind_prompt(completion: CompletionOutput, echo: Echo, prompt: list[TokenL
 
 
 def drop_first_logprob(choice: JsonObject) -> None:
-    """Of a choice that begins with its prompt."""
+    """The first token of a choice that begins with its prompt has no log-probability."""
     if choice["logprobs"] is not None and choice["logprobs"]["tokens"]:
         choice["logprobs"]["token_logprobs"][0] = choice["logprobs"]["top_logprobs"][0] = None
 

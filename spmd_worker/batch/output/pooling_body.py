@@ -67,7 +67,7 @@ def pooling_body(
 def pair_scores(
     ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs: bool, measure: str = "cosine"
 ) -> list[float]:
-    """Of each pair: its score, or the similarity of its texts' vectors. None where the row does not score."""
+    """One number a pair: its score, or the similarity of its texts' vectors. None where the row does not score."""
     if not ask.num_firsts:
         return []
     vectors = [output.vector or [] for output in outputs]

@@ -28,7 +28,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a job writes: `name`, and the `paths` that it makes for it (a partial file too)."""
+    """A file that a job writes: `name`, and the `paths` that it makes for it (a partial file too)."""
 
     name: Name
     paths: tuple[Path, ...]

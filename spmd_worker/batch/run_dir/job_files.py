@@ -128,7 +128,7 @@ def _other_inputs(resolved: ResolvedRun) -> Iterator[Name]:
 
 
 def _standard_streams() -> Iterator[Claim]:
-    """What the shell has sent to files, which a job's are not."""
+    """Files to which the shell has sent streams; a job's are not among them."""
     yield from _standard_stream("standard output", "standard output", sys.stdout)
     yield from _standard_stream("standard error", "standard error", sys.stderr)
 

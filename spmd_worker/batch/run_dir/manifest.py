@@ -177,7 +177,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """Of all but the checksum: a disk's fault in a name or number would else be an answer's."""
+    """The checksum of all other values: a disk's fault in a name or number would else be an answer's."""
     return _digest_of(json.dumps(manifest, sort_keys=True))
 
 
