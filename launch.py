@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.memory.garbage import hold_collections, resume_collections
-from spmd_worker.process import check_limits, end_with_launcher
+from spmd_worker.base.process import check_limits, end_with_launcher
+from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
 
 if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
     # Before anything that takes its time: a rank must not outlive its launcher.
@@ -26,15 +26,23 @@ if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
         # Until `main` is there to say what Ctrl-C means: nothing has begun that it could interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from spmd_worker.config.compose import as_yaml, compose_run
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
-from spmd_worker.errors import ConfigError, SpmdError
-from spmd_worker.metrics.log import configure_logging
+from spmd_worker.base.config.compose import as_yaml, compose_run
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError, SpmdError
+from spmd_worker.base.metrics.log import configure_logging
+from spmd_worker.base.version import version
+from spmd_worker.frontends.rank_program import (
+    CONF,
+    CommandParser,
+    describe_keys,
+    fail,
+    prepare_torch,
+    run_rank,
+    write_report,
+)
 from spmd_worker.model_config.families.listing import describe_families
-from spmd_worker.rank_program import CONF, CommandParser, describe_keys, fail, prepare_torch, run_rank, write_report
+from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 from spmd_worker.resolved import ResolvedRun, find_model, resolve_run
-from spmd_worker.version import version
 
 _PATH_OPTIONS: Final = {"input": "job.input", "output": "job.output"}
 """Options that are other words for a key, for paths as the shell gives them."""
@@ -125,7 +133,7 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     if not environment.is_leader:
         return 0
     # Imported here so that composing and --help stay quick.
-    from spmd_worker.memory.plan_text import describe_plan, make_plan
+    from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
     resolved = resolve_run(config, "cpu" if config.device == "auto" else config.device)
     plan = make_plan(resolved)
@@ -137,9 +145,9 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
     """On the CPU: read the run, and begin to commit the cache's memory, while torch is not there yet. Returns what was
     read; None on a GPU, and where something is wrong, which is found again, and reported, later.
     """
-    from spmd_worker.batch.input.input_files import find_inputs, is_stream
-    from spmd_worker.batch.prefault import prefault
-    from spmd_worker.memory.plan import cache_spec_of, check_cache_setting
+    from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
+    from spmd_worker.frontends.batch.prefault import prefault
+    from spmd_worker.worker.memory.plan import cache_spec_of, check_cache_setting
 
     is_on_gpu = config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists())
     if is_on_gpu:
@@ -170,8 +178,8 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     prepare_torch()
     resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.
-    from spmd_worker.batch.job import run_job
-    from spmd_worker.batch.run_dir.job_files import run_dir_of
+    from spmd_worker.frontends.batch.job import run_job
+    from spmd_worker.frontends.batch.run_dir.job_files import run_dir_of
 
     resume_collections()
     if config.job.private:

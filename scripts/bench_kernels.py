@@ -20,12 +20,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
-from spmd_worker.attention.metadata import AttentionMetadata
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.kernels.api import Kernels
-from spmd_worker.kernels.cpu.native import cpu_kernels
+from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 
 NUM_SEQUENCES, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 64, 32, 8, 16
 MIN_CACHE_BYTES = 1 << 29

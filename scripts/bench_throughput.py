@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from machine_floor import CachedLayers, StepWork, floor_s, measure_rates
 
 if TYPE_CHECKING:
-    from spmd_worker.attention.metadata import AttentionMetadata
+    from spmd_worker.ops.attention.metadata import AttentionMetadata
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernels", "sample", "output", "other")
@@ -41,24 +41,24 @@ PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernel
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     sys.path.insert(0, str(ROOT))
-    from spmd_worker.memory.garbage import hold_collections, resume_collections
+    from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
 
     # As launch.py does, here and below.
     hold_collections()
     from launch import prefault_cache
-    from spmd_worker.config.compose import compose_run
-    from spmd_worker.distributed.environment import read_rank_environment
+    from spmd_worker.base.config.compose import compose_run
+    from spmd_worker.ranks.environment import read_rank_environment
 
     environment = read_rank_environment()
     config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
     resolved = prefault_cache(config, environment)
-    from spmd_worker.rank_program import prepare_torch
+    from spmd_worker.frontends.rank_program import prepare_torch
 
     prepare_torch()
     import torch
 
     from spmd_worker.engine.startup import read_run, start_engine
-    from spmd_worker.memory.host import keep_freed_memory
+    from spmd_worker.worker.memory.host import keep_freed_memory
 
     resume_collections()
     keep_freed_memory()
@@ -137,10 +137,10 @@ class Pass:
 
 def run_rows(engine: Any, watch: "StepWatch | None" = None) -> Pass:
     """As the job does, without its files: parse, admit, step, format."""
-    from spmd_worker.batch.input.row_parser import parse_row
-    from spmd_worker.batch.input.row_reader import RowReader
-    from spmd_worker.batch.row import Row
-    from spmd_worker.batch.row_runner import RowRunner
+    from spmd_worker.frontends.batch.input.row_reader import RowReader
+    from spmd_worker.frontends.batch.row_runner import RowRunner
+    from spmd_worker.frontends.openai.row import Row
+    from spmd_worker.frontends.openai.row_parser import parse_row
 
     done = Pass()
     runner = RowRunner(engine, "model")
@@ -196,7 +196,7 @@ class StepWatch:
 
     def instrument(self, worker: Any) -> None:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
-        from spmd_worker.runner import model_runner
+        from spmd_worker.worker.runner import model_runner
 
         runner, self._kernels, self._layers = worker.model_runner, worker._kernels, cached_layers(worker)
         self._block_size = worker.get_kv_cache_spec().block_size
@@ -346,7 +346,7 @@ def num_tokens_read_before(tables: list[list[int]], lengths: Sequence[int], bloc
 
 def cached_layers(worker: Any) -> CachedLayers:
     """Of a worker's stage."""
-    from spmd_worker.distributed.topology import stage_of
+    from spmd_worker.ranks.topology import stage_of
 
     stage = stage_of(worker.layout, worker.model_config, worker.environment.rank)
     layers, spec = worker.model_config.layers[stage.start : stage.stop], worker.get_kv_cache_spec()
@@ -360,7 +360,7 @@ def _num_inputs(weight: Any) -> int:
     import torch
 
     if weight.dtype == torch.int8:
-        from spmd_worker.kernels.cpu.int8 import int8_shape
+        from spmd_worker.ops.kernels.cpu.int8 import int8_shape
 
         return int8_shape(weight)[1]
     return int(weight.shape[-3] * 2 if weight.ndim > 2 else weight.shape[1])

@@ -69,7 +69,7 @@ def parts(folder: Path, *, is_dry: bool) -> list[Part]:
     limits = (600.0,) * 7 if is_dry else (100.0, 55.0, 115.0, 35.0, 40.0, 30.0, 40.0)
     found = [
         Part("probe", probe, limits[0], interpreted),
-        Part("kernels", ["tests/kernels/triton_cases.py", *([] if is_dry else ["cuda"])], limits[1], interpreted),
+        Part("kernels", ["tests/ops/kernels/triton_cases.py", *([] if is_dry else ["cuda"])], limits[1], interpreted),
         Part("tests", tests_of(ROOT / "tests", is_dry=is_dry), limits[2], needs=TESTS, is_tests=True),
         Part("compare", ["scripts/gpu_compare.py", *few], limits[3], needs=compared_by),
         Part("compare, triton", ["scripts/gpu_compare.py", *few, *with_triton], limits[4], interpreted, compared_by),

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from spmd_worker.kernels.triton import attention, matmul
-from spmd_worker.kernels.triton.matmul import Tile
+from spmd_worker.ops.kernels.triton import attention, matmul
+from spmd_worker.ops.kernels.triton.matmul import Tile
 
 SHAPES = {
     "8b qkv": (6144, 4096),

@@ -10,7 +10,7 @@ from pathlib import Path
 from spmd_worker import ABSENT, OFFERED
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
 from spmd_worker.compat.methods import ENGINE_ABSENT, ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
-from spmd_worker.sequence.sampling_params import DIFFERENT_FIELDS, REFUSED, SAMPLING_KEYS, WITHOUT_EFFECT
+from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS, REFUSED, SAMPLING_KEYS, WITHOUT_EFFECT
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
 

@@ -13,25 +13,25 @@ OFFERED = {
     "PromptType": "spmd_worker.compat.prompts",
     "TextPrompt": "spmd_worker.compat.prompts",
     "TokensPrompt": "spmd_worker.compat.prompts",
-    "PromptsRefusedError": "spmd_worker.errors",
+    "PromptsRefusedError": "spmd_worker.base.errors",
     "WorkerEventError": "spmd_worker.engine.worker_events",
-    "SamplingParams": "spmd_worker.sequence.sampling_params",
-    "RequestOutputKind": "spmd_worker.sequence.sampling_params",
-    "StructuredOutputsParams": "spmd_worker.sequence.structured_outputs",
-    "GuidedDecodingParams": "spmd_worker.sequence.structured_outputs",
-    "PoolingParams": "spmd_worker.sequence.pooling_params",
-    "ClassificationOutput": "spmd_worker.sequence.outputs",
-    "ClassificationRequestOutput": "spmd_worker.sequence.outputs",
-    "CompletionOutput": "spmd_worker.sequence.outputs",
-    "EmbeddingOutput": "spmd_worker.sequence.outputs",
-    "EmbeddingRequestOutput": "spmd_worker.sequence.outputs",
-    "Logprob": "spmd_worker.sequence.outputs",
-    "PoolingOutput": "spmd_worker.sequence.outputs",
-    "PoolingRequestOutput": "spmd_worker.sequence.outputs",
-    "RequestMetrics": "spmd_worker.sequence.outputs",
-    "RequestOutput": "spmd_worker.sequence.outputs",
-    "ScoringOutput": "spmd_worker.sequence.outputs",
-    "ScoringRequestOutput": "spmd_worker.sequence.outputs",
+    "SamplingParams": "spmd_worker.replica.sequence.sampling_params",
+    "RequestOutputKind": "spmd_worker.replica.sequence.sampling_params",
+    "StructuredOutputsParams": "spmd_worker.replica.sequence.structured_outputs",
+    "GuidedDecodingParams": "spmd_worker.replica.sequence.structured_outputs",
+    "PoolingParams": "spmd_worker.replica.sequence.pooling_params",
+    "ClassificationOutput": "spmd_worker.replica.sequence.outputs",
+    "ClassificationRequestOutput": "spmd_worker.replica.sequence.outputs",
+    "CompletionOutput": "spmd_worker.replica.sequence.outputs",
+    "EmbeddingOutput": "spmd_worker.replica.sequence.outputs",
+    "EmbeddingRequestOutput": "spmd_worker.replica.sequence.outputs",
+    "Logprob": "spmd_worker.replica.sequence.outputs",
+    "PoolingOutput": "spmd_worker.replica.sequence.outputs",
+    "PoolingRequestOutput": "spmd_worker.replica.sequence.outputs",
+    "RequestMetrics": "spmd_worker.replica.sequence.outputs",
+    "RequestOutput": "spmd_worker.replica.sequence.outputs",
+    "ScoringOutput": "spmd_worker.replica.sequence.outputs",
+    "ScoringRequestOutput": "spmd_worker.replica.sequence.outputs",
 }
 ABSENT = {
     **dict.fromkeys(
@@ -83,9 +83,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("spmd_worker.version").version()
+        return import_module("spmd_worker.base.version").version()
     if name not in OFFERED:
-        end = import_module("spmd_worker.names").hint(name, OFFERED, ABSENT)
+        end = import_module("spmd_worker.base.names").hint(name, OFFERED, ABSENT)
         raise AttributeError(f"module 'spmd_worker' has no attribute {name!r}{end}")
     return getattr(import_module(OFFERED[name]), name)
 

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from spmd_worker.base.config.schema import ModelOptions, ParallelConfig
+from spmd_worker.base.liveness.deferred_signals import host_signals
+from spmd_worker.base.names import explain_keywords, hint
 from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
@@ -24,19 +27,16 @@ from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
-from spmd_worker.config.schema import ModelOptions, ParallelConfig
-from spmd_worker.data_parallel.agreement import agree_on_call, agree_to_compute, fail_call
-from spmd_worker.data_parallel.own_prompts import Turns
-from spmd_worker.data_parallel.replicas import open_replicas
-from spmd_worker.data_parallel.weights import broadcast_weights
+from spmd_worker.engine.calls.pooling_calls import GivenParams, PoolingCalls
+from spmd_worker.engine.calls.prompt_calls import Messages, OnError, PromptCalls, UseTqdm
+from spmd_worker.engine.data_parallel.agreement import agree_on_call, agree_to_compute, fail_call
+from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.replicas import open_replicas
+from spmd_worker.engine.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
-from spmd_worker.liveness.deferred_signals import host_signals
 from spmd_worker.llm_engine import LLMEngine
-from spmd_worker.names import explain_keywords, hint
-from spmd_worker.pooling_calls import GivenParams, PoolingCalls
-from spmd_worker.prompt_calls import Messages, OnError, PromptCalls, UseTqdm
-from spmd_worker.sequence.events import ResetPrefixCache
-from spmd_worker.sequence.outputs import (
+from spmd_worker.replica.sequence.events import ResetPrefixCache
+from spmd_worker.replica.sequence.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -46,9 +46,9 @@ from spmd_worker.sequence.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from spmd_worker.sequence.pooling_params import PoolingParams
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sleep_tags import check_mode, checked_level, checked_tags
+from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, checked_tags
 
 _Prepared = TypeVar("_Prepared")
 _Arguments = ParamSpec("_Arguments")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
+from spmd_worker.base.names import explain_keywords, hint
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.key_names import speaks_keywords
@@ -14,12 +15,11 @@ from spmd_worker.engine.engine import LLMEngine as Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
-from spmd_worker.names import explain_keywords, hint
-from spmd_worker.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling
-from spmd_worker.sequence.request import RequestId, check_sampling
-from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
-from spmd_worker.sequence.sequence import SequenceGroup
+from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
+from spmd_worker.replica.sequence.request import RequestId, check_sampling
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
+from spmd_worker.replica.sequence.sequence import SequenceGroup
 
 
 @explain_keywords()

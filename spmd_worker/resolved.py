@@ -2,7 +2,7 @@
 
 Whoever needs the model config, the layout of ranks, the dtype, the longest sequence or the default sampling parameters
 takes them from here: constructors assign, and read no file. Knows files' contents and rules; needs no torch, so that a
-plan needs none. Memory is resolved later, by those who measure it (`memory/plan.py`).
+plan needs none. Memory is resolved later, by those who measure it (`worker/memory/plan.py`).
 """
 
 import logging
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spmd_worker.config.schema import CacheConfig, ParallelConfig, RunConfig
-from spmd_worker.distributed.expert_layout import expert_layout_of
-from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
-from spmd_worker.errors import ConfigError
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, TextForm, check_sees_earlier, last_token_pooling
-from spmd_worker.sequence.defaults import default_sampling
-from spmd_worker.sequence.record_checks import NOT_SENT
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.ranks.expert_layout import expert_layout_of
+from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of
+from spmd_worker.replica.sequence.defaults import default_sampling
+from spmd_worker.replica.sequence.record_checks import NOT_SENT
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: s
             f"cache.swap_space_gib={cache.swap_space_gib:g} has no effect with scheduler.preemption_mode=recompute: "
             f"nothing is swapped; leave one of them out"
         )
-    # As `memory/plan.py` has it: such a cache takes all of the host's memory.
+    # As `worker/memory/plan.py` has it: such a cache takes all of the host's memory.
     takes_all = cache.swap_space_gib is None and device_type == "cpu" and cache.num_blocks is None
     if mode == "swap" and (takes_all or cache.swap_space_gib == 0) and not model_config.is_encoder:
         space = "a cache that takes all host memory" if takes_all else "cache.swap_space_gib=0"

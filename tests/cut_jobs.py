@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from spmd_worker.batch.run_dir.journal import RowJournal
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 
 
 class Ended(BaseException):

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from kv_cache.block import BlockId
-from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
-from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 
 def decoding(num_sequences: int, length: int, block_size: int, spread: int) -> Iterator[tuple[ScheduledSequence, ...]]:

@@ -12,18 +12,18 @@ from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.distributed.communicator import GroupHandle, single_group
-from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.distributed.topology import Stage
-from spmd_worker.kernels.api import Kernels
-from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.layers.context import LayerContext
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.loader import LoadReport, load_weights
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
-from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.models.registry import build_model
-from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.loader import LoadReport, load_weights
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.topology import Stage
 
 TOLERANCE = 1e-4
 # Beyond every window, around a block of 16.

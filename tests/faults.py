@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import launch
-from spmd_worker.liveness.watchdog import Watchdog
-from spmd_worker.metrics.step_stats import StepStatsWriter
-from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.metrics.step_stats import StepStatsWriter
+from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.worker import Worker
 
 SURE_S = 2.5

@@ -277,7 +277,7 @@ def import_everything() -> None:
                 importlib.import_module(module.name)
     importlib.import_module("launch")
     # As an import does that is paid for once.
-    spmd_worker.config.compose.register_schema()
+    spmd_worker.base.config.compose.register_schema()
 
 
 def check_that_forks_are_safe() -> None:

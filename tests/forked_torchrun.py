@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import fork_server
 
-from spmd_worker.process import end_with_parent
+from spmd_worker.base.process import end_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 

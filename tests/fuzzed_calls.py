@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.base.errors import MissingWeightsError, SpmdError
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.errors import MissingWeightsError, SpmdError
 
 MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
 IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, OSError)

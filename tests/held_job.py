@@ -14,19 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.process import end_with_launcher
+from spmd_worker.base.process import end_with_launcher
 
 if __name__ == "__main__":
     # As launch.py does, first of all.
     end_with_launcher()
 
 import launch
-from spmd_worker import files
-from spmd_worker.batch import job
-from spmd_worker.batch.output.output_file import OutputFile
-from spmd_worker.batch.run_dir.journal import RowJournal
-from spmd_worker.liveness.heartbeat import Heartbeat
-from spmd_worker.liveness.watchdog import Watchdog
+from spmd_worker.base import files
+from spmd_worker.base.liveness.heartbeat import Heartbeat
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.frontends.batch import job
+from spmd_worker.frontends.batch.output_file import OutputFile
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 
 HOLD_S = 600.0
 PHASES = {"joining": "joining the other ranks", "loading": "loading the model", "rows": "execute"}

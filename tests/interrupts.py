@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from spmd_worker import LLM, SamplingParams, prompt_calls
-from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.liveness import deferred_signals
+from spmd_worker.engine.calls import prompt_calls
+from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.liveness import deferred_signals
-from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.runner.model_runner import ModelRunner
-from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.worker.runner.model_runner import ModelRunner
 
 POINTS: dict[str, tuple[Any, str]] = {
     "encode": (prompt_calls, "encode_prompt"),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow.parquet
 
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.ranks.environment import RankEnvironment
 
 
 def openai_row(custom_id: str, url: str, body: Mapping[str, Any]) -> dict[str, Any]:

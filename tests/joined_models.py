@@ -10,17 +10,17 @@ from model_configs import with_layers, with_windows
 from native_libraries import WITH_AMX, library_for
 from our_model import BLOCK_SIZE, prompt_logits
 
-from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.attention.cpu import CpuBackend
-from spmd_worker.distributed.communicator import GroupHandle, single_group
-from spmd_worker.distributed.topology import Stage
-from spmd_worker.kernels.cpu.int8 import Int8CpuKernels
-from spmd_worker.kernels.cpu.native import CpuKernels
-from spmd_worker.layers.context import LayerContext
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
-from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.models.registry import build_model
+from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cpu import CpuBackend
+from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.topology import Stage
 
 NORM = NormConfig(eps=1e-5)
 LAYER = LayerConfig(

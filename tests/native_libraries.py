@@ -106,5 +106,5 @@ def library_for(instruction_set: str) -> NativeLibrary:
 
 def use(instruction_set: str) -> None:
     """From now on models of this process compute with this library."""
-    for module in ("attention.cpu", "kernels.cpu.native"):
+    for module in ("ops.attention.cpu", "ops.kernels.cpu.native"):
         importlib.import_module(f"spmd_worker.{module}").native_library = lambda: library_for(instruction_set)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spmd_worker.metrics.log import LOGGER_NAME
+from spmd_worker.base.metrics.log import LOGGER_NAME
 
 
 @contextmanager

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
-from spmd_worker.config.schema import ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import SpmdError
-from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.errors import SpmdError
+from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.resolved import resolve_run
-from spmd_worker.runner.batch import build_batch
-from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.runner.batch import build_batch
 from spmd_worker.worker.worker import Worker
 
 BLOCK_SIZE = 16

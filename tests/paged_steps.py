@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True)

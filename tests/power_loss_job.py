@@ -26,8 +26,8 @@ from zlib import crc32
 from power_loss import Disk, Operation, Tree, crashes, digest_of, read_recording, snapshot, write_tree
 
 import launch
-from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
-from spmd_worker.batch.run_dir.journal import _HEADER, _RECORD_BYTES, JOURNAL_NAME, LINES_NAME, JournalRecord
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
+from spmd_worker.frontends.batch.run_dir.journal import _HEADER, _RECORD_BYTES, JOURNAL_NAME, LINES_NAME, JournalRecord
 
 MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
 ROWS = [{"prompt": f"add {index} 7 =", "max_tokens": 2 + index % 3, "ignore_eos": True} for index in range(8)]

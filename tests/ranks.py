@@ -51,9 +51,9 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 ABOUT_TORCHRUN: tuple[str, ...] = (
-    "tests/lockstep/test_divergence.py",
-    "tests/distributed/test_cores.py",
-    "tests/liveness/test_signals.py",
+    "tests/replica/lockstep/test_divergence.py",
+    "tests/ranks/test_cores.py",
+    "tests/base/liveness/test_signals.py",
     "tests/test_external_launcher.py",
     "tests/test_fault_matrix.py",
     "tests/test_kill_resume.py",

@@ -6,9 +6,9 @@ waits for the answers, and a test of what every replica does, or of one that fai
 
 import time
 
-from spmd_worker.batch.row_exchange import RowDrawer
-from spmd_worker.batch.row_window import NumberedLine
-from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker.engine.data_parallel.round import ReplicaRound
+from spmd_worker.frontends.batch.row_exchange import RowDrawer
+from spmd_worker.frontends.batch.row_window import NumberedLine
 
 _PAUSE_S = 0.002
 

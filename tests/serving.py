@@ -16,11 +16,11 @@ from typing import Any
 import ranks
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig, ServeConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig, ServeConfig
 from spmd_worker.engine.startup import read_run, start_engine
-from spmd_worker.serve.exchange import RequestExchange
-from spmd_worker.serve.http_server import bind
-from spmd_worker.serve.server import Listener, answer_clients
+from spmd_worker.frontends.serve.exchange import RequestExchange
+from spmd_worker.frontends.serve.http_server import bind
+from spmd_worker.frontends.serve.server import Listener, answer_clients
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 KEY = "tests-key"

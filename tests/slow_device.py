@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.runner.chosen_tokens import ChosenTokens
-from spmd_worker.sampling import read_back
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.sampling import read_back
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.worker import Worker
 
 NAME = "slow_device.SlowDevice"

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import launch
-from spmd_worker.batch.row_runner import RowRunner
+from spmd_worker.frontends.batch.row_runner import RowRunner
 
 PAUSE_S = 0.1
 

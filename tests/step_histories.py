@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
-from spmd_worker.lockstep.difference import Record
-from spmd_worker.lockstep.digest import ChainedDigest
-from spmd_worker.lockstep.wire.codec import Decoder, Encoder
-from spmd_worker.lockstep.wire.message import StepMessage
-from spmd_worker.mirror.mirror import Mirror, ScheduledSequence, SequenceState
-from spmd_worker.scheduler.allocator import PreemptionPolicy
-from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
-from spmd_worker.sequence.metadata import SequenceDataDelta
-from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sampled import SampledIds, sample_indices, sampling_keys
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import Sequence, SequenceKey, SequenceStatus
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.lockstep.difference import Record
+from spmd_worker.replica.lockstep.digest import ChainedDigest
+from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder
+from spmd_worker.replica.lockstep.wire.message import StepMessage
+from spmd_worker.replica.mirror.mirror import Mirror, ScheduledSequence, SequenceState
+from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.stop import StopChecker
+from spmd_worker.replica.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.replica.sequence.metadata import SequenceDataDelta
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampled import SampledIds, sample_indices, sampling_keys
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import Sequence, SequenceKey, SequenceStatus
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 EOS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 0, 40, 24, 4
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kv_cache.block_ops import BlockOps
-from spmd_worker.lockstep.wire.message import StepMessage
-from spmd_worker.sequence.events import (
+from spmd_worker.replica.lockstep.wire.message import StepMessage
+from spmd_worker.replica.sequence.events import (
     Abort,
     Admit,
     Close,
@@ -23,17 +23,17 @@ from spmd_worker.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
-from spmd_worker.sequence.metadata import (
+from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
     SequenceGroupMetadata,
     SequenceGroupMetadataDelta,
 )
-from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sampled import SampledIds
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import SequenceKey
-from spmd_worker.sequence.step import StepPlan
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.replica.sequence.step import StepPlan
 
 words = st.integers(-(2**63), 2**63 - 1)
 small = st.integers(0, 40)

@@ -17,7 +17,7 @@ LONGEST = (
     "test_power_loss.py",
     "test_thousand_kills.py",
     "test_fault_matrix.py",
-    "kernels/test_triton.py",
+    "ops/kernels/test_triton.py",
     "scripts/test_gpu_check.py",
     "engine/test_sleep_orders.py",
     "test_growth.py",
@@ -26,10 +26,10 @@ LONGEST = (
     "test_faults_below.py",
     "tokenizer/test_many_templates.py",
     "test_constrained_corpora.py",
-    "lockstep/test_divergence.py",
-    "batch/test_fuzz.py",
-    "batch/test_many_rows.py",
-    "distributed/test_shared_memory.py",
+    "replica/lockstep/test_divergence.py",
+    "frontends/batch/test_fuzz.py",
+    "frontends/batch/test_many_rows.py",
+    "ranks/test_shared_memory.py",
     "native/test_team.py",
 )
 """Files of tests/ whose stress tests take minutes each: those begin first, so that none is left alone at the end."""

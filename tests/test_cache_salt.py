@@ -13,7 +13,7 @@ from jobs_of_rows import openai_row
 from serving import MODEL, ServedHere
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.scheduler import allocator
+from spmd_worker.replica.scheduler import allocator
 
 pytestmark = pytest.mark.finding(number="D16")
 

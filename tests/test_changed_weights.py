@@ -10,7 +10,7 @@ from changed_weights import KINDS, answers, change_of, changed_pair
 from safetensors.torch import load_file
 
 from spmd_worker import LLM
-from spmd_worker.layers.checkpoint_layer import PackedLayer
+from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 
 LAYOUTS = [
     ("tied", []),

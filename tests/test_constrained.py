@@ -14,16 +14,16 @@ from constrained_rows import EOS, FORMS, NUM_TOKENS, answers, check, open_model,
 from cut_jobs import Ended, end_after
 from run_folder import made_once
 
-import spmd_worker.scheduler.stop as stop_module
+import spmd_worker.replica.scheduler.stop as stop_module
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.grammar import forms
-from spmd_worker.grammar.compiler import GrammarCompiler
-from spmd_worker.grammar.row_grammar import RowGrammar
-from spmd_worker.grammar.step_masks import GrammarMasks
-from spmd_worker.sampling.token_masks import TokenMasks
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.ops.sampling.token_masks import TokenMasks
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.grammar import forms
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.grammar.row_grammar import RowGrammar
+from spmd_worker.replica.grammar.step_masks import GrammarMasks
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 SCARCE = {"num_blocks": 48, "block_size": 4, "max_model_len": 180, "max_num_seqs": 24}

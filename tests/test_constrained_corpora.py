@@ -28,10 +28,10 @@ from run_folder import made_once
 from stress_seed import SEED
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
-from spmd_worker.grammar import step_masks
-from spmd_worker.grammar.forms import GrammarError
-from spmd_worker.grammar.step_masks import StepMasks
-from spmd_worker.sampling.token_masks import TokenMasks
+from spmd_worker.ops.sampling.token_masks import TokenMasks
+from spmd_worker.replica.grammar import step_masks
+from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.step_masks import StepMasks
 
 pytestmark = pytest.mark.stress
 

@@ -19,9 +19,9 @@ import torch
 
 import spmd_worker.worker.worker as worker_module
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.replica.scheduler.scheduler import Scheduler
 
 Answer = list[tuple[list[int], list[float]]]
 

@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d
 from waiting import NotInTime, wait_until
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.errors import ConfigError, ModelConfigError, RankFailedError, RanksDisagreeError
+from spmd_worker.base.errors import ConfigError, ModelConfigError, RankFailedError, RanksDisagreeError
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a b c =", "reverse d e f g =", "sort 21 87 57 ="]
@@ -87,7 +87,7 @@ WITH_A_PLANT = """
     import torch
     import torch.distributed as dist
     import test_embedding_manners as manners
-    from spmd_worker.distributed.groups import ParallelGroups
+    from spmd_worker.ranks.groups import ParallelGroups
 
     def use_the_callers() -> None:
         # One rank alone sums over them: the caller's next sum meets this one.

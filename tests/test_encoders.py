@@ -20,24 +20,24 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from spmd_worker import LLM, LLMEngine, PoolingParams
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.config.schema import ParallelConfig
-from spmd_worker.distributed.communicator import single_group
-from spmd_worker.distributed.topology import layout_of, stage_of
-from spmd_worker.errors import ConfigError, ModelConfigError
-from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.layers.context import LayerContext
-from spmd_worker.layers.embedding import PositionEmbedding
-from spmd_worker.memory.estimate import weights_bytes
-from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.mirror.mirror import Mirror, MirrorError
+from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.embedding import PositionEmbedding
+from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.encoder_rows import ENCODERS as ROWS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.model_config import family_of, model_config_of, read_model_files
-from spmd_worker.models.registry import build_model
-from spmd_worker.sequence.metadata import SequenceGroupMetadata
-from spmd_worker.sequence.step import StepPlan
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import layout_of, stage_of
+from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
+from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata
+from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.worker.memory.estimate import weights_bytes
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 # With the padding token inside, of RoBERTa's positions and of BERT's; longer than every window.
 PROMPTS = [random_prompt(40, 1), [17, 1, 0, 40, 5], random_prompt(90, 2), [12], random_prompt(17, 3)]
@@ -99,13 +99,13 @@ def test_vectors_are_those_of_transformers_and_one_rows_bits_do_not_hang_on_its_
     assert worst_error("bert_mean") < 1e-5
     assert pooled("bert_mean", **WAYS["one by one"]) == plainly_pooled("bert_mean")
     # The control of both: tokens that see only what is before them.
-    monkeypatch.setattr("spmd_worker.runner.batch.AttentionMetadata", replace_sees_later)
+    monkeypatch.setattr("spmd_worker.worker.runner.batch.AttentionMetadata", replace_sees_later)
     causal = pooled("bert_mean")
     assert max(error(ours, expected("bert_mean", prompt)) for ours, prompt in zip(causal, PROMPTS)) > 1e-3
 
 
 def replace_sees_later(**given: Any) -> Any:
-    from spmd_worker.attention.metadata import AttentionMetadata
+    from spmd_worker.ops.attention.metadata import AttentionMetadata
 
     return AttentionMetadata(**{**given, "sees_later": False})
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from spmd_worker import errors
-from spmd_worker.errors import AbortedError, MissingWeightsError, PromptsRefusedError, SpmdError, WorkerError
-from spmd_worker.liveness.failure_diagnosis import describe, explained_exit_code, is_secondary
+from spmd_worker.base import errors
+from spmd_worker.base.errors import AbortedError, MissingWeightsError, PromptsRefusedError, SpmdError, WorkerError
+from spmd_worker.base.liveness.failure_diagnosis import describe, explained_exit_code, is_secondary
 
 # name -> what callers catch, exit code, is_secondary, is_known_to_all, names_rank
 EXPECTED = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.worker import worker
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -161,8 +161,8 @@ ACQUAINTED = """
     import os
     import torch.distributed as dist
     import test_external_launcher as launcher
-    from spmd_worker.distributed.communicator import GroupHandle
-    from spmd_worker.lockstep.transport.channel import ControlChannel
+    from spmd_worker.ranks.communicator import GroupHandle
+    from spmd_worker.ranks.transport.channel import ControlChannel
 
     def new_llm(*given, right=launcher.new_llm, **named):
         llm = right(*given, **named)

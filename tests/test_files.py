@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from file_limit import file_limit
 
-from spmd_worker import files
-from spmd_worker.errors import ModelConfigError, TokenizerError
-from spmd_worker.files import (
+from spmd_worker.base import files
+from spmd_worker.base.errors import ModelConfigError, TokenizerError
+from spmd_worker.base.files import (
     JsonError,
     make_folder_durably,
     parse_json_object,

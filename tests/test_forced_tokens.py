@@ -13,15 +13,15 @@ from jobs_of_rows import answers_of_job
 from run_folder import made_once
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
-from spmd_worker.errors import ConfigError
-from spmd_worker.grammar import row_grammar, step_masks
-from spmd_worker.grammar.forms import GrammarError
-from spmd_worker.grammar.step_masks import StepMasks
-from spmd_worker.metrics.step_stats import StepStats
-from spmd_worker.scheduler import budget
-from spmd_worker.scheduler.budget import StepBudget
-from spmd_worker.sequence import structured_outputs
-from spmd_worker.tools import replay
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.frontends.tools import replay
+from spmd_worker.replica.grammar import row_grammar, step_masks
+from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.step_masks import StepMasks
+from spmd_worker.replica.scheduler import budget
+from spmd_worker.replica.scheduler.budget import StepBudget
+from spmd_worker.replica.sequence import structured_outputs
 
 LONG = {
     "type": "object",

@@ -16,10 +16,10 @@ from quantised_files import quantise, quantise_experts
 from reference_models import CheckpointSpec, LlamaConfig, open_reference, random_prompt, write_checkpoint
 from transformers import PreTrainedModel
 
-from spmd_worker.batch.job import run_job
-from spmd_worker.batch.run_dir.journal import RowJournal
-from spmd_worker.config.compose import compose_run
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.base.config.compose import compose_run
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal
+from spmd_worker.ranks.environment import RankEnvironment
 
 PROMPTS = [[token % 96 for token in random_prompt(length, seed=11)] for length in (2, 19, 40)]
 NUM_TOKENS = 8

@@ -16,7 +16,7 @@ import ranks
 from bad_rows import BAD_ROWS
 
 import launch
-from spmd_worker import rank_program
+from spmd_worker.frontends import rank_program
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -196,8 +196,8 @@ def exit_codes(tmp_path: Path, run: Callable[[list[str]], ranks.CompletedRanks],
     source = """
         import sys
         import launch
-        import spmd_worker.batch.job as job
-        from spmd_worker.errors import RankFailedError, ReplicaDivergedError
+        import spmd_worker.frontends.batch.job as job
+        from spmd_worker.base.errors import RankFailedError, ReplicaDivergedError
         kinds = {"diverged": ReplicaDivergedError, "failed": RankFailedError}
         def fail(config, environment, watchdog, resolved):
             raise kinds[sys.argv[1]]("these are the words")
@@ -217,7 +217,8 @@ def exit_codes(tmp_path: Path, run: Callable[[list[str]], ranks.CompletedRanks],
 def test_the_comparison_sees_exit_codes_that_are_exchanged(tmp_path: Path):
     """Negative control: ranks that diverged have lost their code, and others end with it."""
     planted = """
-from spmd_worker import errors, rank_program
+from spmd_worker.base import errors
+from spmd_worker.frontends import rank_program
 errors.ReplicaDivergedError.exit_code = errors.SpmdError.exit_code
 rank_program._end = lambda error, environment, watchdog: rank_program.fail(str(error), environment, 70)
 """
@@ -400,7 +401,7 @@ def test_importing_and_running_leave_the_hosts_process_as_it_was():
 
         before = state()
         from spmd_worker import LLM, RequestOutput, SamplingParams
-        import spmd_worker.batch.job
+        import spmd_worker.frontends.batch.job
         after_import = state()
         with LLM({str(MODEL)!r}, num_blocks=64, device="cpu") as llm:
             outputs = llm.generate(["add 12 30 ="] * 3, SamplingParams(temperature=0.8, max_tokens=4), use_tqdm=False)

@@ -17,12 +17,13 @@ from reference_models import (
     write_text_checkpoint,
 )
 
-from spmd_worker import LLM, RequestOutput, SamplingParams, prompt_calls
+from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.base.errors import ConfigError, ModelConfigError, PromptsRefusedError
+from spmd_worker.engine.calls import prompt_calls
+from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.errors import ConfigError, ModelConfigError, PromptsRefusedError
-from spmd_worker.memory import host
-from spmd_worker.prompt_calls import PromptCalls
-from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.worker.memory import host
+from spmd_worker.worker.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)

@@ -11,8 +11,8 @@ from chat_checkpoints import write_chat_model
 from chat_models import CHAT_MODELS, TOOLS
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
-from spmd_worker.errors import ConfigError
-from spmd_worker.sequence.sampling_params import DIFFERENT_FIELDS
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS
 
 pytestmark = pytest.mark.matrix
 

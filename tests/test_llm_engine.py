@@ -11,8 +11,8 @@ import pytest
 from reference_models import checkpoint_folder, mixed_prompts, write_text_checkpoint
 
 from spmd_worker import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.partial_outputs import PartialOutputs
-from spmd_worker.errors import ConfigError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.compat.script_tokenizer import PlainTokenizer
-from spmd_worker.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = mixed_prompts(5, 40, seed=3)
@@ -151,9 +151,11 @@ def test_a_bar_that_raises_is_logged_and_the_call_goes_on(
     expected = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     monkeypatch.setattr(TornBar, "torn", torn)
     assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=TornBar)) == expected
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("spmd_worker.prompt_calls")] == [
-        "use_tqdm: the bar raised, and the call goes on without it"
-    ]
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("spmd_worker.engine.calls.prompt_calls")
+    ] == ["use_tqdm: the bar raised, and the call goes on without it"]
     assert "no bar" in caplog.text
 
 

@@ -20,7 +20,7 @@ from reference_models import (
 )
 
 from spmd_worker import LLM, PromptsRefusedError, RequestOutput, SamplingParams
-from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.outputs import TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)

@@ -9,8 +9,8 @@ from reference_models import checkpoint_folder, mixed_prompts, random_prompt
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.engine import engine as engine_module
-from spmd_worker.scheduler import scheduler as scheduler_module
-from spmd_worker.sequence.sequence import Sequence, split_off
+from spmd_worker.replica.scheduler import scheduler as scheduler_module
+from spmd_worker.replica.sequence.sequence import Sequence, split_off
 
 pytestmark = pytest.mark.finding(number="D2")
 

@@ -19,14 +19,14 @@ from run_folder import made_once
 from safetensors.torch import load_file, save_file
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.attention import cpu
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import CheckpointError
-from spmd_worker.kernels.cpu import native
-from spmd_worker.layers import embedding
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.model.layers import embedding
 from spmd_worker.native.library import NativeLibrary
+from spmd_worker.ops.attention import cpu
+from spmd_worker.ops.kernels.cpu import native
+from spmd_worker.ranks.environment import RankEnvironment
 
 PLAIN = WITHOUT_AMX if HAS_AMX else NATIVE
 

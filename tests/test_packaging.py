@@ -15,7 +15,7 @@ import pytest
 from ranks import REPOSITORY
 from waiting import LIMIT_S
 
-from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
 
 SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 TOPS = ("conf", "kv_cache", "spmd_worker")
@@ -143,10 +143,10 @@ def test_what_the_code_imports_is_among_the_dependencies():
 
 
 def test_every_tool_has_its_command_and_every_extra_is_pinned():
-    tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")} - {"program", "run_dir"}
+    tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")}
     assert SETTINGS["project"]["scripts"] == {
         "spmd-worker": "launch:main",
-        **{f"spmd-worker-{tool}": f"spmd_worker.tools.{tool}:main" for tool in tools},
+        **{f"spmd-worker-{tool}": f"spmd_worker.frontends.tools.{tool}:main" for tool in tools},
     }
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
     extras = SETTINGS["project"]["optional-dependencies"]

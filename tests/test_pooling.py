@@ -26,7 +26,7 @@ from pooling_models import (
 )
 from reference_models import checkpoint_folder, random_prompt
 
-import spmd_worker.runner.pooling as pooling_module
+import spmd_worker.worker.runner.pooling as pooling_module
 from spmd_worker import (
     LLM,
     ClassificationOutput,
@@ -41,11 +41,11 @@ from spmd_worker import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from spmd_worker.errors import ConfigError, ModelConfigError
+from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.model.pooler import Pooler
 from spmd_worker.model_config.pooling import PoolingConfig
-from spmd_worker.models.pooler import Pooler
-from spmd_worker.runner.pooling import RowPooling
-from spmd_worker.sequence.pooling_params import pooled_sampling, taken_pooling
+from spmd_worker.replica.sequence.pooling_params import pooled_sampling, taken_pooling
+from spmd_worker.worker.runner.pooling import RowPooling
 
 SHARED = random_prompt(40, 1)
 PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], [12], random_prompt(60, 2), [*SHARED, *SHARED[:21]]]

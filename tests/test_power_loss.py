@@ -27,8 +27,8 @@ PLANTED = f"""
     from unittest import mock
     sys.path.insert(0, {str(SCRIPT.parent)!r})
     import power_loss_job
-    from spmd_worker.batch.output import output_file
-    from spmd_worker.batch.run_dir import journal
+    from spmd_worker.frontends.batch import output_file
+    from spmd_worker.frontends.batch.run_dir import journal
 
     def records_first(self, offset):
         calls = []

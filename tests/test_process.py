@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from spmd_worker import process
-from spmd_worker.errors import ConfigError
-from spmd_worker.process import (
+from spmd_worker.base import process
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.process import (
     children_of,
     cpu_seconds_of,
     node_name,

@@ -17,7 +17,7 @@ from quantised_files import FORMATS, quantise, quantise_experts
 from reference_models import CheckpointSpec, LlamaConfig, Qwen2Config, open_reference, random_prompt, write_checkpoint
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.errors import CheckpointError
+from spmd_worker.base.errors import CheckpointError
 
 LIMIT_S = 200.0
 # Ids below the 96 that models with experts have here.

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 from our_logger import logger_as_it_was
 
-from spmd_worker import rank_program
-from spmd_worker.config.schema import ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends import rank_program
+from spmd_worker.ranks.environment import RankEnvironment
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

@@ -46,10 +46,10 @@ def test_every_rank_runs_and_its_output_is_captured(way: str):
 
 
 def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tmp_path: Path):
-    source = "import kv_cache, spmd_worker.sequence, ranks\nprint(spmd_worker.sequence.__file__)"
+    source = "import kv_cache, spmd_worker.replica.sequence, ranks\nprint(spmd_worker.replica.sequence.__file__)"
     done = ranks.run_ranks(source, nproc=1, timeout_s=START_S, cwd=tmp_path)
     assert done.returncode == 0, done.output
-    assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "sequence" / "__init__.py")
+    assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "replica" / "sequence" / "__init__.py")
 
 
 @every_launcher
@@ -177,7 +177,7 @@ def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed(monkey
 NAMING_TORCHRUN = (
     # The helpers, a reader of its options, and command lines that are only looked at.
     *("fork_server.py", "forked_torchrun.py", "ranks.py", "test_ranks_helper.py"),
-    *("scripts/test_job_files.py", "liveness/test_launcher_death.py"),
+    *("scripts/test_job_files.py", "base/liveness/test_launcher_death.py"),
 )
 
 

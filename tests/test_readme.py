@@ -10,10 +10,10 @@ import pytest
 from ranks import REPOSITORY, run_script
 
 import launch
-from spmd_worker.batch.input.row_parser import parse_row
-from spmd_worker.batch.row import Row
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 ANSWERS = REPOSITORY / "scripts" / "demo" / "answers.jsonl"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -47,7 +47,7 @@ LLMS = """
 COPIES = """
     import os, sys
     from spmd_worker import LLM
-    from spmd_worker.errors import RanksDisagreeError
+    from spmd_worker.base.errors import RanksDisagreeError
 
     try:
         LLM(sys.argv[1 + int(os.environ["RANK"])], data_parallel_size=2, num_blocks=64, device="cpu").close()

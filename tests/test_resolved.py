@@ -11,8 +11,8 @@ import torch
 from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_text_checkpoint
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.base.config.schema import ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.compat.engine_args import run_config
-from spmd_worker.config.schema import ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.engine.startup import read_run
 from spmd_worker.resolved import resolve_run
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def test_warnings_of_all_ranks_are_printed_by_one(
         monkeypatch.setenv(name, str(value))
     with caplog.at_level("WARNING", logger="spmd_worker"):
         read_run(run_config({"model": folder, "device": "cpu", "preemption_mode": "recompute", "swap_space": 2}))
-        logging.getLogger("spmd_worker.runner").warning("one rank's own")
+        logging.getLogger("spmd_worker.worker.runner").warning("one rank's own")
     printed = [bool(last_resort.filter(each)) for each in caplog.records]
     assert [each.getMessage()[:24] for each in caplog.records] == ["cache.swap_space_gib=2 h", "one rank's own"]
     assert printed == [rank == 0, True]

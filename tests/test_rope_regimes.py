@@ -15,7 +15,7 @@ import pytest
 import torch
 from run_folder import made_once
 
-import spmd_worker.scheduler.allocator as allocator_module
+import spmd_worker.replica.scheduler.allocator as allocator_module
 from kv_cache.block_hash import root_hash
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.model_config.rope import ROPE_TYPES

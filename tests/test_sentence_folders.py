@@ -23,15 +23,15 @@ from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from spmd_worker import LLM, PoolingParams
-from spmd_worker.batch.input.row_parser import parse_row
-from spmd_worker.batch.pooled_row import EncodedPooledRow, encode_pooled
-from spmd_worker.batch.row import Row
-from spmd_worker.config.schema import RowLimits
-from spmd_worker.errors import ConfigError, ModelConfigError
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
+from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.model_config.sentence_folder import gives_token_types
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 PAIRS = [("hello world", "the cache"), ("naïve café", "hello " * 30), ("a text about the scheduler " * 9, "x")]
 TEXTS = ["hello world", "the cache of blocks", "a text about the scheduler " * 12, "x"]

@@ -24,8 +24,8 @@ from job_attempts import LAYOUTS, LIMIT_S, Attempt, write_rows
 from stress_seed import SEED
 from waiting import NotInTime, wait_until
 
-from spmd_worker.batch.run_dir.journal import read_journal
-from spmd_worker.errors import JournalError
+from spmd_worker.base.errors import JournalError
+from spmd_worker.frontends.batch.run_dir.journal import read_journal
 
 SCRIPT = Path(__file__).with_name("held_job.py")
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "1000"))

@@ -1,4 +1,4 @@
-"""The tools of `spmd_worker.tools`, run in this process as their commands run them."""
+"""The tools of `spmd_worker.frontends.tools`, run in this process as their commands run them."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,8 +9,8 @@ RunTool = Callable[..., tuple[int, str, str]]
 
 
 def tool(name: str, capsys: pytest.CaptureFixture[str]) -> RunTool:
-    """`spmd_worker.tools.<name>` as a function of its arguments: (exit code, standard output, standard error)."""
-    main = import_module(f"spmd_worker.tools.{name}").main
+    """The program frontends/tools/<name>.py as a function of its arguments: (exit code, output, errors)."""
+    main = import_module(f"spmd_worker.frontends.tools.{name}").main
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code = main([str(argument) for argument in arguments])

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from spmd_worker.distributed.topology import Stage
+from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import read_model_files
-from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.ranks.topology import Stage
 
 
 class TwoStages:

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.scheduler.allocator import PreemptionPolicy
-from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.events import Admit
-from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.stop import StopChecker
+from spmd_worker.replica.sequence.events import Admit
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256

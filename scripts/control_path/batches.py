@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kv_cache.block import BlockId
-from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
-from spmd_worker.runner.batch import Batch, build_batch
-from spmd_worker.runner.batch_state import BatchState
-from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.runner.batch import Batch, build_batch
+from spmd_worker.worker.runner.batch_state import BatchState
 
 BLOCK_SIZE = 16
 DEVICE = torch.device("meta")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.metrics.stage_times import StageClock
-from spmd_worker.runner.model_runner import ModelRunner
-from spmd_worker.runner.step_graphs import StepGraphs
-from spmd_worker.sampling import read_back
+from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.ops.sampling import read_back
+from spmd_worker.worker.runner.model_runner import ModelRunner
+from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.worker import Worker
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -81,7 +81,7 @@ class HollowWorker(Worker):
 
     def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
         # Triton is optional, and other benchmarks of this script do without.
-        from spmd_worker.attention.triton import TritonBackend, TritonFixedAttention
+        from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 
         runner = super()._new_runner(engine, clock)
         model = HollowModel(runner.model)

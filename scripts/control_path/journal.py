@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_JOURNAL = """
 import sys
 import launch
-from spmd_worker.batch.run_dir.journal import RowJournal
-from spmd_worker.batch.progress import Progress
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal
+from spmd_worker.frontends.batch.progress import Progress
 
 kept = {}
 def append(self, key, answer):

@@ -16,25 +16,25 @@ from typing import Any, TypeVar, cast
 import torch
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.distributed.environment import read_rank_environment
-from spmd_worker.distributed.groups import join_groups
-from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.lockstep.difference import Record
-from spmd_worker.lockstep.digest import ChainedDigest
-from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.lockstep.transport.channel import ControlChannel
-from spmd_worker.lockstep.transport.connect import open_step_channel
-from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
-from spmd_worker.lockstep.wire.codec import Decoder, Encoder
-from spmd_worker.lockstep.wire.message import StepMessage
-from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.events import Admit, Event
-from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.ranks.environment import read_rank_environment
+from spmd_worker.ranks.groups import join_groups
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.ranks.transport.channel import ControlChannel
+from spmd_worker.ranks.transport.connect import open_step_channel
+from spmd_worker.replica.lockstep.channel import FollowerChannel, LeaderChannel
+from spmd_worker.replica.lockstep.difference import Record
+from spmd_worker.replica.lockstep.digest import ChainedDigest
+from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder
+from spmd_worker.replica.lockstep.wire.message import StepMessage
+from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.stop import StopChecker
+from spmd_worker.replica.sequence.events import Admit, Event
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 BENCH_RUNTIME = Path(__file__).resolve().parents[1] / "bench_runtime.py"
 BLOCK_SIZE = 16

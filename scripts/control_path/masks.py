@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.grammar import step_masks
-from spmd_worker.grammar.step_masks import MOST_FORCED
+from spmd_worker.replica.grammar import step_masks
+from spmd_worker.replica.grammar.step_masks import MOST_FORCED
 
 ITEM = {
     "type": "object",

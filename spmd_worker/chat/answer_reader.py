@@ -14,8 +14,8 @@ from spmd_worker.chat.chat_format import NONE, REASONING_MARKERS, ChatFormat
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.chat.harmony import HarmonyReader
 from spmd_worker.chat.reasoning import ReasoningReader
-from spmd_worker.sequence.outputs import CompletionOutput
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.outputs import CompletionOutput
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from spmd_worker.base.config.schema import ModelOptions
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.chat_request import ChatRequest
-from spmd_worker.config.schema import ModelOptions
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.tokenizer.messages import MessageProblem
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from spmd_worker.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
-from spmd_worker.names import explain_keywords
-from spmd_worker.sequence.outputs import RequestOutput, TokenLogprobs
-from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
+from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.base.names import explain_keywords
+from spmd_worker.replica.sequence.outputs import RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
 
 _NO_FORM: Final = "beams are not held to a form: generate with structured_outputs, or leave it out"
 

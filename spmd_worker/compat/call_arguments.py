@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from spmd_worker.config.plain_values import plain_int, shown
-from spmd_worker.names import hint
+from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.base.names import hint
 
 _OF_REQUESTS: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
 """More arguments of vLLM's `add_request`."""

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import asks
+from spmd_worker.base.config.schema import ModelOptions
+from spmd_worker.base.errors import ChatTemplateError, ConfigError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, check_takes_tools, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.chat.message import CallIds, chat_message
-from spmd_worker.config.plain_values import asks
-from spmd_worker.config.schema import ModelOptions
-from spmd_worker.errors import ChatTemplateError, ConfigError
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
-from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.content_format import FORMATS
 from spmd_worker.tokenizer.messages import MessageProblem, checked_content, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer

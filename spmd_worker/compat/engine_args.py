@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from spmd_worker.compat.keywords import KEYWORDS, Keyword, own_arguments
-from spmd_worker.config.schema import (
+from spmd_worker.base.config.schema import (
     CacheConfig,
     ExecutorConfig,
     ModelOptions,
@@ -21,9 +20,10 @@ from spmd_worker.config.schema import (
     SchedulerConfig,
     checked_value,
 )
-from spmd_worker.errors import ConfigError
-from spmd_worker.names import hint
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.names import hint
+from spmd_worker.compat.keywords import KEYWORDS, Keyword, own_arguments
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
     ModelOptions: {

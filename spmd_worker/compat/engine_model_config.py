@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.names import hint
+from spmd_worker.base.names import hint
+from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SamplingParams
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 

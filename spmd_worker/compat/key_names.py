@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeVar
 
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import SpmdError
 from spmd_worker.compat.engine_args import GROUPS, EngineArgs
 from spmd_worker.compat.keywords import KEYWORDS, Effect
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.errors import SpmdError
 
 _Made = TypeVar("_Made", bound=type)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ Data. An attribute that is not here is an AttributeError with these words, so th
 from collections.abc import Mapping
 from typing import Final
 
-from spmd_worker.sequence.sampling_params import SAMPLING_KEYS
+from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS
 
 _QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's add_request and step"
 

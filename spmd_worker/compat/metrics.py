@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from spmd_worker.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
 
 
 @dataclass(frozen=True, slots=True)

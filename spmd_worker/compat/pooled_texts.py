@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from spmd_worker.errors import ChatTemplateError
+from spmd_worker.base.errors import ChatTemplateError
 from spmd_worker.model_config.sentence_folder import TextForm
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NotRequired, TypedDict
 
+from spmd_worker.base.config.plain_values import plain_text
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.pooled_texts import encode_pooled_text
-from spmd_worker.config.plain_values import plain_text
-from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.pooling import PoolingConfig
-from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
-from spmd_worker.sequence.request import as_token_ids
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
+from spmd_worker.replica.sequence.request import as_token_ids
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]

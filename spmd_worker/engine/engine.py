@@ -20,10 +20,17 @@ from typing import Any, Final
 
 import torch
 
+from spmd_worker.base.config.plain_values import plain_text
+from spmd_worker.base.errors import AbortedError, ConfigError, RankFailedError
+from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.base.metrics.step_times import StepTimes
+from spmd_worker.base.names import explain_keywords
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.script_tokenizer import script_tokenizer
-from spmd_worker.config.plain_values import plain_text
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.one_caller import OneCaller
 from spmd_worker.engine.outputs import request_output
@@ -33,22 +40,14 @@ from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.engine.worker_events import WorkerEvents
-from spmd_worker.errors import AbortedError, ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
-from spmd_worker.grammar.compiler import GrammarCompiler
-from spmd_worker.liveness.deferred_signals import deliver_signals
-from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
-from spmd_worker.liveness.watchdog import Watchdog
-from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
-from spmd_worker.lockstep.transport.channel import ControlChannel
-from spmd_worker.metrics.step_stats import StepStats
-from spmd_worker.metrics.step_times import StepTimes
-from spmd_worker.names import explain_keywords
-from spmd_worker.resolved import ResolvedRun
-from spmd_worker.scheduler.counters import SchedulerCounters
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.scheduler.step_order import end_step, must_end_oldest
-from spmd_worker.sequence.events import (
+from spmd_worker.ranks.transport.channel import ControlChannel
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.lockstep.lockstep import AgreedStep, Lockstep
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.step_order import end_step, must_end_oldest
+from spmd_worker.replica.sequence.events import (
     Abort,
     Admit,
     Close,
@@ -63,15 +62,16 @@ from spmd_worker.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
-from spmd_worker.sequence.outputs import RequestMetrics, RequestOutput
-from spmd_worker.sequence.pooling_params import PoolingParams
-from spmd_worker.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
-from spmd_worker.sequence.sampled import SampledIds
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import SequenceGroup
-from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP, check_mode, checked_level, checked_tags
-from spmd_worker.sequence.step import StepPlan, StepResult
-from spmd_worker.sequence.taken_params import taken_params
+from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
+from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import SequenceGroup
+from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, check_mode, checked_level, checked_tags
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.sequence.taken_params import taken_params
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

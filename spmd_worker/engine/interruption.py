@@ -1,14 +1,15 @@
 """An exception of a signal's handler in a call that runs steps: the call ends at a step that all ranks agree on.
 
 An exception between two bytecodes of a step would leave scheduler and devices in different states for good. So signals
-are deferred (`liveness/deferred_signals.py`); before each step a rank looks for them. Rank 0's exception, or that of a
-rank that said so with its answer to the last step, goes down as an `Interrupt` event beside the aborts of what is open.
+are deferred (`base/liveness/deferred_signals.py`); before each step a rank looks for them. Rank 0's exception, or
+that of a rank that said so with its answer to the last step, goes down as an `Interrupt` event beside the aborts of
+what is open.
 """
 
 from typing import Final
 
-from spmd_worker.errors import RankFailedError
-from spmd_worker.liveness.deferred_signals import deliver_later, deliver_signals
+from spmd_worker.base.errors import RankFailedError
+from spmd_worker.base.liveness.deferred_signals import deliver_later, deliver_signals
 
 _MAX_CHARACTERS: Final = 2000
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spmd_worker.liveness.deferred_signals import deferred_signals
+from spmd_worker.base.liveness.deferred_signals import deferred_signals
 
 
 class OneCaller:

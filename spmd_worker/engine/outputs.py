@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Iterable
 
-from spmd_worker.sequence.outputs import (
+from spmd_worker.replica.sequence.outputs import (
     GRAMMAR_FAILED,
     NON_FINITE_LOGITS,
     NON_FINITE_VECTOR,
@@ -14,7 +14,7 @@ from spmd_worker.sequence.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -69,8 +69,9 @@ def _trouble(group: SequenceGroup) -> tuple[str, str] | None:
     if position is None:
         return None
     error = (
-        f"structured_outputs: no token may follow as {position}, or to know which takes more than the limits of the "
-        f"grammars' engine (see spmd_worker/grammar/compiler.py): give a form that is simpler, or can always go on"
+        f"structured_outputs: no token may follow as {position}, or to know which takes more than the limits of "
+        "the grammars' engine (see spmd_worker/replica/grammar/compiler.py): give a form that is "
+        "simpler, or can always go on"
     )
     return GRAMMAR_FAILED, error
 

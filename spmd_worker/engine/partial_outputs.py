@@ -7,9 +7,9 @@ stop string, are held back.
 from dataclasses import dataclass, field, replace
 
 from spmd_worker.engine.outputs import completion_output, spelled_logprobs, token_texts
-from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
-from spmd_worker.sequence.sampling_params import RequestOutputKind
-from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
+from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from spmd_worker.executor.executor import Executor
-from spmd_worker.lockstep.lockstep import AgreedStep
-from spmd_worker.lockstep.transport.channel import ControlChannel
-from spmd_worker.lockstep.wire.result_coding import decode_result, encode_result
-from spmd_worker.sequence.step import StepResult
+from spmd_worker.ranks.transport.channel import ControlChannel
+from spmd_worker.replica.lockstep.lockstep import AgreedStep
+from spmd_worker.replica.lockstep.wire.result_coding import decode_result, encode_result
+from spmd_worker.replica.sequence.step import StepResult
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 import time
 from dataclasses import replace
 
-from spmd_worker.sequence.outputs import RequestMetrics
-from spmd_worker.sequence.request import RequestId
-from spmd_worker.sequence.step import StepPlan
+from spmd_worker.replica.sequence.outputs import RequestMetrics
+from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.step import StepPlan
 
 
 class RequestTimes:

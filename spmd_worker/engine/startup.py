@@ -18,33 +18,33 @@ import numpy
 import tokenizers
 import torch
 
-from spmd_worker.config.schema import ParallelConfig, RunConfig
-from spmd_worker.distributed.communicator import single_group
-from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
-from spmd_worker.distributed.groups import world_environment
-from spmd_worker.distributed.rank_watchdog import watch_guest
+from spmd_worker.base.config.schema import ParallelConfig, RunConfig
+from spmd_worker.base.errors import ConfigError, RankFailedError
+from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.metrics.log import leave_to_rank_0
+from spmd_worker.base.version import code_fingerprint
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.errors import ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
-from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
-from spmd_worker.liveness.watchdog import Watchdog
-from spmd_worker.lockstep.agreement import canonical, check_equal
-from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.lockstep.transport.channel import ControlChannel
-from spmd_worker.lockstep.transport.connect import open_step_channel
-from spmd_worker.lockstep.transport.membership import check_members, run_secret
-from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
-from spmd_worker.memory.plan import check_cache_setting
-from spmd_worker.memory.swap_cost import block_copy_tokens
-from spmd_worker.metrics.log import leave_to_rank_0
+from spmd_worker.model.weights.identity import file_identities, tensor_digests
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
+from spmd_worker.ranks.groups import world_environment
+from spmd_worker.ranks.rank_watchdog import watch_guest
+from spmd_worker.ranks.transport.channel import ControlChannel
+from spmd_worker.ranks.transport.connect import open_step_channel
+from spmd_worker.ranks.transport.membership import check_members, run_secret
+from spmd_worker.replica.lockstep.agreement import canonical, check_equal
+from spmd_worker.replica.lockstep.channel import FollowerChannel, LeaderChannel
+from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
+from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
-from spmd_worker.scheduler.allocator import PreemptionPolicy
-from spmd_worker.scheduler.factory import CacheSizes, new_scheduler
-from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.version import code_fingerprint
-from spmd_worker.weights.identity import file_identities, tensor_digests
 from spmd_worker.worker.device import check_own_gpus, device_type
+from spmd_worker.worker.memory.plan import check_cache_setting
+from spmd_worker.worker.memory.swap_cost import block_copy_tokens
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""

@@ -5,11 +5,11 @@ Decides nothing.
 
 from dataclasses import astuple
 
-from spmd_worker.metrics.step_stats import StepStats
-from spmd_worker.metrics.step_times import StepTimes
-from spmd_worker.scheduler.counters import SchedulerCounters
-from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.base.metrics.step_times import StepTimes
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 
 class StepRecorder:

@@ -12,9 +12,9 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Final
 
-from spmd_worker.errors import CheckpointError, MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.base.errors import CheckpointError, MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.executor.executor import Executor
-from spmd_worker.sequence.events import CommitWeights, EndWorkerEvent, Event
+from spmd_worker.replica.sequence.events import CommitWeights, EndWorkerEvent, Event
 
 CHANGES_REFUSED: Final = "changes that apply_model refused"
 """Stands beside the names of weights: what ranks compare of calls that changed weights on some of them alone."""

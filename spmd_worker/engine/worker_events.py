@@ -7,10 +7,10 @@ all of them change between the same two steps.
 
 from typing import Any
 
-from spmd_worker.errors import WorkerEventError
+from spmd_worker.base.errors import WorkerEventError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
-from spmd_worker.sequence.events import EndWorkerEvent, WorkerEvent
+from spmd_worker.replica.sequence.events import EndWorkerEvent, WorkerEvent
 
 
 class WorkerEvents:

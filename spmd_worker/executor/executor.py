@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.errors import ConfigError, ReplicaDivergedError
-from spmd_worker.lockstep.transfers import TransferBook
-from spmd_worker.models.weight_update import WeightUpdateReport
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError, ReplicaDivergedError
+from spmd_worker.model.weights.weight_update import WeightUpdateReport
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.lockstep.transfers import TransferBook
+from spmd_worker.replica.sequence.sleep_tags import tags_after
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.sequence.sleep_tags import tags_after
-from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to
 the control group.
 """
 
-from spmd_worker.distributed.communicator import single_group
-from spmd_worker.distributed.groups import ParallelGroups
-from spmd_worker.distributed.topology import check_whole_engines
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.lockstep.transport.channel import ControlChannel
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.groups import ParallelGroups
+from spmd_worker.ranks.topology import check_whole_engines
+from spmd_worker.ranks.transport.channel import ControlChannel
 
 
 class ExternalLauncherExecutor(UniProcExecutor):
@@ -23,7 +23,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
             raise ConfigError(
                 f"executor.worker_cls={self.config.executor.worker_cls} has no process groups after init_device, and "
                 f"the layout has {self.layout.world_size} ranks that must agree on each step: have init_device set "
-                f"self.groups = join_groups(layout, environment, device, timeout_s) of spmd_worker.distributed.groups"
+                f"self.groups = join_groups(layout, environment, device, timeout_s) of spmd_worker.ranks.groups"
             )
 
     @property

@@ -12,24 +12,24 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.network_interface import LOOPBACK
-from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.errors import ConfigError, WorkerError
+from spmd_worker.base.errors import ConfigError, WorkerError
+from spmd_worker.base.metrics.log import LOGGER_NAME
 from spmd_worker.executor.executor import Executor, check_call_timeout
 from spmd_worker.executor.rpc_coding import encode_call
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
 from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.executor.worker_process import output_rank
-from spmd_worker.lockstep.wire.codec import Encoder
-from spmd_worker.lockstep.wire.message import StepMessage
-from spmd_worker.memory import host
-from spmd_worker.metrics.log import LOGGER_NAME
-from spmd_worker.models.weight_update import WeightUpdateReport
+from spmd_worker.model.weights.weight_update import WeightUpdateReport
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.network_interface import LOOPBACK
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.lockstep.wire.codec import Encoder
+from spmd_worker.replica.lockstep.wire.message import StepMessage
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.sequence.sampled import SampledIds
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.memory import host
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
-from spmd_worker.errors import WorkerError
+from spmd_worker.base.errors import WorkerError
 from spmd_worker.executor.rpc_coding import decode_value
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_handle import WorkerHandle
-from spmd_worker.lockstep.transport.frames import Frame, FrameError, FrameParser
+from spmd_worker.ranks.transport.frames import Frame, FrameError, FrameParser
 
 logger = logging.getLogger(__name__)
 

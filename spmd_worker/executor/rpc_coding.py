@@ -12,21 +12,21 @@ from dataclasses import is_dataclass
 from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config import schema as config
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.base.config import schema as config
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextForm
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.record_checks import sent_fields
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.step import StepResult
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.sequence.outputs import Logprob
-from spmd_worker.sequence.record_checks import sent_fields
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.step import StepResult
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
 _PLAIN: Final = (type(None), bool, int, float, str)
 

@@ -6,9 +6,9 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.executor.executor import Executor, check_call_timeout
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 

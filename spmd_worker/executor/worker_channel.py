@@ -1,4 +1,4 @@
-"""The task and result queue of one worker process: frames (`lockstep/transport/frames.py`) on a Unix socket pair.
+"""The task and result queue of one worker process: frames (`ranks/transport/frames.py`) on a Unix socket pair.
 
 Frames arrive in the order in which they were sent; their number is the call's.
 """

@@ -13,8 +13,8 @@ from typing import Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.distributed.cores import waiting_variables
-from spmd_worker.distributed.network_interface import INTERFACE_VARIABLES, LOOPBACK, interface_of
+from spmd_worker.ranks.cores import waiting_variables
+from spmd_worker.ranks.network_interface import INTERFACE_VARIABLES, LOOPBACK, interface_of
 
 logger = logging.getLogger(__name__)
 

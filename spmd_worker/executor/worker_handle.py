@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from spmd_worker.base.process import state_of
 from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece
 from spmd_worker.executor.worker_log import forward_lines, line_prefix
-from spmd_worker.lockstep.transport.frames import send_frame
-from spmd_worker.process import state_of
+from spmd_worker.ranks.transport.frames import send_frame
 
 _WORKER_MODULE: Final = "spmd_worker.executor.worker_process"
 _LAST_LINES_S: Final = 2.0

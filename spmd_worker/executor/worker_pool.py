@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-from spmd_worker.errors import WorkerDiedError
+from spmd_worker.base.errors import WorkerDiedError
 from spmd_worker.executor.result_handler import PendingResults, ResultHandler
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_handle import WorkerHandle
-from spmd_worker.lockstep.transport.frames import PeerGoneError
+from spmd_worker.ranks.transport.frames import PeerGoneError
 
 logger = logging.getLogger(__name__)
 

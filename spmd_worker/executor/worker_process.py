@@ -16,15 +16,15 @@ import traceback
 from queue import SimpleQueue
 from typing import Any, Final
 
-from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.base.metrics.log import LOGGER_NAME, configure_logging
+from spmd_worker.base.process import end_with_parent
 from spmd_worker.executor.rpc_coding import decode_call, encode_value
 from spmd_worker.executor.worker_channel import FrameKind, receive_piece
-from spmd_worker.lockstep.transport.frames import Frame, FrameParser, PeerGoneError, send_frame
-from spmd_worker.lockstep.wire.codec import Decoder
-from spmd_worker.memory.host import keep_freed_memory
-from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
-from spmd_worker.process import end_with_parent
-from spmd_worker.sequence.step import StepResult
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.ranks.transport.frames import Frame, FrameParser, PeerGoneError, send_frame
+from spmd_worker.replica.lockstep.wire.codec import Decoder
+from spmd_worker.replica.sequence.step import StepResult
+from spmd_worker.worker.memory.host import keep_freed_memory
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 logger = logging.getLogger(__name__)

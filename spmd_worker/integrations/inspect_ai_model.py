@@ -40,14 +40,14 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from spmd_worker.batch.row import EncodedRow, RowError
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.openai.row import EncodedRow, RowError
+from spmd_worker.frontends.serve.engine_loop import EngineLoop
+from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
+from spmd_worker.frontends.serve.request_reader import RequestReader, content_name
 from spmd_worker.llm import LLM
-from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from spmd_worker.sequence.outputs import Logprob as TokenLogprob
-from spmd_worker.serve.engine_loop import EngineLoop
-from spmd_worker.serve.exchange import OpenRequest, RequestExchange
-from spmd_worker.serve.request_reader import RequestReader, content_name
+from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.outputs import Logprob as TokenLogprob
 
 logger = logging.getLogger(__name__)
 

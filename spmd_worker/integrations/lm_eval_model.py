@@ -21,10 +21,10 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.llm import LLM
-from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _DEFAULT_MAX_GEN_TOKS: Final = 256
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")

@@ -15,8 +15,8 @@ from mteb.models.abs_encoder import AbsEncoder
 from mteb.models.model_meta import ScoringFunction
 from numpy.typing import NDArray
 
-from spmd_worker.errors import ConfigError
-from spmd_worker.files import parse_json_object, read_regular_file
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.llm import LLM
 
 _NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpus")}

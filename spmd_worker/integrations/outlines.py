@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from spmd_worker.integrations.vllm_modules import put_modules
 from spmd_worker.llm import LLM
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},

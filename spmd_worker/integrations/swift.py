@@ -25,9 +25,9 @@ from spmd_worker.compat.engine_args import EngineArgs
 from spmd_worker.integrations.vllm_modules import put_modules
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
-from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
-from spmd_worker.sequence.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
+from spmd_worker.replica.sequence.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 

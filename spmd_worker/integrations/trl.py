@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.llm import LLM
-from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 
 MOST: Final = 2**31 - 1
 _MOST_LAYERS: Final = 1_024

@@ -1,6 +1,6 @@
 """The experts of each layer, as config.json and the family's row describe them. Knows nothing of tensors or ranks."""
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.layer_config import ExpertsConfig

@@ -16,9 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.errors import ModelConfigError
-from spmd_worker.files import JsonError, parse_json_object, read_regular_file, write_json
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file, write_json
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.hub_cache import (
     ModelLocation,
     absence_note,

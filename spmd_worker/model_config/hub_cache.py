@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.errors import ModelConfigError
-from spmd_worker.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 

@@ -12,9 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker import files
-from spmd_worker.errors import ModelConfigError
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base import files
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS

@@ -1,7 +1,7 @@
 """How the tokens of a row become one vector, read from a model folder: sentence-transformers' `modules.json`, the score
 head of a `*ForSequenceClassification`, or nothing of the kind.
 
-Knows files and rules; `models/pooler.py` computes.
+Knows files and rules; `model/pooler.py` computes.
 """
 
 import logging
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.errors import ModelConfigError
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.layer_config import NormConfig
 from spmd_worker.model_config.sentence_folder import (
     PLAIN_TEXT,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import shown
 from spmd_worker.model_config.weight_format import CLASS_OF_ALL, REGEX, FormatGroup, Quantization, WeightFormat
 

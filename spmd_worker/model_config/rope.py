@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, positive_number, shown, whole_number
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

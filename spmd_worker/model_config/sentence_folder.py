@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker import files
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base import files
+from spmd_worker.base.errors import ModelConfigError
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
@@ -101,7 +101,7 @@ _TYPED_MODELS: Final = ("bert",)
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
     """One linear layer behind the pooled vector, whose weights are in `folder` of the model folder. `activation` is
-    "none" or a function of `models/pooler.py`.
+    "none" or a function of `model/pooler.py`.
     """
 
     folder: str

@@ -19,11 +19,11 @@ REGEX: Final = "re:"
 class WeightFormat:
     """How one weight is stored.
 
-    `layout` says which tensors there are (`weights/quantised_weight.py`): "scaled" (one stored number an element),
-    "packed" (compressed-tensors' int32), "gptq", "awq" or "mxfp4". `number` is what is stored: "e4m3", "int" or "e2m1",
-    of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them; both None: as the
-    scale's shape says. `has_zeros`: zero points are stored. `has_order`: a tensor says the group of each input.
-    `zero_offset` is what a stored zero point lacks. `is_symmetric`: the zero point is the middle.
+    `layout` says which tensors there are (`model/weights/quantised_weight.py`): "scaled" (one stored number an
+    element), "packed" (compressed-tensors' int32), "gptq", "awq" or "mxfp4". `number` is what is stored: "e4m3", "int"
+    or "e2m1", of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them; both
+    None: as the scale's shape says. `has_zeros`: zero points are stored. `has_order`: a tensor says the group of each
+    input. `zero_offset` is what a stored zero point lacks. `is_symmetric`: the zero point is the middle.
     """
 
     layout: str

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_worker.files import rename_durably, sync_stream
+from spmd_worker.base.files import rename_durably, sync_stream
 
 LIBRARY_NAME = "libspmd_kernels.so"
 _SOURCE_FOLDER = Path(__file__).parent

@@ -23,7 +23,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from spmd_worker.errors import ChatTemplateError
+from spmd_worker.base.errors import ChatTemplateError
 from spmd_worker.tokenizer.content_format import KnownForms, Message, fitted
 
 MAX_OUTPUT_CHARACTERS: Final = 4 * 1024 * 1024

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.tokenizer.template_process import IsolatedTemplate
 
 DEFAULT: Final = "default"

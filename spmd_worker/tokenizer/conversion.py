@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from spmd_worker.errors import TokenizerError
+from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.encoder import is_failure
 
 _KINDS: Final = (("vocab.json", "merges.txt"), ("tokenizer.model",))

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import tokenizers
 
-from spmd_worker.errors import TokenizerError
+from spmd_worker.base.errors import TokenizerError
 
 _PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
 """The library's variable: `false` and it starts no threads."""

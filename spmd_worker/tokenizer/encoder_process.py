@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from spmd_worker.errors import TokenizerError
+from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.bounded_process import BoundedProcess, RefusedError, pack, serve
 from spmd_worker.tokenizer.encoder import Encoder, opened
 

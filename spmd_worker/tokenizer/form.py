@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spmd_worker import files
-from spmd_worker.errors import TokenizerError
+from spmd_worker.base import files
+from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.patterns import is_linear
 
 _MAX_NESTING: Final = 64

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import tokenizers
 
-from spmd_worker import files
-from spmd_worker.errors import TokenizerError
-from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base import files
+from spmd_worker.base.errors import TokenizerError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.tokenizer.bert_normalizer import bert_normalizer, has_bert_normalizer
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, named_templates
 from spmd_worker.tokenizer.conversion import converted, older_files

@@ -1,69 +1,8 @@
-"""Print what is finished of a job that has not ended, in the order of its rows.
+"""The command `python -m spmd_worker.tools.collect`: the program of frontends/tools/collect.py."""
 
-    python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
-    python -m spmd_worker.tools.collect runs/demo | head
-
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Reads the journal of a job that was killed or is
-still running, and changes nothing. Rows that are not finished are left out; the terminal is told how many are. Exits
-with 2 where there is nothing to read, as of a job that has ended: its rows are in its output.
-"""
-
-import argparse
-import os
 import sys
-from pathlib import Path
 
-from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
-from spmd_worker.batch.run_dir.journal import read_journal
-from spmd_worker.errors import JournalError
-from spmd_worker.tools.program import make_parser, print_error
-from spmd_worker.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
-
-EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
-
-
-def main(arguments: list[str] | None = None) -> int:
-    run_dir = parse_arguments(arguments).run_dir
-    num_rows, last_row = 0, -1
-    try:
-        check_folder(run_dir)
-        refuse_ended(run_dir)
-        for last_row, line in read_journal(run_dir):  # noqa: B007  # the last is reported below
-            sys.stdout.buffer.write(line)
-            num_rows += 1
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        # The reader has seen enough, as in `collect RUN_DIR | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
-    except FileNotFoundError:
-        is_job = (run_dir / MANIFEST_NAME).exists()
-        print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if is_job else NO_JOB}")
-        return EXIT_CANNOT_TELL
-    except (RunDirError, JournalError, OSError) as error:
-        print_error("collect", error)
-        return EXIT_CANNOT_TELL
-    last = f", the last of them is row {last_row}" if num_rows else ""
-    print(f"{num_rows} rows are finished{last}", file=sys.stderr)
-    return EXIT_DONE
-
-
-def refuse_ended(run_dir: Path) -> None:
-    """Raises RunDirError for a job whose rows are in its output. A manifest that cannot be read is in nobody's way."""
-    try:
-        run = look_at_run(run_dir)
-    except RunDirError as error:
-        print_error("collect", f"warning: {error}")
-        return
-    if run.state is RunState.ENDED:
-        raise RunDirError(f"{run_dir}: the job has ended and its output is complete: read {run.output or 'job.output'}")
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("collect", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
-    return parser.parse_args(arguments)
-
+from spmd_worker.frontends.tools.collect import main
 
 if __name__ == "__main__":
     sys.exit(main())

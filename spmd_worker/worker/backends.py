@@ -9,13 +9,13 @@ from importlib import metadata
 
 import torch
 
-from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.kernels.api import Kernels, QuantisedKernels
-from spmd_worker.kernels.cpu.int8 import int8_kernels
-from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels
-from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
+from spmd_worker.ops.kernels.cpu.int8 import int8_kernels
+from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 _GPU_LIBRARIES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from spmd_worker.errors import ConfigError, DeviceError
-from spmd_worker.process import boot_id
+from spmd_worker.base.errors import ConfigError, DeviceError
+from spmd_worker.base.process import boot_id
 
 SHARE_VARIABLE: Final = "SPMD_WORKER_SHARE_GPUS"
 """1 on ranks that may share a GPU, as tests do where there is one. Each then takes its share of the memory by

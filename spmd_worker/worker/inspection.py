@@ -8,10 +8,10 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from spmd_worker.kernels.cpu.int8 import int8_shape
-from spmd_worker.layers.experts import SparseFeedForward
-from spmd_worker.layers.weight_slice import HeldSlice, extents
-from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.layers.weight_slice import HeldSlice, extents
+from spmd_worker.ops.kernels.cpu.int8 import int8_shape
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_worker.memory import host
-from spmd_worker.memory.device import give_back_freed
-from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.models.weight_memory import WeightMemory
-from spmd_worker.sequence.sleep_tags import KV_CACHE, TAGS, WEIGHTS, checked_level, checked_tags
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.weight_memory import WeightMemory
+from spmd_worker.replica.sequence.sleep_tags import KV_CACHE, TAGS, WEIGHTS, checked_level, checked_tags
+from spmd_worker.worker.memory import host
+from spmd_worker.worker.memory.device import give_back_freed
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from spmd_worker.files import OwnFileError, own_file_fault
+from spmd_worker.base.files import OwnFileError, own_file_fault
 
 logger = logging.getLogger(__name__)
 

@@ -15,24 +15,24 @@ from torch import nn
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import MemoryMeasurement
-from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
-from spmd_worker.distributed.communicator import GroupHandle
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ConfigError
-from spmd_worker.grammar.row_grammar import BITS
-from spmd_worker.kernels.api import Kernels, QuantisedKernels
-from spmd_worker.kernels.triton import attention, attention_kernels, matmul
-from spmd_worker.kernels.triton.kernels import TritonKernels
-from spmd_worker.kernels.triton.launching import is_interpreted
-from spmd_worker.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
-from spmd_worker.memory.device import is_on_any_rank
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
+from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
+from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.launching import is_interpreted
+from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
+from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.sampling.token_masks import TokenMasks
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.grammar.row_grammar import BITS
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.runner.step_graphs import CudaGraphs, StepGraph, StepGraphs
-from spmd_worker.runner.warm_up_steps import greedy_step, warm_up_steps
-from spmd_worker.sampling.row import SampleRow
-from spmd_worker.sampling.token_masks import TokenMasks
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.memory.device import is_on_any_rank
+from spmd_worker.worker.runner.step_graphs import CudaGraphs, StepGraph, StepGraphs
+from spmd_worker.worker.runner.warm_up_steps import greedy_step, warm_up_steps
 from spmd_worker.worker.sleep import GoingToSleep
 from spmd_worker.worker.worker import Worker
 

@@ -22,19 +22,40 @@ from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.host_tier_engine import HostTierEngine
-from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.distributed.communicator import GroupHandle
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.groups import ParallelGroups, join_groups
-from spmd_worker.distributed.shared_memory import share_memory
-from spmd_worker.distributed.topology import stage_of
-from spmd_worker.errors import ConfigError
-from spmd_worker.grammar.compiler import GrammarCompiler
-from spmd_worker.grammar.step_masks import GrammarMasks
-from spmd_worker.kernels.api import Kernels, QuantisedKernels
-from spmd_worker.layers.context import LayerContext
-from spmd_worker.memory import host
-from spmd_worker.memory.device import (
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weight_memory import WeightMemory
+from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
+from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
+from spmd_worker.model.weights.dummy import fill_dummy
+from spmd_worker.model.weights.loader import load_weights, load_whole
+from spmd_worker.model.weights.weight_update import WeightUpdateReport
+from spmd_worker.native.library import TeamCounters, thread_waits
+from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
+from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
+from spmd_worker.ops.sampling.sampler import Sampler
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.groups import ParallelGroups, join_groups
+from spmd_worker.ranks.shared_memory import share_memory
+from spmd_worker.ranks.topology import stage_of
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.grammar.step_masks import GrammarMasks
+from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.worker.backends import arithmetic_of, choose_backends, computes_alone
+from spmd_worker.worker.device import choose_device, gpu_identity
+from spmd_worker.worker.inspection import describe_model, describe_slices
+from spmd_worker.worker.memory import host
+from spmd_worker.worker.memory.device import (
     PreparedStep,
     give_back_freed,
     is_on_any_rank,
@@ -42,37 +63,16 @@ from spmd_worker.memory.device import (
     measure_host,
     profile_host,
 )
-from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.memory.plan import (
+from spmd_worker.worker.memory.estimate import activation_bytes
+from spmd_worker.worker.memory.plan import (
     cache_spec_of,
     check_memory,
     is_estimate_enough,
     num_step_blocks,
     size_rank,
 )
-from spmd_worker.metrics.stage_times import StageClock
-from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.models.registry import build_model
-from spmd_worker.models.weight_memory import WeightMemory
-from spmd_worker.models.weight_update import WeightUpdateReport
-from spmd_worker.native.library import TeamCounters, thread_waits
-from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
-from spmd_worker.resolved import ResolvedRun
-from spmd_worker.runner.largest_step import largest_step, longest_chunk, prepared_step
-from spmd_worker.runner.model_runner import LaunchedStep, ModelRunner
-from spmd_worker.sampling.sampler import Sampler
-from spmd_worker.sequence.sampled import SampledIds
-from spmd_worker.sequence.step import StepPlan, StepResult
-from spmd_worker.tokenizer.tokenizer import Tokenizer
-from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.dense_files import dummy_denses, read_denses
-from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
-from spmd_worker.weights.dummy import fill_dummy
-from spmd_worker.weights.loader import load_weights, load_whole
-from spmd_worker.worker.backends import arithmetic_of, choose_backends, computes_alone
-from spmd_worker.worker.device import choose_device, gpu_identity
-from spmd_worker.worker.inspection import describe_model, describe_slices
+from spmd_worker.worker.runner.largest_step import largest_step, longest_chunk, prepared_step
+from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WakingUp, WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
 from spmd_worker.worker.worker_base import WorkerBase

@@ -24,15 +24,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.memory import host
-from spmd_worker.metrics.stage_times import StageClock
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.memory import host
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from spmd_worker.distributed.groups import ParallelGroups
-    from spmd_worker.models.weight_update import WeightUpdateReport
+    from spmd_worker.model.weights.weight_update import WeightUpdateReport
+    from spmd_worker.ranks.groups import ParallelGroups
 
 
 class WorkerBase(ABC):

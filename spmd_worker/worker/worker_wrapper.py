@@ -12,8 +12,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from spmd_worker.errors import ConfigError, PluginError
-from spmd_worker.liveness.failure_diagnosis import is_secondary
+from spmd_worker.base.errors import ConfigError, PluginError
+from spmd_worker.base.liveness.failure_diagnosis import is_secondary
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)

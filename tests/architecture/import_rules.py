@@ -1,4 +1,4 @@
-"""The rules of imports: a module imports its own room and those above it, and nothing that executes bytes or names.
+"""The rules of imports: a module imports its own wing and those above it, and nothing that executes bytes or names.
 
 `import_violations` returns what breaks them, as `path:line: what, and the rule`. Knows the house only through house.py.
 """
@@ -6,6 +6,7 @@
 import ast
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import house
@@ -15,8 +16,38 @@ from source_tree import Import, Module, dotted_name, import_module_argument, rea
 def import_violations(root: Path) -> list[str]:
     """Everything under `root` that breaks a rule of imports, in the order of paths and lines."""
     modules = read_modules(root)
-    found = [violation for module in modules.values() for violation in _module_violations(module, modules)]
-    return found + list(_folder_violations(root)) + list(_cycle_violations(modules)) + list(_yaml_violations(root))
+    tree = _Tree(modules, modules_that_need_torch(modules))
+    found = [violation for module in modules.values() for violation in _module_violations(module, tree)]
+    found += [*_folder_violations(root), *_cycle_violations(modules), *_folder_cycle_violations(modules)]
+    return found + list(_yaml_violations(root))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    modules: dict[str, Module]
+    need_torch: dict[str, None]
+
+
+def modules_that_need_torch(modules: dict[str, Module]) -> dict[str, None]:
+    """The modules that cannot be imported without torch: they import it, or such a module, when they are imported."""
+    importers: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        for found in module.imports:
+            if found.runs_on_import:
+                is_torch = house.is_within_any(found.dotted, house.TORCH_NAMES)
+                importers.setdefault("torch" if is_torch else first_party_target(found, modules), []).append(name)
+    need: dict[str, None] = {}
+    waiting = ["torch"]
+    while waiting:
+        new = [name for name in importers.get(waiting.pop(), []) if name not in need]
+        need.update(dict.fromkeys(new))
+        waiting += new
+    return need
+
+
+def is_torch_free(module: str) -> bool:
+    """Whether the module is one that must be imported without torch."""
+    return not house.may_import_torch(module) or house.is_torch_late(module)
 
 
 def first_party_target(found: Import, modules: dict[str, Module]) -> str:
@@ -24,10 +55,10 @@ def first_party_target(found: Import, modules: dict[str, Module]) -> str:
     return found.dotted if found.dotted in modules else found.module
 
 
-def _module_violations(module: Module, modules: dict[str, Module]) -> Iterator[str]:
+def _module_violations(module: Module, tree: _Tree) -> Iterator[str]:
     yield from _place_violations(module)
     for found in module.imports:
-        problem = _import_problem(module, found, modules)
+        problem = _import_problem(module, found, tree)
         if problem:
             yield module.at(found.node, problem)
     yield from _hidden_import_violations(module)
@@ -37,12 +68,11 @@ def _module_violations(module: Module, modules: dict[str, Module]) -> Iterator[s
 def _place_violations(module: Module) -> Iterator[str]:
     if module.is_init and module.name != house.FACADE and module.text:
         yield module.at(module.tree, f"only {house.FACADE}/__init__.py holds code, every other __init__.py is empty")
-    is_placed = module.name in house.ENTRY_POINTS or module.name in house.PACKAGES
-    if not is_placed and house.room_index(module.name) is None:
-        yield module.at(module.tree, f"{module.name} stands nowhere in the house: give it a place in house.py's ROOMS")
+    if not house.is_command(module.name) and house.wing_index(module.name) is None:
+        yield module.at(module.tree, f"{module.name} stands nowhere in the house: give it a place in house.py's WINGS")
 
 
-def _import_problem(module: Module, found: Import, modules: dict[str, Module]) -> str | None:
+def _import_problem(module: Module, found: Import, tree: _Tree) -> str | None:
     if found.name == "*":
         return f"from {found.module} import *: a star hides what is imported"
     forbidden = [name for name in house.FORBIDDEN_NAMES if house.is_within(found.dotted, name)]
@@ -50,7 +80,7 @@ def _import_problem(module: Module, found: Import, modules: dict[str, Module]) -
         return f"{forbidden[0]} is forbidden everywhere"
     top = found.module.split(".")[0]
     if top in house.PACKAGES:
-        return _first_party_problem(module, found, first_party_target(found, modules))
+        return _first_party_problem(module, found, first_party_target(found, tree.modules), tree.need_torch)
     return None if top in sys.stdlib_module_names else _third_party_problem(module, found)
 
 
@@ -68,7 +98,7 @@ def _third_party_problem(module: Module, found: Import) -> str | None:
 
 
 def _optional_problem(module: Module, found: Import, top: str) -> str | None:
-    if module.name not in house.OPTIONAL[top]:
+    if not house.is_within_any(module.name, house.OPTIONAL[top]):
         return f"{top} is optional and for {' and '.join(house.OPTIONAL[top])} only"
     is_nothing_without = module.name in house.NEED_OPTIONAL or house.is_within_any(
         module.name, house.IN_OPTIONAL_LANGUAGE
@@ -77,32 +107,37 @@ def _optional_problem(module: Module, found: Import, top: str) -> str | None:
     return None if is_late else f"{top} is optional: import it where it is needed"
 
 
-def _first_party_problem(module: Module, found: Import, target: str) -> str | None:
-    if house.may_import_torch(target):
+def _first_party_problem(module: Module, found: Import, target: str, need_torch: dict[str, None]) -> str | None:
+    if target in need_torch:
         problem = _torch_problem(module, found, f"{target}, which imports torch")
         if problem:
             return problem
-    if module.name in house.ENTRY_POINTS:
+    if house.is_command(module.name):
         return None
-    if target == house.FACADE:
-        return f"the names of {house.FACADE}/__init__.py are for users: import the module that defines them"
+    if house.is_command(target):
+        return f"{target} is for users: import the module that defines what it offers"
     if target in house.NEED_OPTIONAL:
         return f"{target} is for users who have its optional package"
     is_own = house.is_within_any(module.name, house.IN_OPTIONAL_LANGUAGE)
     if house.is_within_any(target, house.IN_OPTIONAL_LANGUAGE) and found.runs_on_import and not is_own:
         return f"{target} is in the language of an optional package: import it where it is needed"
-    own_index, target_index = house.room_index(module.name), house.room_index(target)
+    own_index, target_index = house.wing_index(module.name), house.wing_index(target)
     if target_index is None:
         return f"{target} stands nowhere in the house"
     if own_index is not None and target_index > own_index:
-        return f"{target} stands below {module.name}: a module imports its own room and what stands above"
+        return f"{target} stands below {module.name}: a module imports its own wing and what stands above"
+    for one, other in (house.APART, house.APART[::-1]):
+        if house.is_within(module.name, one) and house.is_within(target, other):
+            return f"{target} is apart from {module.name}: {one} and {other} do not import each other"
     return None
 
 
 def _torch_problem(module: Module, found: Import, what: str) -> str | None:
-    if module.name in house.ENTRY_POINTS:
-        return f"{module.name} imports {what}, at top level" if found.runs_on_import else None
-    return None if house.may_import_torch(module.name) else f"{module.name} is torch-free and imports {what}"
+    if not house.may_import_torch(module.name):
+        return f"{module.name} is torch-free and imports {what}"
+    if house.is_torch_late(module.name) and found.runs_on_import:
+        return f"{module.name} imports {what}, at top level"
+    return None
 
 
 def _hidden_import_violations(module: Module) -> Iterator[str]:
@@ -149,20 +184,49 @@ def _yaml_violations(root: Path) -> Iterator[str]:
 
 def _cycle_violations(modules: dict[str, Module]) -> Iterator[str]:
     """One line a cycle, as far as they can be told apart: a named cycle is taken away before the next is sought."""
-    targets_of = {
+    for cycle in _cycles(_targets_of(modules)):
+        yield f"import cycle: {' -> '.join([*cycle, cycle[0]])}"
+
+
+def _folder_cycle_violations(modules: dict[str, Module]) -> Iterator[str]:
+    """Within each folder, its modules and folders: files without a cycle may still make one of folders."""
+    targets_of = _targets_of(modules)
+    for folder in (name for name, module in modules.items() if module.is_init):
+        targets: dict[str, list[str]] = {}
+        for name, found in targets_of.items():
+            inside = _child(folder, name)
+            children = [child for target in found if (child := _child(folder, target)) and child != inside]
+            if inside:
+                targets.setdefault(inside, []).extend(children)
+        for cycle in _cycles(targets):
+            if any(modules[name].is_init for name in cycle):
+                yield f"cycle of folders: {' -> '.join([*cycle, cycle[0]])}"
+
+
+def _child(folder: str, name: str) -> str:
+    """The module or folder in `folder` that `name` is or lies in; "" for another."""
+    rest = name.removeprefix(f"{folder}.")
+    return f"{folder}.{rest.split('.')[0]}" if rest != name else ""
+
+
+def _targets_of(modules: dict[str, Module]) -> dict[str, list[str]]:
+    return {
         name: [target for found in module.imports if (target := first_party_target(found, modules)) in modules]
         for name, module in modules.items()
-        if name not in house.ENTRY_POINTS
+        if not house.is_command(name)
     }
+
+
+def _cycles(targets_of: dict[str, list[str]]) -> Iterator[list[str]]:
     left = _without_leaves(targets_of)
     while left:
         cycle = _first_cycle(left)
-        yield f"import cycle: {' -> '.join([*cycle, cycle[0]])}"
+        yield cycle
         left = _without_leaves({name: targets for name, targets in left.items() if name not in cycle})
 
 
 def _without_leaves(left: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Take away modules that import nothing of what is left until every module imports another one that is left."""
+    """Take away what imports nothing of what is left until everything imports something that is left."""
     while leaves := [name for name, targets in left.items() if not any(target in left for target in targets)]:
         left = {name: targets for name, targets in left.items() if name not in leaves}
     return left

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from house import ENTRY_POINTS, PACKAGES
+from house import COMMANDS, PACKAGES
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def read_modules(
-    root: Path, packages: tuple[str, ...] = PACKAGES, entry_points: tuple[str, ...] = ENTRY_POINTS
+    root: Path, packages: tuple[str, ...] = PACKAGES, entry_points: tuple[str, ...] = COMMANDS
 ) -> dict[str, Module]:
     """Every module of the packages and launch.py under `root`, by dotted name, in the order of their paths."""
     folders = [root / package.replace(".", "/") for package in packages]

@@ -1,4 +1,4 @@
-"""The rule of strings: nothing on a floor names a module, a file or a class of a floor below it in house.py's order.
+"""The rule of strings: nothing in a wing names a module, a file or a class of a wing below it in house.py's order.
 
 `string_violations` returns what breaks it, as `path:line: what`. A name in a string hides a dependency, and goes stale
 when the file it names is moved: a path of a file that is not there is found too. Docstrings, which are for people, are
@@ -24,32 +24,32 @@ def string_violations(root: Path) -> list[str]:
     return [
         module.at(node, problem)
         for module in modules.values()
-        if (floor := house.room_index(module.name)) is not None
+        if (wing := house.wing_index(module.name)) is not None
         for node, text in _strings(module)
-        if (problem := _problem(text, floor, modules, classes))
+        if (problem := _problem(text, wing, modules, classes))
     ]
 
 
-def _problem(text: str, floor: int, modules: dict[str, Module], classes: dict[str, list[str]]) -> str | None:
+def _problem(text: str, wing: int, modules: dict[str, Module], classes: dict[str, list[str]]) -> str | None:
     for path in _FILE.findall(text):
         named = [name for name, each in modules.items() if f"/{each.path}".endswith(f"/{path.lstrip('/')}")]
         if not named and "/" in path:
             return f"{path} is not there"
-        if named and all(_is_below(name, floor) for name in named):
+        if named and all(_is_below(name, wing) for name in named):
             return f"{path} is of {named[0]}, which stands below"
     for name in _DOTTED.findall(text):
-        if _is_below(name, floor):
+        if _is_below(name, wing):
             return f"{name} stands below"
     owners = classes.get(text.rpartition(".")[2], [])
-    if owners and all(_is_below(name, floor) for name in owners):
+    if owners and all(_is_below(name, wing) for name in owners):
         return f"the class {text} is of {owners[0]}, which stands below"
     return None
 
 
-def _is_below(name: str, floor: int) -> bool:
-    """Whether a module, or a name in one, stands on a later floor than this."""
-    index = house.room_index(name)
-    return index is not None and index > floor
+def _is_below(name: str, wing: int) -> bool:
+    """Whether a module, or a name in one, stands in a later wing than this."""
+    index = house.wing_index(name)
+    return index is not None and index > wing
 
 
 def _strings(module: Module) -> Iterator[tuple[ast.Constant, str]]:

@@ -1,6 +1,7 @@
 """The rule of read-backs: where a step is computed, the host does not wait for the device but where house.py lists it.
 
-Reads syntax, not types: a read-back under another name is for the meta device to find (tests/runner/test_meta_step.py).
+Reads syntax, not types: a read-back under another name is for the meta device to find
+(tests/worker/runner/test_meta_step.py).
 """
 
 import ast

@@ -4,69 +4,65 @@ from pathlib import Path
 
 import house
 import pytest
-from import_rules import import_violations
+from import_rules import import_violations, is_torch_free
 from planting import CLEAN_HOUSE, REPOSITORY, plant
 from source_tree import read_modules
 
 DOC = '"""Planted."""\n\n'
-ENGINE, SCHEDULER, BLOCK = "kv_cache/cache_engine.py", "spmd_worker/scheduler/scheduler.py", "kv_cache/block.py"
-REQUEST, LAYOUT = "spmd_worker/sequence/request.py", "spmd_worker/distributed/topology.py"
+ENGINE, SCHEDULER, BLOCK = "kv_cache/cache_engine.py", "spmd_worker/replica/scheduler/scheduler.py", "kv_cache/block.py"
+REQUEST, LAYOUT = "spmd_worker/replica/sequence/request.py", "spmd_worker/ranks/topology.py"
+READER = "spmd_worker/frontends/batch/input/row_reader.py"
+TYPE_CHECKING = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
 # file -> what is appended to it, and the words of the violation that it must raise
 PLANTED = [
     # The order, wherever the import stands.
-    (BLOCK, "import spmd_worker.config.schema", "spmd_worker.config.schema stands below kv_cache.block"),
-    (BLOCK, "from kv_cache import block_pool", "kv_cache.block_pool stands below kv_cache.block"),
-    (BLOCK, "from kv_cache.block_pool import BlockPool", "kv_cache.block_pool stands below kv_cache.block"),
-    (REQUEST, "import spmd_worker.scheduler.scheduler", "spmd_worker.scheduler.scheduler stands below"),
-    (
-        REQUEST,
-        "def late():\n    import spmd_worker.scheduler.scheduler",
-        "spmd_worker.scheduler.scheduler stands below",
-    ),
-    (
-        REQUEST,
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import spmd_worker.scheduler.scheduler",
-        "spmd_worker.scheduler.scheduler stands below",
-    ),
-    (REQUEST, "import importlib\nimportlib.import_module('spmd_worker.scheduler.scheduler')", "stands below"),
+    (BLOCK, "import spmd_worker.base.config.schema", "spmd_worker.base.config.schema stands below kv_cache.block"),
+    (REQUEST, "import spmd_worker.frontends.batch.output_file", "spmd_worker.frontends.batch.output_file stands below"),
+    (REQUEST, "def late():\n    import spmd_worker.frontends.batch.output_file", "stands below"),
+    (REQUEST, f"{TYPE_CHECKING}    import spmd_worker.frontends.batch.output_file", "stands below"),
+    (REQUEST, "import importlib\nimportlib.import_module('spmd_worker.frontends.batch.output_file')", "stands below"),
     (REQUEST, "from importlib import import_module as load\nload('spmd_worker.llm')", "which imports torch"),
-    ("spmd_worker/distributed/groups.py", "from spmd_worker.llm import LLM", "spmd_worker.llm stands below"),
-    (REQUEST, "from spmd_worker import LLM", "are for users"),
+    ("spmd_worker/ranks/groups.py", "from spmd_worker.llm import LLM", "spmd_worker.llm stands below"),
+    (REQUEST, "from spmd_worker import LLM", "spmd_worker is for users"),
+    (LAYOUT, "import spmd_worker.tools.report", "spmd_worker.tools.report is for users"),
     (REQUEST, "from spmd_worker.attic import old", "spmd_worker.attic stands nowhere in the house"),
     (REQUEST, "import launch", "launch is not among the dependencies"),
+    # What is apart.
+    (REQUEST, "from spmd_worker.ranks import topology", "spmd_worker.ranks.topology is apart from"),
+    (LAYOUT, "import spmd_worker.replica.sequence.request", "stands below spmd_worker.ranks.topology"),
     # Torch, and what brings it.
-    (SCHEDULER, "import torch", "spmd_worker.scheduler.scheduler is torch-free and imports torch"),
+    (SCHEDULER, "import torch", "spmd_worker.replica.scheduler.scheduler is torch-free and imports torch"),
     (SCHEDULER, "import torch.distributed as dist", "is torch-free and imports torch"),
     (SCHEDULER, "def late():\n    from torch import Tensor", "is torch-free and imports torch"),
-    (SCHEDULER, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", "is torch-free"),
+    (SCHEDULER, f"{TYPE_CHECKING}    import torch", "is torch-free"),
     (SCHEDULER, "from safetensors.torch import save_file", "safetensors is not among the dependencies"),
-    (LAYOUT, "import torch", "spmd_worker.distributed.topology is torch-free"),
-    (
-        LAYOUT,
-        "from spmd_worker.distributed import groups",
-        "imports spmd_worker.distributed.groups, which imports torch",
-    ),
-    (
-        "spmd_worker/batch/input/row_reader.py",
-        "from spmd_worker.llm import LLM",
-        "imports spmd_worker.llm, which imports torch",
-    ),
-    (
-        "spmd_worker/batch/input/row_reader.py",
-        "import spmd_worker.batch.job",
-        "spmd_worker.batch.job, which imports torch",
-    ),
+    (BLOCK, "from kv_cache import cache_engine", "imports kv_cache.cache_engine, which imports torch"),
+    (SCHEDULER, "import spmd_worker.ranks.transport.channel", "ranks.transport.channel, which imports torch"),
+    (READER, "from spmd_worker.llm import LLM", "imports spmd_worker.llm, which imports torch, at top level"),
+    (READER, "import spmd_worker.frontends.batch.job", "spmd_worker.frontends.batch.job, which imports torch"),
     ("launch.py", "import torch", "launch imports torch, at top level"),
-    ("launch.py", "from spmd_worker.batch.job import run", "launch imports spmd_worker.batch.job, which imports torch"),
+    (
+        "launch.py",
+        "from spmd_worker.frontends.batch.job import run",
+        "launch imports spmd_worker.frontends.batch.job, which imports torch",
+    ),
     ("spmd_worker/__init__.py", "from spmd_worker.llm import LLM", "which imports torch, at top level"),
     # Third parties.
     (REQUEST, "import requests", "requests is not among the dependencies"),
-    (REQUEST, "def late():\n    import pyarrow", "pyarrow is optional and for spmd_worker.batch.input.input_files and"),
-    ("spmd_worker/batch/output/output_file.py", "import pyarrow", "pyarrow is optional: import it where it is needed"),
+    (
+        REQUEST,
+        "def late():\n    import pyarrow",
+        "pyarrow is optional and for spmd_worker.frontends.batch.input.input_files and",
+    ),
+    (
+        "spmd_worker/frontends/batch/output_file.py",
+        "import pyarrow",
+        "pyarrow is optional: import it where it is needed",
+    ),
     (REQUEST, "import pandas", "pandas is not among the dependencies"),
-    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.config.compose only"),
-    ("spmd_worker/config/schema.py", "import hydra", "hydra is for spmd_worker.config.compose only"),
+    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.base.config.compose only"),
+    ("spmd_worker/base/config/schema.py", "import hydra", "hydra is for spmd_worker.base.config.compose only"),
     # Bytes and names that become code.
     (REQUEST, "import pickle", "pickle is forbidden"),
     (REQUEST, "from marshal import loads", "marshal is forbidden"),
@@ -79,8 +75,12 @@ PLANTED = [
     (ENGINE, "from torch import load", "torch.load is forbidden"),
     (ENGINE, "import torch.distributed as dist\ndist.broadcast_object_list([])", "broadcast_object_list is forbidden"),
     (ENGINE, "import numpy as np\nnp.load('x.npy')", "numpy.load is forbidden"),
-    ("spmd_worker/config/compose.py", "hydra.utils.instantiate({})", "hydra.utils.instantiate is forbidden"),
-    ("spmd_worker/config/compose.py", "from hydra.utils import instantiate", "hydra.utils.instantiate is forbidden"),
+    ("spmd_worker/base/config/compose.py", "hydra.utils.instantiate({})", "hydra.utils.instantiate is forbidden"),
+    (
+        "spmd_worker/base/config/compose.py",
+        "from hydra.utils import instantiate",
+        "hydra.utils.instantiate is forbidden",
+    ),
     (REQUEST, "KEY = '_target_'", "_target_ is forbidden"),
     (REQUEST, "class Config:\n    _target_: str = 'x'", "_target_ is forbidden"),
     (REQUEST, "dict(_target_='x')", "_target_ is forbidden"),
@@ -107,39 +107,67 @@ def test_a_planted_import_is_found_at_its_line(tmp_path: Path, path: str, code: 
     first_line = CLEAN_HOUSE[path].count("\n") + 2
     lines = range(first_line, first_line + code.count("\n") + 1)
     assert [v for v in found if words in v and int(v.split(":")[1]) in lines], found
-    assert all(v.startswith((f"{path}:", "import cycle:")) for v in found)
+    # What imports the file may now need torch as well.
+    assert all(v.startswith((f"{path}:", "import cycle:", "cycle of folders:")) for v in found if "torch" not in v)
 
 
 def test_an_unlisted_module_and_an_unlisted_folder_are_found(tmp_path: Path):
-    files = {"kv_cache/attic.py": DOC, "spmd_worker/util/__init__.py": "", "spmd_worker/util/misc.py": DOC}
+    files = {"spmd_worker/util/__init__.py": "", "spmd_worker/util/misc.py": DOC}
     assert import_violations(plant(tmp_path, files)) == [
-        "kv_cache/attic.py:1: kv_cache.attic stands nowhere in the house: give it a place in house.py's ROOMS",
         "spmd_worker/util/__init__.py:1: spmd_worker.util stands nowhere in the house: "
-        "give it a place in house.py's ROOMS",
+        "give it a place in house.py's WINGS",
         "spmd_worker/util/misc.py:1: spmd_worker.util.misc stands nowhere in the house: "
-        "give it a place in house.py's ROOMS",
+        "give it a place in house.py's WINGS",
     ]
 
 
 def test_code_in_an_init_and_a_missing_init_are_found(tmp_path: Path):
-    files = {"spmd_worker/sequence/__init__.py": "from json import loads\n", "spmd_worker/kernels/cpu/gemm.py": DOC}
+    files = {
+        "spmd_worker/replica/sequence/__init__.py": "from json import loads\n",
+        "spmd_worker/ops/kernels/cpu/gemm.py": DOC,
+    }
     found = import_violations(plant(tmp_path, files))
     assert [violation.split(":")[0] for violation in found] == [
-        "spmd_worker/sequence/__init__.py",
-        "spmd_worker/kernels/cpu",
+        "spmd_worker/replica/sequence/__init__.py",
+        "spmd_worker/ops/kernels/cpu",
     ]
 
 
 def test_a_cycle_inside_a_room_is_found_once_and_named(tmp_path: Path):
     files = {
-        "spmd_worker/sequence/first.py": DOC + "import spmd_worker.sequence.second\n",
-        "spmd_worker/sequence/second.py": DOC + "def late():\n    from spmd_worker.sequence import third\n",
-        "spmd_worker/sequence/third.py": DOC + "from spmd_worker.sequence.first import x\n",
-        "spmd_worker/scheduler/user.py": DOC + "import spmd_worker.sequence.first\n",
+        "spmd_worker/replica/sequence/first.py": DOC + "import spmd_worker.replica.sequence.second\n",
+        "spmd_worker/replica/sequence/second.py": DOC
+        + "def late():\n    from spmd_worker.replica.sequence import third\n",
+        "spmd_worker/replica/sequence/third.py": DOC + "from spmd_worker.replica.sequence.first import x\n",
+        "spmd_worker/replica/scheduler/user.py": DOC + "import spmd_worker.replica.sequence.first\n",
     }
     found = import_violations(plant(tmp_path, files))
-    names = [f"spmd_worker.sequence.{name}" for name in ("first", "second", "third", "first")]
+    names = [f"spmd_worker.replica.sequence.{name}" for name in ("first", "second", "third", "first")]
     assert found == [f"import cycle: {' -> '.join(names)}"]
+
+
+def test_a_cycle_of_folders_is_found_where_files_make_none(tmp_path: Path):
+    files = {
+        "spmd_worker/replica/sequence/late.py": DOC + "import spmd_worker.replica.scheduler.scheduler\n",
+        "spmd_worker/replica/scheduler/own.py": DOC + "import spmd_worker.replica.scheduler.scheduler\n",
+    }
+    found = import_violations(plant(tmp_path, files))
+    names = [f"spmd_worker.replica.{name}" for name in ("scheduler", "sequence", "scheduler")]
+    assert found == [f"cycle of folders: {' -> '.join(names)}"]
+
+
+def test_a_module_that_needs_torch_through_others_is_found_where_a_command_imports_it(tmp_path: Path):
+    files = {
+        "spmd_worker/ranks/topology.py": "+\nimport spmd_worker.ranks.groups\n",
+        "spmd_worker/tools/__init__.py": "",
+        "spmd_worker/tools/plan.py": DOC + "import spmd_worker.frontends.batch.input.row_reader\n",
+    }
+    assert import_violations(plant(tmp_path, files)) == [
+        f"{READER}:3: spmd_worker.frontends.batch.input.row_reader imports spmd_worker.ranks.topology, "
+        "which imports torch, at top level",
+        "spmd_worker/tools/plan.py:3: spmd_worker.tools.plan imports "
+        "spmd_worker.frontends.batch.input.row_reader, which imports torch, at top level",
+    ]
 
 
 def test_a_target_in_yaml_is_found(tmp_path: Path):
@@ -148,18 +176,20 @@ def test_a_target_in_yaml_is_found(tmp_path: Path):
 
 
 def test_code_in_an_optional_language_is_imported_late_by_all_others(tmp_path: Path):
-    kernels, room = "spmd_worker/kernels/triton/matmul_kernels.py", "spmd_worker/kernels"
+    kernels, room = "spmd_worker/ops/kernels/triton/matmul_kernels.py", "spmd_worker/ops/kernels"
     files = {
         **{f"{folder}/__init__.py": "" for folder in (room, f"{room}/triton", "spmd_worker/worker")},
         kernels: DOC + "import triton\n",
-        f"{room}/triton/matmul.py": DOC + "import spmd_worker.kernels.triton.matmul_kernels\n",
-        "spmd_worker/worker/late.py": DOC + "def f():\n    import spmd_worker.kernels.triton.matmul\n",
-        "spmd_worker/worker/early.py": DOC + "import spmd_worker.kernels.triton.matmul\n",
+        f"{room}/triton/matmul.py": DOC + "import spmd_worker.ops.kernels.triton.matmul_kernels\n",
+        "spmd_worker/worker/late.py": DOC + "def f():\n    import spmd_worker.ops.kernels.triton.matmul\n",
+        "spmd_worker/worker/early.py": DOC + "import spmd_worker.ops.kernels.triton.matmul\n",
         "spmd_worker/worker/own.py": DOC + "def f():\n    import triton\n",
     }
     early, own = import_violations(plant(tmp_path, files))
-    assert early.startswith("spmd_worker/worker/early.py:3: spmd_worker.kernels.triton.matmul is in the language of an")
-    assert own.startswith("spmd_worker/worker/own.py:4: triton is optional and for spmd_worker.kernels.triton.")
+    assert early.startswith(
+        "spmd_worker/worker/early.py:3: spmd_worker.ops.kernels.triton.matmul is in the language of an"
+    )
+    assert own.startswith("spmd_worker/worker/own.py:4: triton is optional and for spmd_worker.ops.kernels.triton only")
 
 
 def test_the_entry_points_may_import_every_room_late_or_for_types(tmp_path: Path):
@@ -173,7 +203,7 @@ def test_names_that_only_look_forbidden_are_left_alone(tmp_path: Path):
 
 
 def test_a_torch_import_appended_to_any_torch_free_module_of_the_real_tree_is_found(tmp_path: Path):
-    torch_free = [m for m in read_modules(REPOSITORY).values() if not house.may_import_torch(m.name) and m.text]
+    torch_free = [m for m in read_modules(REPOSITORY).values() if is_torch_free(m.name) and m.text]
     for module in torch_free:
         planted = tmp_path / module.path
         planted.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +212,9 @@ def test_a_torch_import_appended_to_any_torch_free_module_of_the_real_tree_is_fo
     assert set(found) == {str(module.path) for module in torch_free}
 
 
-def test_every_exception_stands_in_the_room_it_is_an_exception_to():
-    free_rooms = [house.ROOMS[house.room_index(m)] for m in house.TORCH_MODULES_OF_TORCH_FREE_ROOMS]
-    torch_rooms = [house.ROOMS[house.room_index(m)] for m in house.TORCH_FREE_MODULES_OF_TORCH_ROOMS]
-    assert not any(room.may_import_torch for room in free_rooms)
-    assert all(room.may_import_torch for room in torch_rooms)
+def test_every_path_of_the_house_is_there_and_in_its_wing():
+    modules = read_modules(REPOSITORY)
+    paths = (*house.WINGS, *house.APART, *house.COMMANDS, *house.WITHOUT_TORCH, *house.WITH_TORCH, *house.TORCH_LATE)
+    assert [path for path in paths if path not in modules] == []
+    assert all(house.is_within_any(path, house.WITHOUT_TORCH) for path in house.WITH_TORCH)
+    assert all(house.may_import_torch(path) for path in (*house.WITH_TORCH, *house.TORCH_LATE))

@@ -7,7 +7,7 @@ import sync_rules
 from planting import REPOSITORY, plant
 from sync_rules import read_back_violations
 
-RUNNER, SAMPLER = "spmd_worker/runner/model_runner.py", "spmd_worker/sampling/filters.py"
+RUNNER, SAMPLER = "spmd_worker/worker/runner/model_runner.py", "spmd_worker/ops/sampling/filters.py"
 HEAD = '"""Planted."""\n\nimport torch\n\n\ndef step(x, device):\n'
 
 PLANTED = {
@@ -35,7 +35,9 @@ def test_a_planted_read_back_is_found_at_its_line(tmp_path: Path, name: str):
 
 
 def test_a_listed_one_more_and_one_less_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sync_rules.house, "MAY_READ_BACK", {"spmd_worker.sampling.filters": {"tensor": (1, "planted")}})
+    monkeypatch.setattr(
+        sync_rules.house, "MAY_READ_BACK", {"spmd_worker.ops.sampling.filters": {"tensor": (1, "planted")}}
+    )
     one, two = PLANTED["tensor"], f"    {PLANTED['tensor'].removeprefix('    return ')}\n{PLANTED['tensor']}"
     assert read_back_violations(plant(tmp_path, {SAMPLER: f"{HEAD}{one}\n"})) == []
     (found,) = read_back_violations(plant(tmp_path, {SAMPLER: f"{HEAD}{two}\n"}))

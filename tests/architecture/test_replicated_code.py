@@ -7,7 +7,7 @@ import pytest
 from planting import CLEAN_HOUSE, REPOSITORY, plant
 from replica_rules import replica_violations
 
-SCHEDULER = "spmd_worker/scheduler/scheduler.py"
+SCHEDULER = "spmd_worker/replica/scheduler/scheduler.py"
 
 PLANTED = [
     # Clocks.
@@ -90,11 +90,11 @@ def test_a_planted_difference_is_found_at_its_line(tmp_path: Path, code: str, wo
         ("kv_cache.cache_manager", True),
         ("kv_cache.cache_sizing", False),
         ("kv_cache.cache_engine", False),
-        ("spmd_worker.sequence.request", True),
-        ("spmd_worker.scheduler.scheduler", True),
-        ("spmd_worker.lockstep.wire.codec", True),
-        ("spmd_worker.lockstep.transport.channel", False),
-        ("spmd_worker.metrics.log", False),
+        ("spmd_worker.replica.sequence.request", True),
+        ("spmd_worker.replica.scheduler.scheduler", True),
+        ("spmd_worker.replica.lockstep.wire.codec", True),
+        ("spmd_worker.ranks.transport.channel", False),
+        ("spmd_worker.base.metrics.log", False),
     ],
 )
 def test_what_is_replicated(module: str, is_replicated: bool, tmp_path: Path):

@@ -6,27 +6,27 @@ import pytest
 from planting import CLEAN_HOUSE, REPOSITORY, plant
 from string_rules import string_violations
 
-CONFIG, SCHEDULER = "spmd_worker/config/schema.py", "spmd_worker/scheduler/scheduler.py"
-HOUSE = {"spmd_worker/batch/job.py": '"""A job."""\n\n\nclass JobRun:\n    """One."""\n'}
+CONFIG, SCHEDULER = "spmd_worker/base/config/schema.py", "spmd_worker/replica/scheduler/scheduler.py"
+HOUSE = {"spmd_worker/frontends/batch/job.py": '"""A job."""\n\n\nclass JobRun:\n    """One."""\n'}
 
 PLANTED = [
-    (CONFIG, "PLACES = ('/batch/job.py',)", "/batch/job.py is of spmd_worker.batch.job, which stands below"),
-    (CONFIG, "PLACE = 'see job.py'", "job.py is of spmd_worker.batch.job, which stands below"),
+    (CONFIG, "PLACES = ('/batch/job.py',)", "/batch/job.py is of spmd_worker.frontends.batch.job, which stands below"),
+    (CONFIG, "PLACE = 'see job.py'", "job.py is of spmd_worker.frontends.batch.job, which stands below"),
     (CONFIG, "PLACE = '/scheduler/queues.py'", "/scheduler/queues.py is not there"),
     (CONFIG, "def f(x):\n    return f'{x}/batch/job.py'", "stands below"),
-    (CONFIG, "NAME = 'spmd_worker.batch.job'", "spmd_worker.batch.job stands below"),
-    (CONFIG, "NAME = 'spmd_worker.batch.job.JobRun'", "spmd_worker.batch.job.JobRun stands below"),
-    (CONFIG, "NAMES = ('JobRun',)", "the class JobRun is of spmd_worker.batch.job, which stands below"),
-    (SCHEDULER, "NAME = 'batch.job.JobRun'", "the class batch.job.JobRun is of spmd_worker.batch.job"),
+    (CONFIG, "NAME = 'spmd_worker.frontends.batch.job'", "spmd_worker.frontends.batch.job stands below"),
+    (CONFIG, "NAME = 'spmd_worker.frontends.batch.job.JobRun'", "spmd_worker.frontends.batch.job.JobRun stands below"),
+    (CONFIG, "NAMES = ('JobRun',)", "the class JobRun is of spmd_worker.frontends.batch.job, which stands below"),
+    (SCHEDULER, "NAME = 'batch.job.JobRun'", "the class batch.job.JobRun is of spmd_worker.frontends.batch.job"),
 ]
 
 ALLOWED = [
-    (SCHEDULER, "NAME = 'spmd_worker.sequence.request'"),
+    (SCHEDULER, "NAME = 'spmd_worker.replica.sequence.request'"),
     (SCHEDULER, "PLACE = '/sequence/request.py'"),
     (SCHEDULER, "NAME = 'another.py'"),
     (CONFIG, "TEXT = 'this JobRun was closed: make a new one'"),
-    (CONFIG, "def f():\n    '''What spmd_worker.batch.job takes.'''"),
-    ("spmd_worker/batch/input/row_reader.py", "NAME = 'JobRun'"),
+    (CONFIG, "def f():\n    '''What spmd_worker.frontends.batch.job takes.'''"),
+    ("spmd_worker/frontends/batch/input/row_reader.py", "NAME = 'JobRun'"),
 ]
 
 

@@ -13,9 +13,9 @@ from spmd_worker.chat.answer_parts import ToolCall
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.chat.chat_request import chat_request
-from spmd_worker.grammar.compiler import GrammarCompiler
-from spmd_worker.grammar.forms import GrammarError
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.messages import MessageProblem
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 

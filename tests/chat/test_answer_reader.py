@@ -12,13 +12,13 @@ from chat_models import ADD, MARKERS, OBJECT, TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.chat import answer_parts, answer_reader
 from spmd_worker.chat.answer_parts import ToolCall, object_members
 from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer
 from spmd_worker.chat.call_parsers import NoCalls
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, model_chat_format
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
-from spmd_worker.config.schema import ModelOptions
 
 REQUEST = chat_request({"tools": TOOLS})
 CALL = ToolCall("add", '{"a": 1}')

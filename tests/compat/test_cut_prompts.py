@@ -6,7 +6,7 @@ import pytest
 
 from spmd_worker.compat.prompts import Encoded, take_pooling
 from spmd_worker.model_config.pooling import mean_pooling
-from spmd_worker.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 CONFIG = replace(mean_pooling(8), is_encoder=True, has_token_types=True)

@@ -11,10 +11,10 @@ from ranks import REPOSITORY
 import launch
 from spmd_worker import LLM, SamplingParams
 from spmd_worker import llm as llm_module
+from spmd_worker.base.errors import ConfigError, PromptsRefusedError
 from spmd_worker.compat.engine_args import EngineArgs
 from spmd_worker.compat.key_names import KEY_NAMES, in_keywords
 from spmd_worker.compat.keywords import KEYWORDS
-from spmd_worker.errors import ConfigError, PromptsRefusedError
 from spmd_worker.llm_engine import LLMEngine
 
 MODEL = str(REPOSITORY / "scripts" / "demo" / "model")

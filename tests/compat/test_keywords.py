@@ -14,11 +14,11 @@ import torch
 from reference_models import checkpoint_folder
 
 from spmd_worker import LLM, EngineArgs, SamplingParams
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.compat import keywords
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, own_arguments
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.errors import ConfigError, ModelConfigError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.worker.worker import Worker
 

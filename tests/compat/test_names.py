@@ -21,8 +21,8 @@ from spmd_worker import (
     TextPrompt,
     TokensPrompt,
 )
+from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.compat.engine_model_config import PlainConfig
-from spmd_worker.errors import PromptsRefusedError
 
 pytestmark = pytest.mark.finding(number="D12")
 

@@ -18,9 +18,9 @@ from reference_models import checkpoint_folder, write_text_checkpoint
 from stress_seed import SEED
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.base.liveness import deferred_signals as deferred
+from spmd_worker.base.liveness.deferred_signals import deferred_signals, deliver_signals, host_signals
 from spmd_worker.executor import worker_handle
-from spmd_worker.liveness import deferred_signals as deferred
-from spmd_worker.liveness.deferred_signals import deferred_signals, deliver_signals, host_signals
 from spmd_worker.llm_engine import LLMEngine as NamedEngine
 
 pytestmark = pytest.mark.finding(number="B5")

@@ -6,10 +6,10 @@ import pytest
 
 import spmd_worker.engine.outputs as engine_outputs
 from spmd_worker.engine.outputs import request_output
-from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput
-from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 
 def group_of(sums: list[float], **sampling: object) -> SequenceGroup:

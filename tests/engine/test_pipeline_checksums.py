@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from spmd_worker.engine.pipeline import StepPipeline
-from spmd_worker.lockstep.lockstep import AgreedStep
-from spmd_worker.lockstep.wire.result_coding import encode_result
-from spmd_worker.sequence.sequence import SequenceKey
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.lockstep.lockstep import AgreedStep
+from spmd_worker.replica.lockstep.wire.result_coding import encode_result
+from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 PLAN = StepPlan(1, continuing=(SequenceKey(1, 0),), continuing_token_ids=(4,), num_tokens=1)
 SAMPLED = StepResult(1, (5,), mask_checksums=(7,))

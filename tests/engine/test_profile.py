@@ -7,7 +7,7 @@ import pytest
 import ranks
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.errors import WorkerEventError
+from spmd_worker.base.errors import WorkerEventError
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 OPTIONS = {"device": "cpu", "num_blocks": 32, "timeout_s": 30}

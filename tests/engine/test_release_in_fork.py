@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from forked_child import in_child
 
-from spmd_worker.config.schema import ParallelConfig
-from spmd_worker.distributed import shared_memory
-from spmd_worker.distributed.communicator import GroupHandle
-from spmd_worker.distributed.groups import ParallelGroups
-from spmd_worker.distributed.shared_memory import SharedMemoryGroup
-from spmd_worker.distributed.topology import layout_of
+from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.liveness.heartbeat import Heartbeat
 from spmd_worker.engine import engine
-from spmd_worker.liveness.heartbeat import Heartbeat
+from spmd_worker.ranks import shared_memory
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.groups import ParallelGroups
+from spmd_worker.ranks.shared_memory import SharedMemoryGroup
+from spmd_worker.ranks.topology import layout_of
 
 
 class Written:

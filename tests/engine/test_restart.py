@@ -10,9 +10,9 @@ import ranks
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.errors import ConfigError
-from spmd_worker.liveness.heartbeat import Heartbeat, Moment
-from spmd_worker.scheduler import factory
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.liveness.heartbeat import Heartbeat, Moment
+from spmd_worker.replica.scheduler import factory
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "timeout_s": 30}
@@ -23,7 +23,7 @@ TP = {"tensor_parallel_size": 2}
 ON_RANKS = """
     import os, sys
     from spmd_worker import LLM, SamplingParams
-    from spmd_worker.errors import ConfigError
+    from spmd_worker.base.errors import ConfigError
 
     def text():
         (output,) = llm.generate([sys.argv[2]], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)

@@ -34,9 +34,9 @@ from test_weight_updates import (
 )
 
 from spmd_worker import LLM
-from spmd_worker.errors import MissingWeightsError, WorkerEventError
+from spmd_worker.base.errors import MissingWeightsError, WorkerEventError
 from spmd_worker.executor.executor import Executor
-from spmd_worker.memory import host
+from spmd_worker.worker.memory import host
 
 BOTH = ("weights", "kv_cache")
 

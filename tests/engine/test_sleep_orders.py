@@ -26,7 +26,7 @@ from torch import Tensor
 from spmd_worker import LLM
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.weight_updates import WeightUpdates
-from spmd_worker.models.weight_update import WeightUpdate
+from spmd_worker.model.weights.weight_update import WeightUpdate
 
 TAGS = ("weights", "kv_cache")
 PARTS = ("norm", "rest")

@@ -9,10 +9,10 @@ import pytest
 from ranks import REPOSITORY
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.engine.validation import RequestError, RequestLimits, as_request_ids
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)

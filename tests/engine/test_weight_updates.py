@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.base.errors import CheckpointError, MissingWeightsError, ReplicaDivergedError
 from spmd_worker.engine.weight_updates import WeightUpdates
-from spmd_worker.errors import CheckpointError, MissingWeightsError, ReplicaDivergedError
-from spmd_worker.models.weight_update import WeightUpdate, content_digest
-from spmd_worker.sequence.events import CommitWeights, EndWorkerEvent
+from spmd_worker.model.weights.weight_update import WeightUpdate, content_digest
+from spmd_worker.replica.sequence.events import CommitWeights, EndWorkerEvent
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)

@@ -10,9 +10,9 @@ from waiting import wait_until
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker import LLM
-from spmd_worker.errors import ConfigError, WorkerDiedError
+from spmd_worker.base.errors import ConfigError, WorkerDiedError
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.lockstep.transport.channel import ControlChannel
+from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.worker.worker import Worker
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"

@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.errors import WorkerEventError
+from spmd_worker.base.errors import WorkerEventError
 
 TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}
 SCRIPT, MULTIPROC = __file__, {"distributed_executor_backend": "multiproc"}

@@ -6,9 +6,9 @@ Computes nothing: every row samples the same token.
 import torch
 from plain_worker import PlainWorker
 
-from spmd_worker.distributed.groups import join_groups
-from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.ranks.groups import join_groups
+from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 TOKEN_ID = 9
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from ranks import REPOSITORY
 
-from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import layout_of
+from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.topology import layout_of
 from spmd_worker.resolved import resolve_run
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"

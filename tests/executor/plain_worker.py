@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.sequence.outputs import Logprob
-from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_base import WorkerBase
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from ranks import REPOSITORY
 
-from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.executor.executor import MAX_CALL_S, Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.resolved import resolve_run
-from spmd_worker.sequence.step import StepPlan
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 ALONE = RankEnvironment()

@@ -8,13 +8,13 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
 SCRIPT = """
     import os, sys
-    from spmd_worker.errors import ConfigError
-    from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
+    from spmd_worker.base.errors import ConfigError
+    from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
     from spmd_worker.executor.executor import Executor
-    from spmd_worker.lockstep.transport.channel import ControlChannel
+    from spmd_worker.ranks.transport.channel import ControlChannel
     from spmd_worker.resolved import resolve_run
-    from spmd_worker.distributed.environment import read_rank_environment
-    from spmd_worker.sequence.step import StepPlan
+    from spmd_worker.ranks.environment import read_rank_environment
+    from spmd_worker.replica.sequence.step import StepPlan
     from pathlib import Path
 
     model, environment = Path(sys.argv[1]), read_rank_environment()
@@ -70,7 +70,7 @@ CUSTOM_WORKERS = """
     import os, sys
     sys.path.insert(0, sys.argv[2])
     from spmd_worker import LLM, SamplingParams
-    from spmd_worker.errors import ConfigError
+    from spmd_worker.base.errors import ConfigError
 
     said = []
     options = dict(tensor_parallel_size=2, num_blocks=32, device="cpu", timeout_s=30.0)
@@ -93,6 +93,6 @@ def test_a_worker_class_of_ones_own_runs_under_a_launcher_when_it_joins_groups_a
         assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
             "worker_cls=plain_worker.PlainWorker has no process groups after init_device, and the layout has "
             "2 ranks that must agree on each step: have init_device set self.groups = join_groups(layout, environment, "
-            "device, timeout_s) of spmd_worker.distributed.groups",
+            "device, timeout_s) of spmd_worker.ranks.groups",
             "[9, 9, 9]",
         ], done.output

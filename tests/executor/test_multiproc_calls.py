@@ -14,16 +14,16 @@ from plain_executors import new_plain, plain
 from waiting import LIMIT_S
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import ParallelConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ConfigError, WorkerDiedError, WorkerError
+from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.errors import ConfigError, WorkerDiedError, WorkerError
 from spmd_worker.executor import worker_pool
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.multiproc import MultiprocExecutor, _StepFuture
 from spmd_worker.executor.worker_pool import WorkerPool
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import resolve_again
-from spmd_worker.sequence.outputs import Logprob
-from spmd_worker.sequence.step import StepPlan, StepResult
 
 pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
 

@@ -15,7 +15,7 @@ import ranks
 from scaled_norms import ScaledNorms, scale_norms
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.errors import ConfigError, WorkerError
+from spmd_worker.base.errors import ConfigError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 
 pytestmark = pytest.mark.usefixtures("forked_workers_of_module")

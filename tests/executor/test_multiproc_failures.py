@@ -22,9 +22,9 @@ from plain_executors import is_running, new_plain, open_descriptors, plain
 from ranks import REPOSITORY, environment, kill_all, processes_of, without_unanswered_names
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.errors import RankFailedError, ReplicaDivergedError, WorkerDiedError, WorkerError
+from spmd_worker.base.errors import RankFailedError, ReplicaDivergedError, WorkerDiedError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 forked = pytest.mark.usefixtures("forked_workers")
 

@@ -11,7 +11,7 @@ from reference_models import checkpoint_folder, mixed_prompts
 from scaled_norms import ONE_BIT_MORE, ScaledNorms, scale_norms
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.errors import ConfigError
+from spmd_worker.base.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
 

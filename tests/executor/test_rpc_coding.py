@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config import schema as config
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.base.config import schema as config
 from spmd_worker.executor import rpc_coding
 from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.rope import RopeParameters
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.resolved import ResolvedRun, resolve_run
-from spmd_worker.sequence.outputs import Logprob
-from spmd_worker.sequence.request import RequestId
-from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.step import StepResult
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece
-from spmd_worker.lockstep.transport.frames import Frame, FrameError, FrameParser, PeerGoneError, send_frame
+from spmd_worker.ranks.transport.frames import Frame, FrameError, FrameParser, PeerGoneError, send_frame
 
 FRAMES = [Frame(FrameKind.CALL, 0, b"first"), Frame(FrameKind.STEP, 1, b""), Frame(FrameKind.RESULT, 2**63, b"x" * 999)]
 

@@ -9,9 +9,9 @@ import pytest
 from plain_executors import is_running, new_plain, plain
 from ranks import REPOSITORY
 
-from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
-from spmd_worker.errors import WorkerError
+from spmd_worker.base.errors import WorkerError
 from spmd_worker.executor.worker_environment import process_environment, rank_environment
+from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 

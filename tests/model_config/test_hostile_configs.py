@@ -19,13 +19,13 @@ from hostile_configs import Broken, broken, real
 from model_types import ENCODER_TYPES, MODEL_TYPES
 from stress_seed import SEED
 
-from spmd_worker.config.schema import ModelOptions, RunConfig
-from spmd_worker.errors import SpmdError
-from spmd_worker.layers.rotary import RotaryEmbedding
-from spmd_worker.memory.plan_text import describe_plan, make_plan
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.errors import SpmdError
+from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model_config import config_reader
 from spmd_worker.model_config.model_config import ENCODERS, FAMILIES, family_of, model_config_of
 from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 MOST_BYTES = 2**30
 MOST_CALLS = 1_000_000

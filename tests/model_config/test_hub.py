@@ -21,7 +21,7 @@ from hub_cache import COMMIT, files_of, write_snapshot
 from pooling_models import pooling_folder
 from waiting import LIMIT_S
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config import hub
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation, absence_note, cache_folder, is_hub_name

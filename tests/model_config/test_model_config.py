@@ -15,7 +15,7 @@ import torch
 from model_configs import families, spelled, windows_of
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config import model_config as model_config_module
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import (

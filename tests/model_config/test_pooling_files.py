@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.model_config import ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, TextForm, pooling_files
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quantised_files import FORMATS, compressed
 
-from spmd_worker.errors import ModelConfigError
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.quantization import READ_METHODS, read_quantization
 from spmd_worker.model_config.weight_format import Quantization
 

@@ -20,10 +20,10 @@ from paged_steps import Sizes, run, sequence, together
 from torch import Tensor
 from waiting import wait_until
 
-from spmd_worker.attention.cpu import CpuBackend
-from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.native import build
 from spmd_worker.native.library import NativeLibrary, team_counters
+from spmd_worker.ops.attention.cpu import CpuBackend
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -194,7 +194,7 @@ def test_where_openmp_is_bound_to_places_the_team_has_the_cores_of_all(tmp_path:
 import os, time, torch
 from pathlib import Path
 torch.set_num_threads(2)
-from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.native.library import native_library
 kernels = CpuKernels(native_library())
 kernels.linear(torch.randn(70, 576), kernels.pack(torch.randn(1536, 576)), None)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import launch
-from spmd_worker import rank_program
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.frontends import rank_program
 from spmd_worker.native import threads
 from spmd_worker.native.threads import keep_alone, num_threads, torch_alone, torch_together, torchs_threads_sleep
+from spmd_worker.ranks.environment import RankEnvironment
 
 
 @pytest.fixture

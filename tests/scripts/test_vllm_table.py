@@ -8,7 +8,7 @@ from ranks import REPOSITORY
 
 from spmd_worker.compat.keywords import KEYWORDS
 from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 WRITTEN = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
 

@@ -2,7 +2,7 @@ import pytest
 from tokenizer_folders import CHATML, write_byte_level
 from transformers import PreTrainedTokenizerFast
 
-from spmd_worker.errors import ChatTemplateError
+from spmd_worker.base.errors import ChatTemplateError
 from spmd_worker.tokenizer import chat_template
 from spmd_worker.tokenizer.chat_template import MAX_OUTPUT_CHARACTERS, ChatTemplate
 from spmd_worker.tokenizer.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 from tokenizer_folders import CHATML, write_byte_level
 from transformers import PreTrainedTokenizerFast
 
-from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tokenizer_folders import CHATML, write_byte_level
 
+from spmd_worker.base.errors import TokenizerError
 from spmd_worker.compat.script_tokenizer import script_tokenizer
-from spmd_worker.errors import TokenizerError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 TEXTS = ["hello world, this is a text", "naïve café 你好 😀\n\n  12345", "<|im_start|>user\nhello<|im_end|>", ""]

@@ -16,11 +16,11 @@ from tokenizer_folders import write_byte_level, write_llama_style
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from spmd_worker.base.errors import TokenizerError
 from spmd_worker.compat.script_tokenizer import PlainTokenizer, script_tokenizer
-from spmd_worker.errors import TokenizerError
-from spmd_worker.grammar.compiler import GrammarCompiler
-from spmd_worker.grammar.forms import GrammarError
-from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer import form
 from spmd_worker.tokenizer.encoder import Encoder
 from spmd_worker.tokenizer.form import checked_form

@@ -11,7 +11,7 @@ import pytest
 from hostile_templates import TEMPLATES, drawn_template
 from stress_seed import SEED
 
-from spmd_worker.errors import ChatTemplateError
+from spmd_worker.base.errors import ChatTemplateError
 from spmd_worker.tokenizer import template_process
 from spmd_worker.tokenizer.chat_template import MAX_OUTPUT_CHARACTERS
 from spmd_worker.tokenizer.template_process import IsolatedTemplate

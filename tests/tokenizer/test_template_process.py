@@ -15,11 +15,11 @@ from ranks import REPOSITORY
 from test_chat_template import BOMBS, CHATML, CONVERSATIONS, MISTRAL_LIKE, ODDITIES
 from waiting import wait_until
 
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ChatTemplateError
-from spmd_worker.process import children_of, start_time_of
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.base.errors import ChatTemplateError
+from spmd_worker.base.process import children_of, start_time_of
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.tokenizer import bounded_process, template_process
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 from spmd_worker.tokenizer.template_process import IsolatedTemplate

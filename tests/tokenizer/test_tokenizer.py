@@ -10,7 +10,7 @@ from tokenizer_folders import CHATML, write_byte_level, write_llama_style, write
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from spmd_worker.errors import TokenizerError
+from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 TEXTS = [

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_base import WorkerBase
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmd_worker.errors import ConfigError, DeviceError
+from spmd_worker.base.errors import ConfigError, DeviceError
 from spmd_worker.worker import device as device_module
 from spmd_worker.worker.device import check_own_gpus, choose_device, gpu_identity
 

@@ -9,15 +9,15 @@ from ranks import REPOSITORY
 from torch.distributed import distributed_c10d
 
 from kv_cache.host_memory import LazyHostMemory, PlainHostMemory
-from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.config.schema import ModelOptions, ParallelConfig, RunConfig
-from spmd_worker.distributed import groups
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ConfigError
-from spmd_worker.memory import device as device_memory
+from spmd_worker.base.config.schema import ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ranks import groups
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.backends import arithmetic_of
+from spmd_worker.worker.memory import device as device_memory
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WorkerSleep
 from spmd_worker.worker.worker import Worker
 from spmd_worker.worker.worker_wrapper import WorkerWrapper

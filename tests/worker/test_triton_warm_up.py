@@ -13,9 +13,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
-from spmd_worker.attention.triton import TritonBackend
-from spmd_worker.kernels.triton import attention_kernels, draw_kernels, matmul_kernels, row_kernels
-from spmd_worker.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.attention.triton import TritonBackend
+from spmd_worker.ops.kernels.triton import attention_kernels, draw_kernels, matmul_kernels, row_kernels
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.worker import triton_worker
 from spmd_worker.worker.triton_worker import TritonWorker
 

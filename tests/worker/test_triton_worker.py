@@ -10,14 +10,14 @@ from pooling_models import pooling_folder
 from ranks import REPOSITORY
 
 from kv_cache.cache_sizing import MemoryMeasurement
-from spmd_worker.attention.metadata import AttentionMetadata
-from spmd_worker.attention.triton import TritonBackend
-from spmd_worker.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
-from spmd_worker.distributed.communicator import GroupHandle, single_group
-from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.groups import ParallelGroups
-from spmd_worker.errors import ConfigError
-from spmd_worker.kernels.triton.peer_sums import PeerSums
+from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.triton import TritonBackend
+from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import triton_worker as triton_worker_module
 from spmd_worker.worker import worker as worker_module

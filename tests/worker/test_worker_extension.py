@@ -9,7 +9,7 @@ import pytest
 from fake_worker import FakeWorker
 from ranks import REPOSITORY
 
-from spmd_worker.errors import ConfigError, PluginError
+from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.worker.worker_wrapper import WorkerWrapper, extend_class, load_plugins
 
 FAKE = "fake_worker.FakeWorker"

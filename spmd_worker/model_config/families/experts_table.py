@@ -1,6 +1,6 @@
 """The families with experts that run, by architecture name; as in `table.py`, which joins them with the others.
 
-Each row is compared with transformers, and each entry broken, in tests/models/test_expert_rows.py.
+Each row is compared with transformers, and each entry broken, in tests/model/test_expert_rows.py.
 """
 
 from typing import Any, Final

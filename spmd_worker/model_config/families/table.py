@@ -1,7 +1,7 @@
 """The families that run, by architecture name: what each does differently from Llama.
 
 Each row is compared with transformers on a checkpoint of its own, and each entry set back to Llama's must be noticed
-there (tests/models/test_families.py).
+there (tests/model/test_families.py).
 """
 
 from dataclasses import replace

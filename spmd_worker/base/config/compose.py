@@ -1,0 +1,277 @@
+"""From the values in `conf/` and the overrides of a command line to a frozen `RunConfig`, and back to text.
+
+Hydra composes and does nothing else: it is given no job to run, so it makes no folder, sets up no logging and sweeps
+over nothing. What it refuses is said again in one sentence: the key, the value, the rule, the way out.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from spmd_worker.base.config.schema import RunConfig, type_words
+from spmd_worker.base.errors import ConfigError
+
+SCHEMA_NAME: Final = "run_schema"
+EXPERIMENT: Final = "experiment"
+"""The group of named runs: its sets hold keys of any group."""
+
+_PLAN: Final = "plan.enabled="
+_SHORT_PLAN: Final = re.compile(r"\Aplan=")
+
+PATH_KEYS: Final = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
+_READ_KEYS: Final = ("model.path", "job.input")
+
+
+def compose_run(
+    config_dir: Path,
+    overrides: Sequence[str],
+    extra_dir: Path | None = None,
+    paths: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """The run that `overrides` describe, over the values in `config_dir`; `extra_dir` adds named sets of its own.
+
+    `paths` are values of `PATH_KEYS`, which come last. They are taken as they are, and so are those of `overrides`, but
+    for what is in quotes, null, or has `${...}` in it: a path may hold what Hydra's grammar gives a meaning. In all of
+    them a `~` at the beginning is a home folder. Raises ConfigError. A `+` before a key makes no difference: a key
+    exists or it does not.
+    """
+    given = [_SHORT_PLAN.sub(_PLAN, override.lstrip("+")) for override in overrides]
+    plain = [override for override in given if not _is_literal_path(override)]
+    literal = dict(override.split("=", 1) for override in given if _is_literal_path(override))
+    # Of two values of one key the later counts, whichever way it is written.
+    last = {override.partition("=")[0]: override for override in given}
+    literal = {key: value for key, value in literal.items() if last[key] == f"{key}={value}"}
+    _check_overrides(plain)
+    # Quoted, because a path may hold what Hydra's grammar gives a meaning.
+    folders = [] if extra_dir is None else [f"hydra.searchpath=[{_quoted(f'file://{extra_dir.resolve()}')}]"]
+    register_schema()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
+            config = to_run_config(compose("config", [*plain, *folders]))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise _explained(error, plain) from None
+    config = _with_paths(config, literal | dict(paths or {}))
+    return _with_files_of_checkout(config, last | dict(paths or {}), config_dir.resolve())
+
+
+def _with_files_of_checkout(config: RunConfig, given: Mapping[str, str], config_dir: Path) -> RunConfig:
+    """Files that a named set names, and no command line, are there or beside `config_dir`: a demo's, from any folder.
+    An installed package has none of them. Raises ConfigError.
+    """
+    for key in _READ_KEYS:
+        group, _, name = key.partition(".")
+        path = getattr(getattr(config, group), name)
+        if path is None or key in given or Path(path).exists():
+            continue
+        found = config_dir.parent / path
+        if found.exists():
+            config = dataclasses.replace(
+                config, **{group: dataclasses.replace(getattr(config, group), **{name: str(found)})}
+            )
+        elif any(path in each.read_text(encoding="utf-8") for each in config_dir.rglob("*.yaml")):
+            raise ConfigError(
+                f"{key}={path} is in the repository, and not in an installed package: give {key}=PATH, or start the "
+                f"command in a checkout"
+            )
+    return config
+
+
+def named_sets(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
+    """Group -> the names that can be chosen in it, both sorted."""
+    groups = sorted([*_groups(), EXPERIMENT])
+    return {
+        group: sorted(path.stem for folder in config_dirs for path in (folder / group).glob("*.yaml"))
+        for group in groups
+    }
+
+
+def register_schema() -> None:
+    """Offer `RunConfig` to Hydra under `SCHEMA_NAME`. Idempotent.
+
+    OmegaConf makes nodes of frozen dataclasses read-only, which would refuse every override: the flag is cleared on the
+    schema, and what comes out of `to_run_config` is frozen again.
+    """
+    store = ConfigStore.instance()
+    if f"{SCHEMA_NAME}.yaml" not in store.repo:
+        store.store(name=SCHEMA_NAME, node=writable_schema())
+
+
+def writable_schema() -> DictConfig:
+    """The schema as a node that accepts values but no unknown keys."""
+    schema = OmegaConf.structured(RunConfig)
+    assert isinstance(schema, DictConfig), type(schema)
+    for node in (schema, *(schema._get_node(key) for key in schema)):
+        if isinstance(node, DictConfig):
+            OmegaConf.set_readonly(node, None)
+            node._set_flag("readonly", False)
+    return schema
+
+
+def to_run_config(composed: DictConfig) -> RunConfig:
+    """Build the frozen objects; their checks speak here. Raises ConfigError."""
+    with read_write(composed):
+        config = OmegaConf.to_object(composed)
+    assert isinstance(config, RunConfig), type(config)
+    return config
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """Nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def as_yaml(values: Any) -> str:
+    """Plain values, or a whole RunConfig, as YAML in the order of declaration."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_plain(values) if isinstance(values, RunConfig) else values))
+
+
+def _groups() -> dict[str, type]:
+    """Group -> the dataclass of its keys, in the order of declaration."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
+
+
+def _keys() -> dict[str, Any]:
+    """Dotted key -> its type."""
+    groups = _groups()
+    top = {name: hint for name, hint in typing.get_type_hints(RunConfig).items() if name not in groups}
+    inner = {
+        f"{group}.{name}": hint for group, kind in groups.items() for name, hint in typing.get_type_hints(kind).items()
+    }
+    return {**inner, **top}
+
+
+def _quoted(text: str) -> str:
+    """As Hydra's grammar reads it back: backslashes count where a quote comes after them."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def _is_literal_path(override: str) -> bool:
+    """Whether it gives a path that Hydra has nothing to do with."""
+    key, sign, value = override.partition("=")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return key in PATH_KEYS and bool(sign) and not is_quoted and value != "null" and "${" not in value
+
+
+def _with_paths(config: RunConfig, literal: Mapping[str, str]) -> RunConfig:
+    """With these paths, and `~` for what it stands for in all of them."""
+    for key in PATH_KEYS:
+        group, _, name = key.partition(".")
+        options = getattr(config, group)
+        path = literal.get(key, getattr(options, name))
+        if path is not None:
+            options = dataclasses.replace(options, **{name: os.path.expanduser(path)})
+            config = dataclasses.replace(config, **{group: options})
+    return config
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse what would not be one value of one known key, before Hydra speaks of it in its own words."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        if text.startswith("~"):
+            raise ConfigError(f"{text}: keys cannot be removed; leave it out, or give the key another value")
+        override = _parse(parser, text)
+        if override.is_hydra_override():
+            raise ConfigError(
+                f"{text}: Hydra's own settings cannot be changed here; Hydra only composes the configuration, and "
+                f"job.run_dir is where a run writes"
+            )
+        if override.is_sweep_override():
+            key = override.key_or_group
+            raise ConfigError(
+                f"{text} has several values and a command runs one job: give one value and start the command once for "
+                f"each (a list is {key}=[a,b], a comma in a text is \"{key}='a,b'\")"
+            )
+        _check_known(override, text)
+
+
+def _parse(parser: OverridesParser, text: str) -> Override:
+    if "=" not in text:
+        raise ConfigError(f"{text} is not an override: write KEY=VALUE, such as cache.num_blocks=512")
+    try:
+        return parser.parse_overrides([text])[0]
+    except ValueError:  # of a number of thousands of digits
+        key, _, value = text.partition("=")
+        raise ConfigError(f"{key} has {len(value)} characters, and is no value of that key") from None
+    except OverrideParseException:
+        key, _, value = text.partition("=")
+        quoted = value.strip("'\"").replace("'", "\\'")
+        raise ConfigError(
+            f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes "
+            f"that the shell leaves in place, as in \"{key}='{quoted}'\""
+        ) from None
+
+
+def _check_known(override: Override, text: str) -> None:
+    key = override.key_or_group
+    if key in _groups() or key == EXPERIMENT:
+        # A group takes a name; Hydra speaks of a name that does not exist.
+        if not isinstance(override.value(), str):
+            way_out = f"choose a named set, as in {key}=NAME (--help lists them), or leave it out"
+            raise ConfigError(f"{text} names no set of values: {way_out}")
+    elif key not in _keys():
+        _refuse_unknown_key(key, text)
+
+
+def _refuse_unknown_key(key: str, where: str) -> NoReturn:
+    nearest = _nearest_keys(key)
+    hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    group = next(iter(difflib.get_close_matches(key.partition(".")[0], _groups(), n=1)), None)
+    if "." in key and group is not None:
+        names = [each.partition(".")[2] for each in _keys() if each.startswith(f"{group}.")]
+        raise ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
+    raise ConfigError(f"{where}: there is no key {key}; {hint}--help lists all")
+
+
+def _nearest_keys(key: str) -> list[str]:
+    """At most three: the same last word in any group, then what is spelled alike."""
+    known = [*_keys(), *_groups(), EXPERIMENT]
+    same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
+    # High enough that keys which merely share their group's name do not count.
+    alike = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
+    return list(dict.fromkeys([*same_word, *alike]))[:3]
+
+
+def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
+    """What Hydra or OmegaConf refused, in one sentence."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return ConfigError(f"{group}={name} is not one of {', '.join(error.options or ['(none)'])}")
+    text = "\n".join(str(each) for each in (error, error.__cause__) if each is not None)
+    found = re.search(r"full_key: (\S+)", text)
+    if found is None:
+        return ConfigError(" ".join(text.split()))
+    key = found[1]
+    file = re.search(r"In '([^']+)'", text)
+    # What was typed; of a value in a file only the file's name is known.
+    given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
+    where = (given or (f"{file[1]}.yaml: {key}" if file else key)).replace(_PLAN, "plan=")
+    if re.search(r"Key '.*' not in '", text):
+        try:
+            _refuse_unknown_key(key, where)
+        except ConfigError as error_result:
+            return error_result
+    reason = "" if key in _keys() and given and "$" not in given else f" ({_reason(text)})"
+    return ConfigError(f"{where} must be {type_words(_keys().get(key))}{reason}")
+
+
+def _reason(text: str) -> str:
+    """OmegaConf's own words, without Hydra's frame around them."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("In '", "Error merging", "    "))]
+    return lines[0] if lines else "no reason given"

@@ -1,0 +1,10 @@
+"""Optional packages: who needs one that is not there is told which extra brings it."""
+
+from typing import NoReturn
+
+from spmd_worker.base.errors import ConfigError
+
+
+def refuse_without(package: str, extra: str, what: str, error: ImportError) -> NoReturn:
+    """Raise ConfigError for `what`, which needs `package`: from the except clause of its import."""
+    raise ConfigError(f"{what} needs {package}, which is not installed: pip install 'spmd-worker[{extra}]'") from error

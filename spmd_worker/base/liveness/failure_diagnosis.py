@@ -1,0 +1,313 @@
+"""Failure diagnosis: from the ranks' heartbeats, the status of every rank and the rank that is the cause.
+
+Pure functions, without clocks: the same heartbeats give the same diagnosis, on every rank and from the files later.
+"""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_worker.base.errors import SpmdError
+from spmd_worker.base.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
+
+SILENT_AFTER_S: Final = 2.5
+"""After a failure, a rank without a heartbeat for longer is silent: living ranks send one every second."""
+
+GATHER_S: Final = 0.3
+"""How long after an alarm until the heartbeats have the failures that ranks know of themselves."""
+
+STALL_S: Final = 1.0
+"""How long until every stalled rank has noticed that it is: limits are counted from different moments."""
+
+SETTLE_S: Final = 3.0
+"""How long to wait for a primary failure where only secondary ones are seen: longer than it takes to be silent."""
+
+STATUS_HEADING: Final = "rank status at the last heartbeats:"
+
+# Torch's own classes, by name because this floor is torch-free, and the texts of gloo and NCCL.
+_SECONDARY_CLASSES_OF_TORCH: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_SECONDARY_TEXTS: Final = (
+    *("gloo", "NCCL"),
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+)
+_MAX_TEXT: Final = 2000
+
+# What gloo puts around its errors, which helps no user.
+_SOURCE_LINE: Final = re.compile(r"\[/[^\]\s]*gloo[^\]\s]*:\d+\] ")
+_COMMON_ADVICE: Final = ". This is typically caused by"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What is known of a rank: its last heartbeat, its age, and whether the rank's process is known to be gone.
+
+    `last_heartbeat` is None for a rank that has sent none.
+    """
+
+    rank: int
+    last_heartbeat: RankHeartbeat | None
+    heard_ago_s: float = 0.0
+    is_gone: bool = False
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the rank ends, as it published itself."""
+        return self.last_heartbeat.failure if self.last_heartbeat is not None else None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last heartbeat is too old for a rank that is well."""
+        return (
+            self.last_heartbeat is not None and not self.last_heartbeat.has_ended and self.heard_ago_s > SILENT_AFTER_S
+        )
+
+    @property
+    def is_living(self) -> bool:
+        """Whether the rank can be expected to report."""
+        is_there = self.last_heartbeat is not None and not self.last_heartbeat.has_ended
+        return is_there and not self.is_gone and not self.is_silent
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The ranks that are the cause, and why, in one sentence. `is_explained`: rank 0 prints the reason, without a
+    status of the ranks.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
+    exit_code: int = 1
+    is_explained: bool = False
+    is_silence: bool = False
+
+
+def diagnose(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
+    """The first explanation that fits, `elapsed_s` seconds after the alarm; None while a better one may come.
+
+    From cause to effect: a rank's own failure; a process that is gone without one; a silent rank; a main thread that
+    makes no progress; a rank that left; secondary failures; a signal from outside.
+    """
+    if elapsed_s < GATHER_S:
+        return None
+    explained = _first(statuses, FailureKind.EXPLAINED)
+    if explained is not None:
+        return Diagnosis((explained[0],), explained[1].text, explained[1].exit_code, is_explained=True)
+    primary = _first(statuses, FailureKind.PRIMARY)
+    if primary is not None:
+        return Diagnosis((primary[0],), primary[1].text, primary[1].exit_code)
+    orphaned = _first(statuses, FailureKind.ORPHANED)
+    if orphaned is not None:
+        return Diagnosis((orphaned[0],), orphaned[1].text)
+    gone = [each for each in statuses if each.is_gone and each.failure is None]
+    if gone:
+        return Diagnosis(_ranks(gone), f"{_are(gone)} gone: {_last_seen(gone[0])}; {_WITHOUT_AN_ERROR}")
+    return _diagnose_quiet(statuses, elapsed_s) if elapsed_s >= STALL_S else None
+
+
+_WITHOUT_AN_ERROR: Final = "the process ended without reporting an error, as one that was killed or ran out of memory"
+
+
+def _diagnose_quiet(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
+    silent = [each for each in statuses if each.is_silent and not (each.is_gone or _explains_its_end(each.failure))]
+    if silent:
+        return Diagnosis(_ranks(silent), f"{_are(silent)} silent: {_last_seen(silent[0])}", is_silence=True)
+    stalled = [each for each in statuses if each.failure and each.failure.kind is FailureKind.STALLED]
+    at_work = [each for each in stalled if each.last_heartbeat and not each.last_heartbeat.is_waiting]
+    if at_work:
+        return _diagnose_stalled(at_work, "stuck")
+    return _diagnose_by_effects(statuses, stalled) if elapsed_s >= SETTLE_S else None
+
+
+def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatus]) -> Diagnosis | None:
+    """No primary failure is known."""
+    unknown = [each for each in statuses if each.last_heartbeat is None]
+    if unknown:
+        text = f"{_are(unknown)} silent: no heartbeat since the start"
+        return Diagnosis(_ranks(unknown), text, is_silence=True)
+    signalled = [each for each in statuses if _is_signalled(each)]
+    gone = [each for each in signalled if each.is_gone]
+    if gone:
+        # It stayed as long as a signalled rank does. Since it went, others have lost it, and the launcher ends them.
+        return _diagnose_signalled(gone)
+    secondary = _first(statuses, FailureKind.SECONDARY)
+    ended = [each for each in statuses if _has_left(each)]
+    if ended and (stalled or secondary is not None):
+        return _diagnose_left(ended)
+    busy = [each for each in statuses if each.is_living and each.last_heartbeat and _is_busy(each.last_heartbeat)]
+    if busy and (stalled or secondary is not None):
+        return _diagnose_stalled(busy, "busy while others waited for too long")
+    if stalled:
+        return _diagnose_stalled(stalled, "waiting for another rank, or for each other")
+    if secondary is not None:
+        return Diagnosis((secondary[0],), secondary[1].text)
+    if not signalled:
+        return None
+    running = [each for each in statuses if each.last_heartbeat and not each.last_heartbeat.has_ended]
+    if len(signalled) == len(running):
+        name = _signal_of(signalled[0].failure)
+        return Diagnosis(_ranks(signalled), f"every rank received {name}: the launcher or the machine ended the job")
+    return _diagnose_signalled(signalled)
+
+
+def _is_signalled(status: RankStatus) -> bool:
+    return status.failure is not None and status.failure.kind is FailureKind.SIGNALLED
+
+
+def _diagnose_signalled(signalled: list[RankStatus]) -> Diagnosis:
+    """By something else than the job's launcher."""
+    name = _signal_of(signalled[0].failure)
+    return Diagnosis(_ranks(signalled), f"{_names(signalled)} received {name} from outside the job")
+
+
+def _has_left(status: RankStatus) -> bool:
+    """Whether a rank has ended for no failure: those that wait for it wait in vain."""
+    if status.failure is not None:
+        return status.failure.kind is FailureKind.LEFT
+    return status.last_heartbeat is not None and status.last_heartbeat.has_ended
+
+
+def _diagnose_left(ended: list[RankStatus]) -> Diagnosis:
+    """A rank that left without `close` first: one that closed its engine did so on purpose."""
+    unclosed = [each for each in ended if each.failure is not None]
+    if unclosed and unclosed[0].failure is not None:
+        return Diagnosis(_ranks(unclosed), f"{unclosed[0].failure.text}; {_last_seen(unclosed[0])}")
+    has = "has" if len(ended) == 1 else "have"
+    return Diagnosis(_ranks(ended), f"{_names(ended)} {has} ended while others went on: {_last_seen(ended[0])}")
+
+
+def _signal_of(failure: Failure | None) -> str:
+    """The name of the signal that a rank received: SIGTERM unless its exit code is of another."""
+    code = 0 if failure is None else failure.exit_code
+    return "SIGUSR1" if code == 128 + signal.SIGUSR1 else "SIGTERM"
+
+
+def _diagnose_stalled(stalled: list[RankStatus], what: str) -> Diagnosis:
+    """The ranks that are furthest behind: the others may wait for them."""
+    step = min(each.last_heartbeat.step for each in stalled if each.last_heartbeat)
+    behind = [each for each in stalled if each.last_heartbeat and each.last_heartbeat.step == step]
+    last_heartbeat = behind[0].last_heartbeat
+    assert last_heartbeat is not None, "a stalled rank has a heartbeat"
+    where = f", at {last_heartbeat.where}" if last_heartbeat.where else ""
+    text = f"{_are(behind)} {what}: {_at(last_heartbeat)}, for {last_heartbeat.phase_age_s:.1f} s{where}"
+    return Diagnosis(_ranks(behind), text)
+
+
+def status_lines(statuses: Sequence[RankStatus]) -> list[str]:
+    """The rank status, one line a rank: step, phase, age of the last heartbeat, what the rank does or why it ends."""
+    rank_width = max(len(str(each.rank)) for each in statuses)
+    heartbeats = [each.last_heartbeat for each in statuses if each.last_heartbeat is not None]
+    step_width = max((len(str(last_heartbeat.step)) for last_heartbeat in heartbeats), default=1)
+    phase_width = max((len(last_heartbeat.phase) for last_heartbeat in heartbeats), default=1)
+    ago_width = max(len(f"{each.heard_ago_s:.1f}") for each in statuses)
+    lines = []
+    for each in statuses:
+        name = f"rank {each.rank:>{rank_width}}"
+        if each.last_heartbeat is None:
+            lines.append(f"{name}  no heartbeat yet")
+            continue
+        seen = f"step {each.last_heartbeat.step:>{step_width}}  {each.last_heartbeat.phase:<{phase_width}}"
+        lines.append(
+            f"{name}  {seen}  {each.heard_ago_s:>{ago_width}.1f} s ago  {_remark(each, each.last_heartbeat)}".rstrip()
+        )
+    return lines
+
+
+def _remark(status: RankStatus, last_heartbeat: RankHeartbeat) -> str:
+    if last_heartbeat.failure is not None and _explains_its_end(last_heartbeat.failure):
+        own = f"rank {status.rank} "
+        is_of_itself = (
+            last_heartbeat.failure.text.startswith(own) or last_heartbeat.failure.kind is not FailureKind.SECONDARY
+        )
+        return _first_line(
+            last_heartbeat.failure.text.removeprefix(own) if is_of_itself else f"leaves: {last_heartbeat.failure.text}"
+        )
+    if status.is_gone:
+        return f"received {_signal_of(status.failure)}, gone" if _is_signalled(status) else "gone"
+    if last_heartbeat.has_ended:
+        return "has ended"
+    if status.is_silent:
+        return f"silent for {status.heard_ago_s:.1f} s"
+    if last_heartbeat.failure is not None:
+        return f"received {_signal_of(last_heartbeat.failure)}"
+    where = f" at {last_heartbeat.where}" if last_heartbeat.where else ""
+    doing = "waits for others" if last_heartbeat.is_waiting else "works"
+    since = f", {last_heartbeat.phase_age_s:.1f} s in this phase" if last_heartbeat.phase_age_s >= 1 else ""
+    return f"{doing}{where}{since}"
+
+
+def explained_exit_code(error: BaseException) -> int | None:
+    """The exit code of an error that every rank knows, and that explains itself: replicas that diverged, a wrong
+    setting, a job that failed as a whole, Ctrl-C. None for any other.
+    """
+    if isinstance(error, SpmdError):
+        return error.exit_code if error.is_known_to_all else None
+    return 1 if isinstance(error, KeyboardInterrupt) else None
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an exception is the effect of another rank's failure rather than a failure of this one."""
+    if isinstance(error, SpmdError):
+        return error.is_secondary
+    if type(error).__name__ in _SECONDARY_CLASSES_OF_TORCH or isinstance(error, ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SECONDARY_TEXTS)
+
+
+def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
+    """A sentence that names rank, exception and step; an error that names its rank already is left as it is."""
+    text = _SOURCE_LINE.sub("", str(error)[:_MAX_TEXT]).partition(_COMMON_ADVICE)[0]
+    if isinstance(error, SpmdError) and error.names_rank:
+        return text
+    where = f"at step {step}" if step else f"while {phase}"
+    return f"rank {rank} raised {type(error).__name__} {where}: {text}"
+
+
+def _explains_its_end(failure: Failure | None) -> bool:
+    return failure is not None and failure.kind is not FailureKind.SIGNALLED
+
+
+def _first(statuses: Sequence[RankStatus], kind: FailureKind) -> tuple[int, Failure] | None:
+    """The failure of this kind that came first, with its rank; one that names another rank than its own before it."""
+    failures = [(each.rank, each.failure) for each in statuses if each.failure and each.failure.kind is kind]
+
+    def precedence(pair: tuple[int, Failure]) -> tuple[bool, int, int]:
+        rank, failure = pair
+        is_of_itself = kind is FailureKind.SECONDARY and failure.text.startswith(f"rank {rank} ")
+        return is_of_itself, failure.order or len(statuses) + 1, rank
+
+    return min(failures, key=precedence, default=None)
+
+
+def _ranks(statuses: Sequence[RankStatus]) -> tuple[int, ...]:
+    return tuple(each.rank for each in statuses)
+
+
+def _names(statuses: Sequence[RankStatus]) -> str:
+    return f"{'rank' if len(statuses) == 1 else 'ranks'} {', '.join(str(each.rank) for each in statuses)}"
+
+
+def _are(statuses: Sequence[RankStatus]) -> str:
+    return f"{_names(statuses)} {'is' if len(statuses) == 1 else 'are'}"
+
+
+def _at(last_heartbeat: RankHeartbeat) -> str:
+    return f"step {last_heartbeat.step}, phase {last_heartbeat.phase}"
+
+
+def _last_seen(status: RankStatus) -> str:
+    assert status.last_heartbeat is not None, "a rank without a heartbeat was not seen"
+    return f"last seen in {_at(status.last_heartbeat)}, {status.heard_ago_s:.1f} s ago"
+
+
+def _is_busy(last_heartbeat: RankHeartbeat) -> bool:
+    """Whether a rank that has not failed has been computing in one phase since before the alarm."""
+    return (
+        last_heartbeat.failure is None and not last_heartbeat.is_waiting and last_heartbeat.phase_age_s > SETTLE_S + 1
+    )
+
+
+def _first_line(text: str) -> str:
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= 160 else f"{line[:157]}..."

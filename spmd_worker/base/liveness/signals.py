@@ -1,0 +1,172 @@
+"""Signals that end a job: what is finished is kept, and the process ends soon, whatever its main thread waits for.
+
+    SIGTERM, SIGUSR1   keep, stay a while to learn which rank is the cause, exit with 128 + the signal's number
+    Ctrl-C             keep, KeyboardInterrupt in the main thread; once more, or when it takes long: exit with 130
+
+A program that drains is told of the first of any, and has its time. After that it ends as above; so it does at a second
+Ctrl-C.
+
+A thread acts on them, because the main thread may wait in a collective, where Python's own handlers do not run.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from spmd_worker.base.liveness.bounded import within
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what batch systems send as a warning before the time is up."""
+
+_INTERRUPTED_S: Final = 5.0
+"""How long the main thread may take to end after Ctrl-C."""
+
+_TICK_S: Final = 0.05
+_REPORTED_S: Final = 1.5
+"""How long the process then stays that is about to tell why."""
+
+_LEAVE_S: Final = 5.0
+"""How long what is finished may take to be written down, on a disk that may never answer, before the process ends."""
+
+
+class EndingSignals:
+    """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
+
+    `patience_s` is how long the main thread may then take to learn why, and to end by itself; while the process
+    `is_reporting` why, it stays a little longer. With `drain`, which must not wait, the first signal calls that alone,
+    and the rest begins `drain_s` later.
+    """
+
+    def __init__(
+        self,
+        keep: Callable[[], None],
+        signalled: Callable[[int], None],
+        patience_s: float,
+        drain: Callable[[], None] | None = None,
+        drain_s: float = 0.0,
+        is_reporting: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_reporting = is_reporting
+        self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
+        self._drain, self._drain_s = drain, drain_s
+        self._num_interrupts = 0
+        self._timers: list[threading.Timer] = []
+        self.is_ending = threading.Event()
+        self._writer = -1
+        _made.add(self)
+
+    def install(self) -> None:
+        """Install the handlers. To be called in the main thread."""
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        handlers = {**dict.fromkeys(_ENDING, lambda *_: None), signal.SIGINT: self._interrupt}
+        self._former_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._thread = threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True)
+        self._thread.start()
+
+    def uninstall(self) -> None:
+        """As it was before `install`, for a process that goes on: the thread has ended, unless it is the one that ends
+        the process. In the main thread. Idempotent.
+        """
+        if self._writer < 0:
+            return
+        self._restore_handlers()
+        if not self.is_ending.is_set():
+            self._thread.join(_LEAVE_S)
+        for timer in self._timers:
+            timer.cancel()
+
+    def _restore_handlers(self) -> None:
+        signal.set_wakeup_fd(self._former_descriptor)
+        for number, handler in self._former_handlers.items():
+            # None: what another language had set.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(self._writer)
+        self._writer = -1
+
+    def _interrupt(self, *_: Any) -> None:
+        """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
+        self._num_interrupts += 1
+        if self._num_interrupts == 1 and self._drain is None:
+            raise KeyboardInterrupt
+
+    def _run(self, reader: int) -> None:
+        """Read the numbers of signals as they come, until the other end is closed."""
+        num_interrupts, is_draining = 0, False
+        with open(reader, "rb", buffering=0) as numbers:
+            while read := numbers.read(1):
+                if self._drain is None:
+                    num_interrupts += self._act(read[0], num_interrupts)
+                elif read[0] in (*_ENDING, signal.SIGINT):
+                    self._act_while_draining(read[0], is_draining)
+                    is_draining = True
+
+    def _act(self, number: int, num_interrupts: int) -> int:
+        """How many Ctrl-C this is."""
+        if number in _ENDING:
+            self._end_soon(number)
+        if number != signal.SIGINT:
+            return 0
+        if num_interrupts > 0:
+            self._leave(number)
+        # First of all: writing may never end.
+        self._later(_INTERRUPTED_S, self._leave, number)
+        self._save()
+        return 1
+
+    def _act_while_draining(self, number: int, is_draining: bool) -> None:
+        assert self._drain is not None, "checked by the caller"
+        if not is_draining:
+            self._drain()
+            self._later(self._drain_s, self._end_soon, number)
+        elif number == signal.SIGINT:
+            # A person who does not want to wait. A launcher may repeat its SIGTERM.
+            self._leave(number)
+
+    def _later(self, wait_s: float, end: Callable[[int], NoReturn], number: int) -> None:
+        timer = threading.Timer(wait_s, end, (number,))
+        self._timers.append(timer)
+        timer.start()
+
+    def _end_soon(self, number: int) -> NoReturn:
+        self.is_ending.set()
+        self._signalled(number)
+        # At once: the sender of the signal may not wait.
+        within(_LEAVE_S, self._save)
+        time.sleep(self._patience_s)
+        # By steps: what is waited for may come from a thread that the interpreter holds up.
+        for _ in range(int(_REPORTED_S / _TICK_S)):
+            if not self._is_reporting():
+                break
+            time.sleep(_TICK_S)
+        os._exit(128 + number)
+
+    def _leave(self, number: int) -> NoReturn:
+        """Whatever the main thread does."""
+        within(_LEAVE_S, self._save)
+        os._exit(128 + number)
+
+    def _save(self) -> None:
+        try:
+            self._keep()
+        except Exception as error:  # said here: the main thread may not come to it, and the process ends
+            print(f"error: finished rows could not be kept: {error}", file=sys.stderr, flush=True)
+
+
+_made: weakref.WeakSet[EndingSignals] = weakref.WeakSet()
+
+
+def _restore_in_child() -> None:
+    """A forked process has the handlers and no thread, and the numbers of its signals would go to its parent's."""
+    for each in _made:
+        if each._writer >= 0:
+            each._restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

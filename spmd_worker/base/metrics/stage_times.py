@@ -1,0 +1,117 @@
+"""When each stage of a pipeline computes: a rank's own notes, and as `stages.csv` everybody's.
+
+A stage is busy while it prepares or computes a step, and not while it waits for what the stage before it makes of the
+step, or for a step: that is the bubble. The clock is the host's: on a GPU, where calls return before the work is done,
+a stage looks idler than it is.
+"""
+
+import csv
+import io
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from spmd_worker.base.files import read_own_file, write_file
+
+STAGE_TIMES_NAME: Final = "stages.csv"
+NUM_KEPT_SPANS: Final = 20_000
+
+
+class StageSpan(NamedTuple):
+    """A piece of one step on one stage; microseconds since the run's first step began."""
+
+    replica: int
+    stage: int
+    step: int
+    start_us: int
+    end_us: int
+
+
+class StageClock:
+    """Call `begin` and `end` around each piece of work. The last `num_kept` pieces are kept, sums are of all."""
+
+    def __init__(self, stage: int, num_kept: int = NUM_KEPT_SPANS) -> None:
+        self._stage = stage
+        self._spans: deque[tuple[int, int, int]] = deque(maxlen=num_kept)
+        self._busy_us = self._first_us = self._last_us = 0
+        self._step = self._began_us = 0
+
+    def begin(self, step: int | None = None) -> None:
+        """The stage works on `step`, else goes on with the last one."""
+        self._step, self._began_us = self._step if step is None else step, now_us()
+        self._first_us = self._first_us or self._began_us
+
+    def end(self) -> None:
+        """It waits, or has passed on what it made."""
+        self._last_us = now_us()
+        self._busy_us += self._last_us - self._began_us
+        self._spans.append((self._step, self._began_us, self._last_us))
+
+    def report(self) -> dict[str, Any]:
+        """As plain values, for rank 0; times in microseconds since the epoch."""
+        return {
+            "stage": self._stage,
+            "busy_us": self._busy_us,
+            "first_us": self._first_us,
+            "last_us": self._last_us,
+            "spans": [list(span) for span in self._spans],
+        }
+
+
+class BusyShare(NamedTuple):
+    """How much of the time from the first step to the last, on any stage of its replica, a stage computed."""
+
+    replica: int
+    stage: int
+    share: float
+
+
+def now_us() -> int:
+    """Microseconds since the epoch: what clocks of several nodes have in common."""
+    return time.time_ns() // 1000
+
+
+def busy_shares(replicas: Sequence[Sequence[dict[str, Any]]]) -> list[BusyShare]:
+    """`replicas` holds the reports of each replica's stages, in order. Stages that never ran are left out."""
+    shares = []
+    for replica, reports in enumerate(replicas):
+        ran = [report for report in reports if report["spans"]]
+        if not ran:
+            continue
+        wall_us = max(report["last_us"] for report in ran) - min(report["first_us"] for report in ran)
+        shares += [BusyShare(replica, report["stage"], report["busy_us"] / max(wall_us, 1)) for report in ran]
+    return shares
+
+
+def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], origin_us: int) -> None:
+    """One line a piece of work; `origin_us` is when the run's first step began. Raises OSError."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(StageSpan._fields)
+    for replica, reports in enumerate(replicas):
+        for report in reports:
+            for step, start_us, end_us in report["spans"]:
+                writer.writerow((replica, report["stage"], step, start_us - origin_us, end_us - origin_us))
+    write_file(path, text.getvalue().encode("ascii"), is_durable=False)
+
+
+def read_stage_times(path: Path) -> list[StageSpan]:
+    """The lines of a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
+    text = read_own_file(path).decode("ascii", "replace")
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not rows or tuple(rows[0]) != StageSpan._fields:
+        raise ValueError(f"{path}: line 1 does not name the columns of stage times")
+    spans = []
+    for number, row in enumerate(rows[1:], start=2):
+        try:
+            spans.append(StageSpan._make(map(int, row)))
+            if not 0 <= max(spans[-1]) < 1 << 62 or min(spans[-1][:3]) < 0:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise ValueError(f"{path}: line {number} is no stage time: {','.join(row)[:100]}") from None
+    return spans

@@ -1,0 +1,169 @@
+"""What each step was, one line of `steps.csv`: when, how long by phase, how full the batch and the cache were.
+
+Times are measured and differ from run to run; the counts do not.
+"""
+
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Final, NamedTuple
+
+from spmd_worker.base.errors import StepStatsError
+from spmd_worker.base.files import begin_own_file, read_own_file
+
+STEP_STATS_NAME: Final = "steps.csv"
+
+
+class StepStats(NamedTuple):
+    """One step. Its phases follow one another in the order of the fields, beginning at `start_us`.
+
+    `start_us` counts from the moment the run's first step began. Device blocks are used (some table lists them), cached
+    (free, but holding a prefix that can be found) or free (holding nothing): together all there are.
+    """
+
+    step: int
+    start_us: int
+    schedule_us: int
+    lockstep_us: int
+    execute_us: int
+    apply_us: int
+    num_rows: int
+    """Sequences computed in the step."""
+    num_waiting: int
+    """Sequences that wait, preempted ones included."""
+    num_swapped: int
+    """Of those, the ones whose blocks are in host memory."""
+    num_tokens: int
+    """Tokens computed."""
+    num_decode_tokens: int
+    """Of those, the ones of sequences that continue; the rest are prompt tokens, or tokens computed again."""
+    num_sampled_tokens: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_blocks_free: int
+    num_host_blocks_used: int
+    """Host blocks of sequences that are swapped out."""
+    num_swapped_out: int
+    """Sequences preempted by swap in this step."""
+    num_recomputed: int
+    """Sequences preempted by recompute in this step: what was computed of them is lost."""
+    num_swapped_in: int
+    """Sequences that came back from the host in this step."""
+    num_cached_tokens: int
+    """Prompt tokens found in the cache by sequences that began in this step."""
+    num_finished: int
+    """Requests that ended in this step."""
+
+    @property
+    def duration_us(self) -> int:
+        """All phases together; the time until the next step is not in it."""
+        return self.schedule_us + self.lockstep_us + self.execute_us + self.apply_us
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompts, and tokens computed again."""
+        return self.num_tokens - self.num_decode_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks there are."""
+        return self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
+
+
+_MOST: Final = 1 << 62
+"""More than any count or microsecond of a run."""
+_NUM_FIELDS: Final = len(StepStats._fields)
+_HEADER: Final = ",".join(StepStats._fields)
+_LINE: Final = b",".join([b"%d"] * _NUM_FIELDS) + b"\n"
+
+
+class StepStatsWriter:
+    """Writes one line a step; a reader of the file sees every line whose `write` has returned.
+
+    Each line goes to the operating system at once (about 1.5 microseconds): a run that is killed, or that hangs for an
+    hour in a step, leaves every line before it. Nothing waits for the disk. OSError (a full disk) is the caller's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begins the file anew where there is one."""
+        self.path = Path(path)
+        self._stream: BinaryIO = begin_own_file(self.path)
+        self._write_all(f"{_HEADER}\n".encode())
+
+    def write(self, stats: StepStats) -> None:
+        """Steps come in order: `step` rises, `start_us` does not fall."""
+        self._write_all(_LINE % stats)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stream.close()
+
+    def __enter__(self) -> "StepStatsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_all(self, data: bytes) -> None:
+        """An unbuffered write may take a part of the data (on a disk that fills up): the rest follows, or OSError."""
+        written = self._stream.write(data)
+        while written < len(data):
+            data = data[written:]
+            written = self._stream.write(data)
+
+
+def read_step_stats(path: Path) -> list[StepStats]:
+    """All whole lines of a file, which may be growing; a last line without its end, as a killed run leaves, is dropped.
+
+    Raises StepStatsError for another file, a damaged line or steps out of order, and OSError.
+    """
+    path = Path(path)
+    header, *lines = read_own_file(path).decode("utf-8", "replace").split("\n")
+    if not lines and _HEADER.startswith(header):
+        return []  # killed within the header
+    if header != _HEADER or not lines:
+        raise StepStatsError(f"{path}: line 1 does not name the columns of step statistics: {_header_fault(header)}")
+    lines.pop()  # what follows the last line end: nothing, or the start of a line
+    all_stats: list[StepStats] = []
+    last_step, last_start_us = -1, 0
+    for line in lines:
+        stats = _parse_line(line)
+        if stats is None or stats.step <= last_step or stats.start_us < last_start_us:
+            raise StepStatsError(f"{path}: line {len(all_stats) + 2} {_line_fault(line, last_step, last_start_us)}")
+        last_step, last_start_us = stats.step, stats.start_us
+        all_stats.append(stats)
+    return all_stats
+
+
+def _parse_line(line: str) -> StepStats | None:
+    try:
+        stats = StepStats._make(map(int, line.split(",")))
+    except (TypeError, ValueError):
+        return None
+    return stats if min(stats) >= 0 and max(stats) <= _MOST else None
+
+
+def _header_fault(header: str) -> str:
+    names = header.split(",")
+    missing = [name for name in StepStats._fields if name not in names]
+    unknown = [name for name in names if name not in StepStats._fields]
+    if len(missing) == _NUM_FIELDS:
+        return f"it begins with {header[:40]!r}"
+    if missing or unknown:
+        faults = [f"{', '.join(names)} {what}" for names, what in ((missing, "missing"), (unknown, "unknown")) if names]
+        return "; ".join(faults) + " (another version wrote it)"
+    return "they are in another order (another version wrote it)"
+
+
+def _line_fault(line: str, last_step: int, last_start_us: int) -> str:
+    values = line.split(",")
+    if len(values) != _NUM_FIELDS:
+        return f"has {len(values)} values, not {_NUM_FIELDS}: the file is damaged"
+    for name, value in zip(StepStats._fields, values):
+        if not (value.isascii() and value.isdigit() and len(value) < len(str(_MOST))):
+            return f"has {name}={value[:40]!r}, which is no count: the file is damaged"
+    step, start_us = int(values[0]), int(values[1])
+    if step <= last_step:
+        return f"is of step {step}, after step {last_step}: these are not the steps of one run"
+    return f"has start_us={start_us}, before the {last_start_us} of the step before: these are not the steps of one run"

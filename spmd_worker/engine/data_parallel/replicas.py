@@ -1,0 +1,93 @@
+"""The replicas of one engine, as each of its ranks sees them: rounds of shared work, and how an error reaches all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, cast
+
+from spmd_worker.base.errors import RankFailedError
+from spmd_worker.engine.data_parallel.round import ReplicaRound
+from spmd_worker.engine.data_parallel.store import Store
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.ranks.groups import shared_store
+
+_WAITING_SHARE: Final = 16
+"""A replica takes more while at most this part of what can run at once waits."""
+
+
+class Replicas:
+    """Use `open_replicas`. Every rank of the engine makes the same calls, in the same order."""
+
+    def __init__(self, engine: LLMEngine, store: Store, prefix: str) -> None:
+        self.engine, self.prefix = engine, prefix
+        self._store = store
+        self._num_rounds = 0
+        self._has_failed = False
+        self._last: ReplicaRound | None = None
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError after a round that failed: a replica is gone, or stopped halfway."""
+        if self._has_failed:
+            raise RuntimeError("an earlier call failed on one of the replicas: close this LLM and make a new one")
+
+    @contextmanager
+    def round(self) -> Iterator[ReplicaRound]:
+        """The next round, which shares no key with any other. An error is reported to all ranks, which may wait for
+        this one, before it goes on.
+        """
+        engine = self.engine
+        self._num_rounds += 1
+        round_ = ReplicaRound(
+            self._store,
+            f"{self.prefix}/round {self._num_rounds}",
+            engine.engine_channel.rank // engine.channel.size,
+            engine.config.parallel.data_parallel_size,
+            engine.config.executor.timeout_s,
+            engine.is_leader,
+        )
+        self._last = round_
+        try:
+            yield round_
+        except BaseException as error:
+            self._has_failed = True
+            round_.fail(_failure_text(engine, error))
+            engine.tell(error)
+            raise
+
+    def forget_round(self) -> None:
+        """Remove the keys of the round that is over, once every rank has been heard from since."""
+        if self.engine.is_first_rank and self._last is not None:
+            self._last.forget()
+
+
+def open_replicas(engine: LLMEngine) -> Replicas | None:
+    """None for an engine of one replica. Every rank of the engine calls this."""
+    if engine.config.parallel.data_parallel_size == 1:
+        return None
+    # Its stubs know texts only; it takes bytes and gives them back.
+    store = cast("Store", shared_store())
+    # Several engines may live in a world, one after the other or side by side.
+    number = str(store.add("spmd_worker/engines", 1)).encode() if engine.is_first_rank else None
+    name = engine.engine_channel.broadcast(number).decode()
+    return Replicas(engine, store, f"spmd_worker/engine {name}")
+
+
+def num_wanted(engine: LLMEngine, num_unfinished: int) -> int:
+    """How many more sequences a replica would take in, of which `num_unfinished` are unfinished: none while many wait
+    for a place in a step.
+    """
+    most_waiting = engine.config.scheduler.max_num_seqs // _WAITING_SHARE
+    if engine.scheduler.queues.num_waiting > most_waiting:
+        return 0
+    return max(engine.config.scheduler.max_num_seqs + most_waiting - num_unfinished, 0)
+
+
+def _failure_text(engine: LLMEngine, error: BaseException) -> str:
+    """What a rank reports to the other replicas of its error."""
+    size = engine.channel.size
+    replica, rank = divmod(engine.engine_channel.rank, size)
+    if size == 1:
+        return f"rank {engine.engine_channel.rank} (replica {replica}) raised {type(error).__name__}: {error}"
+    first = replica * size
+    ranks = f"replica {replica}, ranks {first} to {first + size - 1}"
+    text = str(error) if isinstance(error, RankFailedError) else f"rank {rank} raised {type(error).__name__}: {error}"
+    return f"{ranks}, counted from 0 there: {text}"

@@ -1,0 +1,92 @@
+"""New weights that one rank has alone: handed to every rank of an engine, of all its replicas, tensor by tensor.
+
+Headers and tensors cross as JSON and as the tensors' own bytes, through host memory, over the control group.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.engine.data_parallel.agreement import agree_on_call
+from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.interruption import error_of_rank, error_text
+from spmd_worker.model.weights.held_weights import check_pair
+from spmd_worker.replica.sequence.request import whole_number
+
+Pair = tuple[str, Tensor]
+
+
+def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
+    """The pairs that rank `source` of the engine gives, on every rank; the others give None. Every rank takes all of
+    them, or none after the same one. One tensor is on its way at a time.
+
+    Raises TypeError and ValueError for arguments that are none or do not fit each other, RuntimeError while requests
+    are being answered and in `turns`, and on the other ranks RankFailedError with the words of what the source's
+    `tensors` raised.
+    """
+    channel = engine.engine_channel
+
+    own: Iterator[Pair] | None = None
+
+    def prepare() -> int:
+        nonlocal own, source
+        source = whole_number("source", source)
+        if not 0 <= source < channel.size:
+            raise ValueError(f"source={source} must be a rank of this engine, from 0 to {channel.size - 1}")
+        if (tensors is not None) != (channel.rank == source):
+            raise ValueError(f"rank {source} alone gives tensors, the others None: this is rank {channel.rank}")
+        if engine.scheduler.has_unfinished:
+            raise RuntimeError("requests are being answered: call llm_engine.step until none is left")
+        own = iter(tensors) if tensors is not None else None
+        return source
+
+    turns.check_outside("update_weights")
+    # Without a source each rank loads what it is given, and nothing is exchanged.
+    agree_on_call(engine, "update_weights", prepare, is_optional=True)
+    while True:
+        engine.times.heartbeat.enter(f"waiting for rank {source}'s weights")
+        pair = _hand_on(engine, own, source)
+        engine.times.heartbeat.enter(BETWEEN_STEPS)
+        if pair is None:
+            return
+        yield pair
+
+
+def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair | None:
+    """The next pair, or None after the last."""
+    pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
+    channel = engine.engine_channel
+    with engine.exchanging():
+        payload = json.dumps(header).encode() if own is not None else None
+        header = json.loads(channel.broadcast(payload, source))
+        if "name" in header:
+            shape, dtype = header["shape"], getattr(torch, header["dtype"])
+            pair = (header["name"], torch.empty(shape, dtype=dtype)) if pair is None else pair
+            channel.broadcast_tensor(pair[1], source)
+    if own_error is not None:
+        raise own_error
+    if "error" in header:
+        raise error_of_rank(source, header["error"], "failed in update_weights")
+    return pair
+
+
+def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseException | None]:
+    """On the source: the next pair and what to say of it, or the error instead."""
+    try:
+        found = next(own, None)
+        if found is None:
+            return None, {}, None
+        name, tensor = found
+        check_pair(name, tensor)
+        if hasattr(tensor, "full_tensor") or tensor.is_meta:
+            raise ValueError(f"{name}: is sharded or has no data: pass its full_tensor()")
+        plain = tensor.detach().cpu().contiguous()
+        header = {"name": name, "shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
+        return (name, plain), header, None
+    except BaseException as error:  # whatever it is, the other ranks wait to hear of it
+        return None, {"error": error_text(error)}, error

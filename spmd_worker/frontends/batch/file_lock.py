@@ -1,0 +1,165 @@
+"""One job a file: a lock that ends with its process, however that ends, and says who has it.
+
+The file holds one line of JSON about its holder; who is refused reads it. A process that is about to end (its launcher
+is gone, a signal has ended it, the kernel takes it down) still has its locks for a moment, and is waited for.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import JsonError, open_own_file, parse_json_object
+from spmd_worker.base.process import age_s, command_of, is_exiting, node_name, parent_of, start_time_of
+
+ENDING: Final = "ending"
+"""What a holder says that is on its way out."""
+
+_LEAVE_S: Final = 15.0
+"""How long one on its way out is waited for: more than a signalled rank takes to learn the cause and end."""
+_POLL_S: Final = 0.05
+_RECORD_BYTES: Final = 4096
+_COMMAND_CHARACTERS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """Who has a lock, as it says itself. `node` tells whether its process ids are those of this machine."""
+
+    pid: int
+    parent: int
+    start_time: int
+    host: str
+    node: str
+    doing: str
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it will end by itself, soon."""
+        if self.doing == ENDING:
+            return True
+        if self.node != node_name():
+            return False
+        has_ended = start_time_of(self.pid) != self.start_time
+        return has_ended or is_exiting(self.pid) or parent_of(self.pid) != self.parent
+
+    def describe(self) -> str:
+        """Its process, its age and what it does, for people."""
+        if self.node != node_name():
+            return f"process {self.pid} on {self.host}, {self.doing}"
+        command = command_of(self.pid)
+        if len(command) > _COMMAND_CHARACTERS:
+            command = f"{command[:_COMMAND_CHARACTERS]}..."
+        return f"process {self.pid}, started {age_s(self.start_time):.0f} s ago, {self.doing}: {command}"
+
+
+class FileLock:
+    """Held from `__enter__` to `__exit__`, which removes the file if it `is_temporary`.
+
+    `owned` and `way_out` are for the error's sentence: `job.run_dir=DIR`, `give another job.run_dir`. Raises
+    ConfigError naming the holder, or the file that cannot be opened; nothing has changed then.
+    """
+
+    def __init__(self, path: Path, owned: str, way_out: str, *, is_temporary: bool = False) -> None:
+        self._path, self._owned, self._way_out, self._is_temporary = path, owned, way_out, is_temporary
+        self._descriptor = -1
+        self._noting, self._is_ending = threading.Lock(), False
+
+    def __enter__(self) -> "FileLock":
+        while self._descriptor < 0:
+            descriptor = self._open()
+            try:
+                self._wait(descriptor)
+                # Its last holder may have removed the file since it was opened.
+                is_there = _is_same_file(descriptor, self._path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if is_there:
+                self._descriptor = descriptor
+            else:
+                os.close(descriptor)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_temporary and _is_same_file(self._descriptor, self._path):
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+    def note(self, doing: str) -> None:
+        """What this process does now, for the process that is refused. Does nothing once the lock is released, or after
+        `ENDING`: a signal's thread notes that while the main thread goes on for a while.
+        """
+        with self._noting:
+            if self._is_ending:
+                return
+            self._is_ending = doing == ENDING
+            # The lock holds without its words too: on a disk that is full, or where nothing more can be opened.
+            with contextlib.suppress(OSError):
+                self._write(doing)
+
+    def _write(self, doing: str) -> None:
+        descriptor = self._descriptor
+        if descriptor < 0 or not _is_same_file(descriptor, self._path):
+            return
+        pid = os.getpid()
+        own = LockHolder(pid, os.getppid(), start_time_of(pid) or 0, socket.gethostname(), node_name(), doing)
+        record = json.dumps(asdict(own)).encode("ascii") + b"\n"
+        os.pwrite(descriptor, record, 0)
+        os.ftruncate(descriptor, len(record))
+
+    def _open(self) -> int:
+        try:
+            return open_own_file(self._path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise ConfigError(f"{self._owned} cannot be written ({error.strerror}): {self._way_out}") from None
+
+    def _wait(self, descriptor: int) -> None:
+        deadline_s = time.monotonic() + _LEAVE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                holder = _read_holder(descriptor)
+            except OSError as error:
+                # Some network file systems have no locks, or none where they are mounted so.
+                raise ConfigError(
+                    f"{self._owned} is on a file system that cannot lock {self._path} ({error.strerror}): mount it "
+                    f"with locks (for Lustre -o flock), or {self._way_out} on another"
+                ) from None
+            if holder is None or not holder.is_leaving or time.monotonic() > deadline_s:
+                who = "its process cannot be told" if holder is None else holder.describe()
+                raise ConfigError(
+                    f"{self._owned} belongs to a job that runs now ({who}): wait for its end, or {self._way_out}"
+                )
+            time.sleep(_POLL_S)
+
+
+def _read_holder(descriptor: int) -> LockHolder | None:
+    try:
+        holder = LockHolder(**parse_json_object(os.pread(descriptor, _RECORD_BYTES, 0)))
+    except (JsonError, TypeError):
+        return None
+    numbers, texts = (holder.pid, holder.parent, holder.start_time), (holder.host, holder.node, holder.doing)
+    is_whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    return holder if is_whole and all(isinstance(text, str) for text in texts) else None
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

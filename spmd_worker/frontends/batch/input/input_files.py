@@ -1,0 +1,372 @@
+"""The files that `job.input` names, and each as a stream of bytes or rows.
+
+-                          standard input; a FIFO and /dev/stdin work alike: read once, by the job
+rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
+parts/*.jsonl.gz           all files that match, in the order of their names
+rows.parquet               a row group at a time, each of its rows as a line of JSON
+"""
+
+import glob
+import gzip
+import io
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.openai.row_parser import ROW_KEYS
+
+logger = logging.getLogger(__name__)
+
+STANDARD_INPUT: Final = "-"
+_STANDARD_INPUT_DEVICE: Final = "/dev/stdin"
+PARQUET_SUFFIX: Final = ".parquet"
+_ZSTD_PIECE_BYTES: Final = 1024
+"""Of compressed bytes at a time: what they become, which may be 32,768 times as much, is held in memory."""
+_BUFFER_BYTES: Final = 1 << 18
+_PARQUET_ROWS: Final = 1024
+_PARQUET_BYTES: Final = 32 << 20
+"""Of values that are held at a time, by rows and by this."""
+_GROUP_BYTES: Final = 64 << 20
+"""Of a row group: with more it is large."""
+_INDEX_NAME: Final = re.compile(r"__index_level_[0-9]+__")
+"""The name of a column of a pandas index that has none."""
+_MOST_WHOLE: Final = 2**53
+"""Up to here a float is one whole number alone."""
+_NO_UTF8: Final = b"\xff"
+"""A line that its reader refuses for not being UTF-8."""
+_VALUE_BYTES: Final = 16
+"""Of a value in memory, however few bits it takes in the file."""
+
+
+def is_stream(name: str) -> bool:
+    """Whether `job.input` can be read but once: standard input, or a FIFO. A file that is standard input is a file."""
+    if name == STANDARD_INPUT:
+        return True
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    # A terminal.
+    is_device = stat.S_ISCHR(mode) and name == _STANDARD_INPUT_DEVICE
+    return is_device or stat.S_ISFIFO(mode)
+
+
+def open_stream(name: str) -> BinaryIO:
+    """The bytes of what `is_stream`, decompressed. Raises OSError and ConfigError."""
+    if name == STANDARD_INPUT:
+        return _open_standard_input()
+    if Path(name).suffix == PARQUET_SUFFIX:
+        raise ConfigError(f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file")
+    return open_input(Path(name))
+
+
+def _open_standard_input() -> BinaryIO:
+    """A file of our own: the interpreter closes `sys.stdin` at its end, and aborts where a thread still waits in it."""
+    if sys.stdin is None:
+        raise ConfigError(
+            f"job.input={STANDARD_INPUT}, and standard input is closed: give it rows, as by '< rows.jsonl'"
+        )
+    return open(os.dup(sys.stdin.fileno()), "rb")
+
+
+def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[Path, ...]:
+    """The files of `job.input`, which is no stream; of those that match a pattern none that `is_own`, the job's. Raises
+    ConfigError where there is none, and for a file that is the job's own.
+    """
+    paths = _find_inputs(name)
+    others = tuple(path for path in paths if not is_own(path))
+    if not others:
+        raise ConfigError(
+            f"job.input={name} names nothing but what the job itself writes (job.output with .partial after its name, "
+            f"or files of job.run_dir): give another input, or another output"
+        )
+    return others
+
+
+def _find_inputs(name: str) -> tuple[Path, ...]:
+    if Path(name).is_file():
+        return (Path(name),)
+    if not glob.has_magic(name):
+        raise ConfigError(
+            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
+            f"or - for standard input"
+        )
+    paths = tuple(Path(found) for found in sorted(glob.glob(name, recursive=True)) if Path(found).is_file())
+    if not paths:
+        raise ConfigError(f"job.input={name} matches no file: give a pattern that does")
+    return paths
+
+
+def open_input(path: Path) -> BinaryIO:
+    """The file's bytes, decompressed. Reading raises OSError, also for a file that is damaged or cut off."""
+    if path.suffix == ".gz":
+        return io.BufferedReader(_GzipFile(path), _BUFFER_BYTES)
+    if path.suffix == ".zst":
+        return io.BufferedReader(_ZstdFile(path), _BUFFER_BYTES)
+    return open(path, "rb")
+
+
+class _GzipFile(io.RawIOBase):
+    """gzip's reader, whose exceptions are of several kinds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = gzip.open(path, "rb")  # noqa: SIM115  # closed with this stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        try:
+            return self._stream.readinto(buffer)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise OSError(f"{self._path} is damaged or cut off ({error}): give the whole file") from None
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _ZstdFile(io.RawIOBase):
+    """Frames of zstd, one after another. The package's own reader takes a frame that is cut off for its end."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            refuse_without("zstandard", "zstd", f"job.input={path}", error)
+        self._path, self._module = path, zstandard
+        self._file = open(path, "rb")  # noqa: SIM115  # closed with this stream
+        self._frame: Any = None
+        self._compressed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._ready:
+            piece = self._compressed or self._file.read(_ZSTD_PIECE_BYTES)
+            self._compressed = b""
+            if not piece:
+                if self._frame is not None:
+                    raise OSError(f"{self._path} is cut off in the middle of a frame: give the whole file")
+                return 0
+            self._ready = memoryview(self._decompress(piece))
+        num_taken = min(len(buffer), len(self._ready))
+        buffer[:num_taken] = self._ready[:num_taken]
+        self._ready = self._ready[num_taken:]
+        return num_taken
+
+    def _decompress(self, piece: bytes) -> bytes:
+        if self._frame is None:
+            self._frame = self._module.ZstdDecompressor().decompressobj()
+        try:
+            data: bytes = self._frame.decompress(piece)
+        except self._module.ZstdError as error:
+            raise OSError(f"{self._path} is damaged ({error}): give the whole file") from None
+        if self._frame.eof:
+            self._compressed = self._frame.unused_data
+            self._frame = None
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class ParquetRows:
+    """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have. The
+    index of a pandas frame is left out, unless it has the name of a row's key. A whole number in a column of floats,
+    which pandas makes of one with nulls, is a whole number.
+
+    Of a row whose texts alone are longer than `max_line_bytes` there are `max_line_bytes + 1` spaces: it is never put
+    together; one whose texts are not UTF-8 is a line that is none either. Memory is bounded by the file's pages and one
+    row, whatever a few bytes of dictionary and run lengths say: the texts of a small row group stay in its dictionaries
+    until their row's turn, a large one is read row by row.
+
+    Raises ConfigError for columns that JSON has no values for, for two of one name, for rows of more values than a line
+    has bytes, and for what is no Parquet file.
+    """
+
+    def __init__(self, path: Path, max_line_bytes: int) -> None:
+        try:
+            import pyarrow
+            import pyarrow.compute
+            import pyarrow.parquet
+        except ImportError as error:
+            refuse_without("pyarrow", "parquet", f"job.input={path}", error)
+        self._path, self._max_line_bytes, self._pyarrow = path, max_line_bytes, pyarrow
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+            self._whole = pyarrow.parquet.ParquetFile(path, metadata=metadata, buffer_size=_BUFFER_BYTES)
+            columns = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+            self._coded = pyarrow.parquet.ParquetFile(
+                path, metadata=metadata, read_dictionary=texts, buffer_size=_BUFFER_BYTES
+            )
+        except pyarrow.ArrowInvalid as error:
+            raise ConfigError(f"job.input={path} is no Parquet file ({error}): give one that is whole") from None
+        self.num_rows = int(metadata.num_rows)
+        schema = self._whole.schema_arrow
+        indices = _pandas_indices(schema.metadata, schema.names)
+        if indices:
+            logger.info("job.input=%s: %s: the index of a pandas frame, left out", path, ", ".join(indices))
+        fields = [field for field in schema if field.name not in indices]
+        # A dot in a name would be read as a path.
+        self._names = [field.name for field in fields] if indices else None
+        self._floats = tuple([field.name for field in fields if pyarrow.types.is_floating(field.type)])
+        _check_names(path, "columns", [field.name for field in fields])
+        for field in fields:
+            _check_type(path, field.name, field.type, pyarrow.types)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Raises OSError."""
+        try:
+            for group in range(self._whole.num_row_groups):
+                for batch in self._batches(group):
+                    yield from self._lines_of(batch)
+        except self._pyarrow.ArrowException as error:
+            raise OSError(f"{self._path} is damaged or holds what cannot be read ({error}): give another") from None
+
+    def _batches(self, group: int) -> Iterator[Any]:
+        """A row group, a few rows at a time where each is large."""
+        metadata = self._whole.metadata.row_group(group)
+        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        num_values = max((column.num_values for column in columns), default=0)
+        if num_values > max(metadata.num_rows, 1) * self._max_line_bytes:
+            raise ConfigError(
+                f"job.input={self._path}: row group {group} has {num_values:,} values in {metadata.num_rows:,} rows, "
+                f"more than limits.max_line_bytes={self._max_line_bytes:,} a row: leave those rows out"
+            )
+        num_bytes = max(metadata.total_byte_size, 1)
+        if num_bytes > _GROUP_BYTES:
+            # Its dictionaries would grow with it.
+            yield from self._whole.iter_batches(batch_size=1, row_groups=[group], columns=self._names)
+            return
+        num_rows = _PARQUET_BYTES * metadata.num_rows // max(num_bytes, _VALUE_BYTES * num_values)
+        at_once = max(1, min(_PARQUET_ROWS, num_rows))
+        for batch in self._coded.iter_batches(batch_size=at_once, row_groups=[group], columns=self._names):
+            held = sum(map(self._dictionary_bytes, batch.columns))
+            if held > 2 * _GROUP_BYTES:
+                raise ConfigError(
+                    f"job.input={self._path}: row group {group} says that it has {num_bytes:,} bytes, and has more "
+                    f"than {held:,}: write the file anew"
+                )
+            yield batch
+
+    def _dictionary_bytes(self, array: Any) -> int:
+        types = self._pyarrow.types
+        if types.is_struct(array.type):
+            return sum(map(self._dictionary_bytes, array.flatten()))
+        if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
+            return self._dictionary_bytes(array.flatten())
+        return int(array.dictionary.nbytes) if types.is_dictionary(array.type) else 0
+
+    def _lines_of(self, batch: Any) -> Iterator[bytes]:
+        if self._size_of(batch) <= min(_PARQUET_BYTES, self._max_line_bytes):
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                rows = None
+            if rows is not None:
+                yield from map(self._line_of, rows)
+                return
+        for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
+            if self._size_of(row) > self._max_line_bytes:
+                yield b" " * (self._max_line_bytes + 1)
+            else:
+                yield self._line_of_one(row)
+
+    def _line_of_one(self, row: Any) -> bytes:
+        try:
+            return self._line_of(row.to_pylist()[0])
+        except UnicodeDecodeError:
+            # Nobody looks at a file's strings when it is written: this row alone is an error row.
+            return _NO_UTF8
+
+    def _line_of(self, row: dict[str, Any]) -> bytes:
+        for name in self._floats:
+            value = row[name]
+            is_whole = value is not None and value.is_integer() and abs(value) <= _MOST_WHOLE
+            row[name] = int(value) if is_whole else value
+        line = json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return line[: self._max_line_bytes + 1]
+
+    def _size_of(self, batch: Any) -> int:
+        """Bytes of all its texts, and one for each other value: no more than the lines will have."""
+        return sum(self._size_of_array(column) for column in batch.columns)
+
+    def _size_of_array(self, array: Any) -> int:
+        types, compute = self._pyarrow.types, self._pyarrow.compute
+        if types.is_struct(array.type):
+            return sum(self._size_of_array(field) for field in array.flatten())
+        if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
+            return self._size_of_array(array.flatten())
+        if types.is_dictionary(array.type):
+            lengths = compute.binary_length(array.dictionary).take(array.indices)
+        elif types.is_string(array.type) or types.is_large_string(array.type):
+            lengths = compute.binary_length(array)
+        else:
+            return len(array) - int(array.null_count)
+        return int(compute.sum(lengths).as_py() or 0)
+
+
+def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> list[str]:
+    """Columns that are a pandas frame's index and no key of a row."""
+    try:
+        listed = json.loads((metadata or {}).get(b"pandas", b"{}"))["index_columns"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        listed = []
+    # A range is described in place of a name.
+    own = [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
+    return [each for each in names if _INDEX_NAME.fullmatch(each) or (each in own and each not in ROW_KEYS)]
+
+
+def _check_names(path: Path, what: str, names: Sequence[str]) -> None:
+    """Names must differ: of two values with one name a row would have the last alone."""
+    if len(dict.fromkeys(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise ConfigError(f"job.input={path}: two {what} have the name {twice!r}: rename one, or leave it out")
+
+
+def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
+    if types.is_dictionary(kind):
+        _check_type(path, name, kind.value_type, types)
+    elif types.is_struct(kind):
+        _check_names(path, f"fields of {name}", [kind.field(index).name for index in range(kind.num_fields)])
+        for index in range(kind.num_fields):
+            _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        _check_type(path, f"{name}[]", kind.value_type, types)
+    elif not any(
+        is_kind(kind)
+        for is_kind in (
+            *(types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string),
+            *(types.is_large_string, types.is_string_view),
+        )
+    ):
+        raise ConfigError(
+            f"job.input={path}: column {name} has type {kind}, which a row cannot hold: cast it to string, number, "
+            f"boolean, list or struct, or leave it out"
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    """In objects; in a list a null is an item."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

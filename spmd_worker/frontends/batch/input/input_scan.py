@@ -1,0 +1,102 @@
+"""Counts the rows of an input, and digests its bytes, in a thread beside the job: nobody waits for a large input.
+
+Streams are read once, by the job: of them nothing is known before.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+
+_HASH_BYTES: Final = 16
+_PIECE_BYTES: Final = 1 << 20
+_LEAVE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedInput:
+    """How many rows the job will answer, and a digest of all bytes of the files; None where a stream is read."""
+
+    num_rows: int | None = None
+    digest: str | None = None
+
+
+class InputScan:
+    """Starts at once, for the first `max_rows` rows (None: all). `close` ends it early."""
+
+    def __init__(self, reader: RowReader, max_rows: int | None) -> None:
+        self._reader, self._max_rows = reader, max_rows
+        self._result: ScannedInput | None = None
+        self._error: Exception | None = None
+        self._states: dict[Path, tuple[int, int] | None] = {}
+        self._stop = threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spmd-scan", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> ScannedInput | None:
+        """What was found; None when that takes longer. Raises what reading raised: OSError, ConfigError."""
+        self._done.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def has_changed(self) -> bool:
+        """Whether the files hold something else than was found here. Read again where that may be; what cannot be read
+        any more was read before.
+        """
+        if self._result is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
+            return False
+        try:
+            return self._digest(list(self._states)) != self._result.digest
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Read no more. A file system that does not answer is not waited for."""
+        self._stop.set()
+        self._thread.join(_LEAVE_S)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._scan()
+        except Exception as error:  # whatever it is, the thread that waits raises it
+            self._error = error
+        self._done.set()
+
+    def _scan(self) -> ScannedInput | None:
+        paths = self._reader.paths
+        if paths is None:
+            return ScannedInput()
+        self._states = {path: _state_of(path) for path in paths}
+        digest, num_rows = self._digest(paths), self._reader.count(self._stop.is_set)
+        if self._stop.is_set():
+            return None
+        return ScannedInput(num_rows if self._max_rows is None else min(num_rows, self._max_rows), digest)
+
+    def _digest(self, paths: Sequence[Path]) -> str:
+        digest = blake2b(digest_size=_HASH_BYTES)
+        num_bytes = 0
+        for path in paths:
+            with open(path, "rb") as stream:
+                while (piece := stream.read(_PIECE_BYTES)) and not self._stop.is_set():
+                    digest.update(piece)
+                    num_bytes += len(piece)
+            # Where one file ends and the next begins a row ends.
+            digest.update(f"\0{num_bytes}\0".encode())
+        return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Size and time of the last change: they are others where the content is, and perhaps where it is not. None where
+    they cannot be had.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns

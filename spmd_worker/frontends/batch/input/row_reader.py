@@ -1,0 +1,130 @@
+"""Reads the rows of a job's input one by one, with bounded memory.
+
+Knows nothing about JSON: a line may hold anything.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.frontends.batch.input.input_files import (
+    PARQUET_SUFFIX,
+    STANDARD_INPUT,
+    ParquetRows,
+    find_inputs,
+    is_stream,
+    open_input,
+    open_stream,
+)
+
+_ROWS_A_LOOK: Final = 4096
+_SKIP_BYTES: Final = 1024 * 1024
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_JSON_SPACE: Final = b" \t\r"
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Iterates the rows of files as (index, bytes without line end), in order; where `paths` is None, of `stream`.
+
+    A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
+    output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
+    file's first line is dropped. Of a line longer than `max_line_bytes` the first `max_line_bytes + 1` bytes are given
+    and the rest is skipped: the parser sees it by the length. Files can be iterated again, a stream cannot. Iterating
+    raises OSError.
+    """
+
+    paths: Sequence[Path] | None
+    max_line_bytes: int = RowLimits().max_line_bytes
+    stream: str = STANDARD_INPUT
+
+    @staticmethod
+    def of(
+        name: str,
+        max_line_bytes: int = RowLimits().max_line_bytes,
+        is_own: Callable[[Path], bool] = lambda path: False,
+    ) -> "RowReader":
+        """For a value of `job.input`; files that a pattern matches are not read where they are the job's own. Raises
+        ConfigError where there is no such file.
+        """
+        if is_stream(name):
+            return RowReader(None, max_line_bytes, name)
+        return RowReader(find_inputs(name, is_own), max_line_bytes)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self._lines())
+
+    def count(self, is_over: Callable[[], bool] = lambda: False) -> int:
+        """How many rows the files have, or fewer once `is_over`."""
+        assert self.paths is not None, "a stream can be read only once"
+        num_rows = 0
+        for path in self.paths:
+            if path.suffix == PARQUET_SUFFIX:
+                num_rows += ParquetRows(path, self.max_line_bytes).num_rows
+                continue
+            for _ in self._lines_of(path):
+                num_rows += 1
+                if num_rows % _ROWS_A_LOOK == 0 and is_over():
+                    return num_rows
+        return num_rows
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.paths is None:
+            with open_stream(self.stream) as stream:
+                yield from _rows(stream, self.max_line_bytes)
+            return
+        for path in self.paths:
+            yield from self._lines_of(path)
+
+    def _lines_of(self, path: Path) -> Iterator[bytes]:
+        if path.suffix == PARQUET_SUFFIX:
+            yield from ParquetRows(path, self.max_line_bytes)
+            return
+        with open_input(path) as stream:
+            yield from _rows(stream, self.max_line_bytes)
+
+
+def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    for line in _bounded_lines(stream, max_line_bytes):
+        if len(line) > max_line_bytes or line.strip(_JSON_SPACE):
+            yield line
+        else:
+            _skip_blank_lines(stream, max_line_bytes)
+
+
+def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
+    """Those that the stream has in its buffer, and then those in the next: a compressed file may have very many."""
+    if not isinstance(stream, io.BufferedReader):
+        return
+    while ahead := stream.peek():
+        num_blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(_JSON_SPACE + b"\n"))) + 1
+        # A line that is too long is a row, blank or not.
+        if not num_blank or (num_blank > max_line_bytes and _longest_line(ahead[:num_blank]) > max_line_bytes):
+            return
+        stream.read(num_blank)
+
+
+def _longest_line(lines: bytes) -> int:
+    return max(map(len, lines.split(b"\n")))
+
+
+def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    """Lines without their ends, each at most `max_line_bytes + 1` bytes."""
+    is_first = True
+    # Two bytes more than a line may have, for CRLF.
+    while line := stream.readline(max_line_bytes + 2 + (len(_BYTE_ORDER_MARK) if is_first else 0)):
+        if not line.endswith(b"\n"):
+            _skip_rest_of_line(stream)
+        line = line.removesuffix(b"\n").removesuffix(b"\r")
+        if is_first:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+            is_first = False
+        yield line[: max_line_bytes + 1]
+
+
+def _skip_rest_of_line(stream: BinaryIO) -> None:
+    while (piece := stream.readline(_SKIP_BYTES)) and not piece.endswith(b"\n"):
+        pass

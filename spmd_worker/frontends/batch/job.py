@@ -1,0 +1,370 @@
+"""The batch job: rows in, rows out, in input order, whatever single rows do.
+
+Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows too where there are several replicas
+(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by what runs and not by the file.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError, JobError, JournalError, ReplicaDivergedError
+from spmd_worker.base.files import sync_folder, write_json
+from spmd_worker.base.liveness.error_file import clear_records
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.metrics.prometheus import PrometheusFile, require_prometheus
+from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
+from spmd_worker.engine.between_steps import Turn, patience_s
+from spmd_worker.engine.data_parallel.replicas import Replicas, open_replicas
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.startup import package_versions, read_run, start_engine
+from spmd_worker.frontends.batch.file_lock import ENDING
+from spmd_worker.frontends.batch.input.input_scan import InputScan
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.job_metrics import (
+    ReplicaCounts,
+    chain_heads,
+    job_metrics,
+    report_of_rank,
+    report_of_replica,
+    stages_of,
+)
+from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
+from spmd_worker.frontends.batch.progress import Progress, format_summary
+from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.frontends.batch.run_dir.job_files import (
+    METRICS_NAME,
+    PROVENANCE_NAME,
+    check_files,
+    check_job,
+    own_files,
+    run_dir_of,
+    take_files,
+    try_output,
+)
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
+from spmd_worker.frontends.batch.run_dir.manifest import (
+    check_manifest,
+    end_manifest,
+    make_manifest,
+    take_arithmetic,
+    take_input,
+    write_manifest,
+)
+from spmd_worker.frontends.batch.run_dir.provenance import OutputDigest, write_provenance
+from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
+from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
+from spmd_worker.frontends.openai.row import RowError
+from spmd_worker.frontends.openai.row_answer import error_result
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.topology import check_world_size
+from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.device import device_type
+from spmd_worker.worker.memory.garbage import settled_objects
+
+logger = logging.getLogger(__name__)
+
+_SCAN_S: Final = 1.0
+"""A start waits so long for its input to be read; then it goes on beside."""
+_PAUSE_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """What rank 0 holds while the job runs."""
+
+    lock: RunLock
+    journal: RowJournal
+    manifest: dict[str, Any]
+    reader: RowReader
+    check: "InputCheck"
+
+    def before_exit(self) -> None:
+        """What is finished is kept, and a process that waits for the locks reads that they will be free."""
+        self.lock.note(ENDING)
+        self.journal.commit()
+
+
+class InputCheck:
+    """What is to be known of the input, once it is. A run that goes on reads no row before: its input must be the same.
+
+    `expect` gets the number of rows.
+    """
+
+    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, goes_on: bool) -> None:
+        self._scan, self._run_dir, self._manifest = scan, run_dir, manifest
+        self._resume, self._goes_on = resume, goes_on
+        self._is_settled = False
+        self.expect: Callable[[int | None], None] = lambda num_rows: None
+
+    def may_read(self) -> bool:
+        """Whether rows may be read now. Raises what `is_settled` raises."""
+        return self.is_settled() or not self._goes_on
+
+    def is_settled(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether the input is known, after `timeout_s`; the manifest has what is known. Raises OSError for what
+        cannot be read, ConfigError for an input that has changed.
+        """
+        if self._is_settled:
+            return True
+        found = self._scan.wait(timeout_s)
+        if found is None:
+            return False
+        take_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
+        self._is_settled = True
+        self.expect(found.num_rows)
+        return True
+
+    def check_unchanged(self) -> None:
+        """When all rows were read. Raises ConfigError where files were changed meanwhile: the output would not be of
+        the input that the manifest describes.
+        """
+        if self._scan.has_changed():
+            raise ConfigError(
+                f"job.input={self._manifest['config']['job']['input']} was changed while the job read it. The answers "
+                f"are kept: start the job again with the input as it was, or give another job.run_dir"
+            )
+
+
+def run_job(
+    config: RunConfig,
+    environment: RankEnvironment,
+    watchdog: Watchdog | None = None,
+    resolved: ResolvedRun | None = None,
+) -> None:
+    """Run the job on this rank; returns when every input row has its output row.
+
+    `resolved` is this run where it was read before torch could name the device: if it named another, it is read anew.
+
+    Raises ConfigError before anything is started for what cannot run, OSError where files cannot be read or written,
+    and JobError for more error rows than `job.max_error_rows` (the output is complete then).
+    """
+    started_s = time.perf_counter()
+    check_job(config.job)
+    if resolved is None or resolved.device_type != device_type(config.device):
+        resolved = read_run(config)
+    if environment.is_launched:
+        # Several engines would all read the same rows and write the same file.
+        check_world_size(resolved.layout, environment.world_size)
+    with ExitStack() as held:
+        run = _open_run(resolved, held, watchdog) if environment.is_leader else None
+        _run(resolved, environment, watchdog, run, started_s)
+        if run is not None:
+            # When nothing is left that could go wrong or be interrupted: who starts an ended run computes it anew.
+            _end_run(run)
+
+
+def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
+    """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
+    config = resolved.config
+    check_files(resolved)
+    if config.job.prometheus_file:
+        require_prometheus(config.job.prometheus_file)
+    run_dir, lock = run_dir_of(config.job), held.enter_context(take_files(config.job))
+    if watchdog is not None:
+        watchdog.before_exit = partial(lock.note, ENDING)
+    try_output(config.job)
+    lock.note("reads the input")
+    fingerprint = None if resolved.tokenizer is None else resolved.tokenizer.fingerprint()
+    reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, own_files(config.job))
+    scan = InputScan(reader, config.job.max_rows)
+    held.callback(scan.close)
+    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
+    # Most inputs are read in a moment: what is wrong with one is said before anything is loaded.
+    scan.wait(_SCAN_S)
+    goes_on = check_manifest(run_dir, manifest, config.job.resume)
+    check = InputCheck(scan, run_dir, manifest, config.job.resume, goes_on)
+    if not goes_on:
+        # An ended run's may still be there. Before the manifest, which says whose the journal beside it is.
+        remove_journal(run_dir)
+        sync_folder(run_dir)
+    write_manifest(run_dir, manifest)
+    check.is_settled()
+    clear_records(run_dir)
+    for name in (METRICS_NAME, PROVENANCE_NAME):
+        (run_dir / name).unlink(missing_ok=True)
+    try:
+        journal = RowJournal(run_dir, config.job.commit_rows, config.job.commit_s)
+    except JournalError as error:
+        raise ConfigError(f"{error}: remove the run directory to start over, or give another job.run_dir") from None
+    held.callback(journal.close)
+    if journal.num_rows:
+        logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
+    return OpenRun(lock, journal, manifest, reader, check)
+
+
+def _run(
+    resolved: ResolvedRun,
+    environment: RankEnvironment,
+    watchdog: Watchdog | None,
+    run: OpenRun | None,
+    started_s: float,
+) -> None:
+    config = resolved.config
+    if run is not None:
+        run.lock.note("joins the other ranks and loads the model")
+    engine: LLMEngine = start_engine(resolved, environment, watchdog)
+    loaded_s = time.perf_counter()
+    try:
+        replicas = open_replicas(engine)
+        with settled_objects():
+            if run is None:
+                _follow(engine, replicas)
+            else:
+                if watchdog is not None:
+                    watchdog.before_exit = run.before_exit
+                arithmetic = engine.executor.collective_rpc("get_arithmetic")[0]
+                take_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
+                run.lock.note("answers rows")
+                _lead(engine, replicas, config, run, started_s, loaded_s)
+    except BaseException as error:  # reported to the other ranks, before anything is taken down, and raised again
+        if engine.watchdog is not None:
+            engine.watchdog.fail(error)
+        if isinstance(error, ReplicaDivergedError):
+            write_last_records(engine, run_dir_of(config.job))
+        raise
+    finally:
+        engine.shutdown()
+
+
+def _follow(engine: LLMEngine, replicas: Replicas | None) -> None:
+    """Every rank but 0."""
+    answered = None
+    if replicas is None:
+        engine.follow()
+    else:
+        answered = help_shared_job(replicas)
+    own = report_of_rank(engine) if answered is None else report_of_replica(engine, answered)
+    engine.engine_channel.gather(own)
+
+
+def _lead(
+    engine: LLMEngine,
+    replicas: Replicas | None,
+    config: RunConfig,
+    run: OpenRun,
+    started_s: float,
+    loaded_s: float,
+) -> None:
+    job, run_dir = config.job, run.journal.folder
+    num_rows = run.manifest["num_rows"]
+    rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
+    rows.may_read = run.check.may_read
+    prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
+    progress = Progress(num_rows, rows_before=run.journal.num_rows)
+    output = JobOutput(run.journal, rows.keys, progress, num_rows, prometheus)
+    run.check.expect = output.expect
+    with (
+        output,
+        open_step_log(engine, run_dir) if job.step_log else nullcontext(),
+        StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
+    ):
+        engine.watch_steps(stats.write)
+        answered = _answer_rows(engine, replicas, rows, output, run.manifest["model_name"])
+        run.journal.commit()
+        generated_s = time.perf_counter()
+        if not engine.is_closed:
+            engine.close_followers()
+        # The other ranks do not wait for the output, which may take its time.
+        reports = engine.engine_channel.gather(report_of_replica(engine, answered))
+        if replicas is not None:
+            replicas.forget_round()
+        while not run.check.is_settled(timeout_s=_SCAN_S):
+            engine.times.heartbeat.enter("reading the input")
+        run.check.check_unchanged()
+        run.lock.note("writes the output")
+        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows, _vectors(engine))
+        output.is_complete = True
+    metrics = job_metrics(output.counts, reports) | {
+        "load_s": loaded_s - started_s,
+        "generate_s": generated_s - loaded_s,
+        "wall_s": time.perf_counter() - started_s,
+    }
+    write_json(run_dir / METRICS_NAME, metrics)
+    write_provenance(run_dir, run.manifest, job.output or "", digest, chain_heads(reports))
+    if "stages" in metrics:
+        write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
+    print(format_summary(metrics), file=sys.stderr)
+    error_rows, most = output.counts.error_rows, job.max_error_rows
+    if most is not None and error_rows > most:
+        # The journal stays: a launcher that starts the job again must not have everything computed again.
+        raise JobError(f"{error_rows} error rows are more than job.max_error_rows={most}")
+
+
+def _end_run(run: OpenRun) -> None:
+    end_manifest(run.journal.folder, run.manifest)
+    run.journal.close()
+    remove_journal(run.journal.folder)
+
+
+def _answer_rows(
+    engine: LLMEngine, replicas: Replicas | None, rows: JobInput, output: JobOutput, model_name: str
+) -> ReplicaCounts:
+    """Every row's answer into the journal; what this replica answered."""
+    if replicas is not None:
+        return lead_shared_job(replicas, rows, output, model_name)
+    _answer_alone(engine, rows, output, model_name)
+    num_before = output.counts.resumed_rows
+    return ReplicaCounts(output.counts.rows - num_before, engine.counters.num_output_tokens)
+
+
+def _vectors(engine: LLMEngine) -> VectorColumn | None:
+    """What a file with columns has of rows that are pooled."""
+    pooling = engine.limits.pooling
+    return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
+
+
+def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: VectorColumn | None) -> OutputDigest:
+    """All lines, in the order of the rows, into a file that appears when it is complete."""
+    digest, num_lines, num_bytes = sha256(), 0, 0
+    with OutputFile.open(path, vectors) as output:
+        for line in journal.lines():
+            output.write(line)
+            digest.update(line)
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
+        assert num_lines == num_rows, (num_lines, num_rows)
+    return OutputDigest(num_lines, num_bytes, digest.hexdigest())
+
+
+def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_name: str) -> None:
+    runner = RowRunner(engine, model_name)
+    # Enough to fill the next steps, few enough that a file of any size fits in memory.
+    most_unfinished = 2 * engine.config.scheduler.max_num_seqs
+    timeout_s = engine.config.executor.timeout_s
+    stepped_s = time.monotonic()
+    while not rows.has_ended or runner.num_rows:
+        _admit(rows, runner, output, most_unfinished, Turn(timeout_s))
+        if runner.num_rows or time.monotonic() - stepped_s > patience_s(timeout_s):
+            output.take_all(runner.step())
+            stepped_s = time.monotonic()
+        elif not rows.has_ended and not rows.is_ready():
+            time.sleep(_PAUSE_S)
+        output.show(engine.counters.num_output_tokens)
+    output.show(engine.counters.num_output_tokens)
+
+
+def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: Turn) -> None:
+    """The rows that are there, until so many requests run, so many rows were looked at, so large forms compiled or the
+    turn is over: a step may be due.
+    """
+    most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
+    for _ in range(most_unfinished):
+        if runner.num_requests >= most_unfinished or runner.num_form_bytes >= most_form_bytes or turn.is_over:
+            return
+        if rows.has_ended or (found := rows.next_row()) is None:
+            return
+        answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
+        if answer is not None:
+            output.take(answer)

@@ -1,0 +1,146 @@
+"""The figures of a job, as `metrics.json` has them: what every rank reports, added up.
+
+A report is JSON, because it travels to rank 0.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spmd_worker.base.metrics.stage_times import busy_shares
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.frontends.batch.job_rows import JobCounts
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """What one replica answered."""
+
+    rows: int = 0
+    output_tokens: int = 0
+
+
+def report_of_rank(engine: LLMEngine) -> bytes:
+    """Of a rank that follows."""
+    return json.dumps(_of_workers(engine)).encode("ascii")
+
+
+def report_of_replica(engine: LLMEngine, answered: ReplicaCounts) -> bytes:
+    """Of a replica's leader."""
+    times = engine.times
+    phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
+    replica = {**asdict(answered), "busy_s": times.total_s}
+    report = {**_of_workers(engine), "replica": replica, "counters": asdict(engine.counters), "times": phases}
+    report["chain_head"] = engine.lockstep.chain_head.hex()
+    return json.dumps(report).encode("ascii")
+
+
+def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
+    """`counts` is of all rows; `reports` are of all ranks."""
+    values = [json.loads(report) for report in reports]
+    leaders = [value for value in values if "replica" in value]
+
+    def total(part: str, name: str) -> Any:
+        return sum(leader[part][name] for leader in leaders)
+
+    metrics = {
+        "rows": counts.rows,
+        "resumed_rows": counts.resumed_rows,
+        "resumed_output_tokens": counts.resumed_output_tokens,
+        "error_rows": counts.error_rows,
+        "error_codes": counts.error_codes,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_prompt_tokens": counts.cached_prompt_tokens,
+        "computed_prompt_tokens": counts.prompt_tokens - counts.cached_prompt_tokens,
+        "output_tokens": counts.output_tokens,
+        "computed_tokens": total("counters", "num_computed_tokens"),
+        "recomputed_tokens": total("counters", "num_recomputed_tokens"),
+        "preemptions": total("counters", "num_preemptions"),
+        "preemptions_by_swap": total("counters", "num_swapped_out"),
+        "tier_stored_blocks": total("counters", "num_stored_blocks"),
+        "tier_loaded_blocks": total("counters", "num_loaded_blocks"),
+        "steps": total("counters", "num_steps"),
+        **{name: total("times", name) for name in leaders[0]["times"]},
+        "peak_memory_bytes": sum(value["peak_memory_bytes"] for value in values),
+    }
+    if len(leaders) > 1:
+        metrics["replicas"] = [leader["replica"] for leader in leaders]
+    metrics |= _expert_metrics(values) | _thread_metrics(values)
+    shares = busy_shares(stages_of(reports))
+    if shares:
+        metrics["stages"] = [
+            {"replica": each.replica, "stage": each.stage, "busy_share": round(each.share, 4)} for each in shares
+        ]
+        metrics["bubble_share"] = round(1 - sum(each.share for each in shares) / len(shares), 4)
+    return metrics
+
+
+def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
+    """Of each replica, what the first rank of each of its stages noted; empty where there is no pipeline.
+
+    A replica's ranks follow one another, its leader first.
+    """
+    replicas: list[dict[int, dict[str, Any]]] = []
+    for report in reports:
+        value = json.loads(report)
+        if "replica" in value:
+            replicas.append({})
+        for stage in value["stages"]:
+            replicas[-1].setdefault(stage["stage"], stage)
+    return [list(stages.values()) for stages in replicas] if len(replicas[0]) > 1 else []
+
+
+def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
+    """Of each replica, how many steps its ranks agreed on and the digest of those."""
+    leaders = [value for value in map(json.loads, reports) if "replica" in value]
+    return [{"steps": leader["counters"]["num_steps"], "digest_chain_head": leader["chain_head"]} for leader in leaders]
+
+
+def _of_workers(engine: LLMEngine) -> dict[str, Any]:
+    return {
+        "peak_memory_bytes": engine.executor.peak_memory_bytes(),
+        "stages": engine.stage_times(),
+        "expert_loads": engine.expert_loads(),
+        "thread_waits": [waits for waits in engine.thread_waits() if waits],
+        "computed_s": engine.times.execute_s,
+    }
+
+
+def _thread_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
+    """How long the ranks' kernels waited for threads of their own, and the rank where that took most of its time."""
+    waits = [(each, value["computed_s"]) for value in values for each in value["thread_waits"]]
+    if not waits:
+        return {}
+    shares = [each["waited_s"] / computed_s for each, computed_s in waits if computed_s > 0]
+    return {
+        "thread_waits": {
+            "waited_s": sum(each["waited_s"] for each, _ in waits),
+            "lost_cores": sum(each["num_lost"] for each, _ in waits),
+            "largest_share": round(max(shares, default=0.0), 4),
+        }
+    }
+
+
+def _expert_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens that met each expert of each layer, of all replicas, and what stands out; empty without experts."""
+    loads: dict[int, list[int]] = {}
+    for value in values:
+        for of_rank in value["expert_loads"]:
+            for layer, counts in of_rank.items():
+                before = loads.get(int(layer), [0] * len(counts))
+                loads[int(layer)] = [count + more for count, more in zip(before, counts, strict=True)]
+    shares = {
+        (layer, expert): count * len(counts) / (sum(counts) or 1)
+        for layer, counts in sorted(loads.items())
+        for expert, count in enumerate(counts)
+    }
+    if not shares:
+        return {}
+    layer, expert = max(shares, key=lambda place: shares[place])
+    return {
+        "experts": {
+            "tokens": {str(layer): counts for layer, counts in sorted(loads.items())},
+            "busiest": {"layer": layer, "expert": expert, "over_mean": round(shares[layer, expert], 2)},
+            "never_used": sum(counts.count(0) for counts in loads.values()),
+        }
+    }

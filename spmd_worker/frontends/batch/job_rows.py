@@ -1,0 +1,200 @@
+"""The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from spmd_worker.base.config.schema import JobConfig, RowLimits
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.metrics.prometheus import PrometheusFile
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.input.stream_lines import StreamLines
+from spmd_worker.frontends.batch.progress import Progress
+from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, row_key
+from spmd_worker.frontends.openai.row import Row, RowError
+from spmd_worker.frontends.openai.row_answer import RowAnswer
+from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+_PASSED_A_TURN: Final = 1000
+_PASSED_S: Final = 0.1
+"""Rows that were done, at one time: who asks has steps to take in between."""
+
+
+class InputRow(NamedTuple):
+    """A line, and what it says: a row, or why it is none."""
+
+    line: bytes
+    row: Row | RowError
+
+
+class JobInput:
+    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows that `journal` has are read and
+    not given; `keys` are those of rows that were given and are not done.
+    """
+
+    def __init__(
+        self, reader: RowReader, job: JobConfig, limits: RowLimits, defaults: SamplingParams, journal: RowJournal
+    ) -> None:
+        self.num_rows = 0
+        self.has_ended = False
+        self.may_read: Callable[[], bool] = lambda: True
+        """Whether rows may be read at all; where not, they may be a little later."""
+        self.limits = limits
+        self.keys: dict[int, int] = {}
+        self._journal, self._input = journal, job.input
+        self._num_not_met = journal.num_rows
+        self._max_rows, self._defaults = job.max_rows, defaults
+        # What a stream has not written yet must not keep waiting what it has.
+        self._stream = StreamLines(iter(reader)) if reader.paths is None else None
+        self._lines: Iterator[tuple[int, bytes]] = self._stream or iter(reader)
+        self._custom_ids = CustomIds()
+
+    def is_ready(self) -> bool:
+        """Whether the next row can be had now, or that there is none. A stream is asked for no more than `max_rows`."""
+        return self.may_read() and (self._has_all() or self._stream is None or self._stream.is_ready())
+
+    def _has_all(self) -> bool:
+        return self._max_rows is not None and self.num_rows >= self._max_rows
+
+    def next_row(self) -> InputRow | None:
+        """The next row that is to be done; None when there are no more (`has_ended`), or none yet. Never waits for a
+        stream. Raises ConfigError for a row that was done and has changed since, or is not there any more.
+        """
+        until_s = time.monotonic() + _PASSED_S
+        for _ in range(_PASSED_A_TURN):
+            if not self.is_ready():
+                return None
+            index, line = (-1, b"") if self._has_all() else next(self._lines, (-1, b""))
+            if index < 0:
+                self._check_all_met()
+                self.has_ended = True
+                return None
+            self.num_rows += 1
+            row = self._custom_ids.check(parse_row(index, line, self._defaults, self.limits))
+            key = row_key(line)
+            if not self._journal.has(index):
+                self.keys[index] = key
+                return InputRow(line, row)
+            if self._journal.key_of(index) != key:
+                raise ConfigError(
+                    f"job.input={self._input}: row {index} is not the one that was answered before: give the input "
+                    f"that the run began with, or another job.run_dir"
+                )
+            self._num_not_met -= 1
+            if time.monotonic() >= until_s:
+                break
+        return None
+
+    def _check_all_met(self) -> None:
+        if self._num_not_met:
+            raise ConfigError(
+                f"job.input={self._input} has {self.num_rows} rows here, and {self._num_not_met} rows after them were "
+                f"answered before: give the input that the run began with, and as many of its rows, or another "
+                f"job.run_dir"
+            )
+
+
+@dataclass(slots=True)
+class JobCounts:
+    """The sums over the answered rows; `resumed_rows` and `resumed_output_tokens` are of an earlier start."""
+
+    rows: int = 0
+    resumed_rows: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    resumed_output_tokens: int = 0
+    error_codes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def error_rows(self) -> int:
+        """Rows that did not run."""
+        return sum(self.error_codes.values())
+
+    def add(self, answer: RowAnswer) -> None:
+        """One more row."""
+        self.rows += 1
+        self.prompt_tokens += answer.num_prompt_tokens
+        self.cached_prompt_tokens += answer.num_cached_tokens
+        self.output_tokens += answer.num_output_tokens
+        if answer.error_code is not None:
+            self.error_codes[answer.error_code] = self.error_codes.get(answer.error_code, 0) + 1
+
+    def add_record(self, record: JournalRecord) -> None:
+        """One more row, which an earlier start of the job answered."""
+        counts = (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
+        self.add(RowAnswer(record.row, b"", record.error_code, *counts))
+        self.resumed_rows += 1
+        self.resumed_output_tokens += record.num_output_tokens
+
+
+class JobOutput:
+    """Takes answers in any order, keeps them in the journal, counts them and shows how far the job is.
+
+    `keys` are of the rows that are in flight (`JobInput.keys`); `num_rows` is of the whole input, where it is known.
+    As a context manager it ends the display, and reports to those who watch from outside how the job ended.
+    """
+
+    def __init__(
+        self,
+        journal: RowJournal,
+        keys: dict[int, int],
+        progress: Progress,
+        num_rows: int | None = None,
+        prometheus: PrometheusFile | None = None,
+    ) -> None:
+        self.counts = JobCounts()
+        self.is_complete = False
+        """Set once the output is written."""
+        self._journal, self._keys, self._progress = journal, keys, progress
+        self._num_rows, self._prometheus = num_rows, prometheus
+        for record in journal.records():
+            self.counts.add_record(record)
+        self._shown = (self.counts.rows, 0)
+
+    def expect(self, num_rows: int | None) -> None:
+        """So many rows the input has, it turned out."""
+        self._num_rows = num_rows
+        self._progress.expect(num_rows)
+
+    def take(self, answer: RowAnswer) -> None:
+        """One row's answer; every row comes once. Raises OSError."""
+        self.counts.add(answer)
+        self._journal.append(self._keys.pop(answer.index), answer)
+
+    def take_all(self, answers: Iterable[RowAnswer]) -> None:
+        """Several."""
+        for answer in answers:
+            self.take(answer)
+
+    def show(self, num_output_tokens: int) -> None:
+        """Call once a step, also while no row has ended: tokens are counted as they are generated."""
+        self._journal.tick()
+        now = (self.counts.rows, num_output_tokens)
+        self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])
+        self._shown = now
+        if self._prometheus is not None:
+            self._prometheus.update(self._values())
+
+    def __enter__(self) -> "JobOutput":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        if self._prometheus is not None:
+            self._prometheus.end(self._values(), is_complete=self.is_complete)
+
+    def _values(self) -> dict[str, float | None]:
+        return {
+            "rows": self._num_rows,
+            "rows_done": self.counts.rows,
+            "rows_resumed": self.counts.resumed_rows,
+            "error_rows": self.counts.error_rows,
+            "prompt_tokens": self.counts.prompt_tokens,
+            "output_tokens": self._shown[1],
+        }

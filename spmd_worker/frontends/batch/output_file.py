@@ -1,0 +1,263 @@
+"""The job's output: a file that appears under its name when it is complete, in the format that its name ends in.
+
+answers.jsonl         a line a row
+answers.jsonl.gz      the same, compressed (.zst too); the same lines make the same bytes
+answers.parquet       a row a row: index, custom_id, outputs, token counts, error, and the line of JSON itself; where
+                      rows are pooled, also the vector of a row that has one of the model's length
+"""
+
+import base64
+import contextlib
+import gzip
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.files import begin_own_file, partial_path, rename_durably, sync_stream
+from spmd_worker.frontends.openai.decimals import read_decimals
+
+_GZIP_LEVEL: Final = 6
+_ZSTD_LEVEL: Final = 3
+_PARQUET: Final = ".parquet"
+_PARQUET_ROWS: Final = 1024
+_PARQUET_BYTES: Final = 64 << 20
+"""A row group ends at so many rows, or bytes of lines."""
+
+
+VectorColumn = tuple[str, int]
+"""Name and length of the vectors of a Parquet file: a list column of fixed size, float32."""
+
+
+class LineSink(Protocol):
+    """Turns lines into bytes of a file."""
+
+    def write(self, line: bytes, /) -> Any:
+        """One more line, with its line end."""
+
+    def close(self) -> None:
+        """The rest; the file itself stays open."""
+
+
+class OutputFile:
+    """Lines go to `<name>.partial` beside the output, which `close` makes durable and renames.
+
+    As a context manager it closes on success and, on an exception, leaves neither output nor partial file.
+    """
+
+    def __init__(self, path: Path, stream: BinaryIO, sink: LineSink) -> None:
+        self.path, self._stream, self._sink = path, stream, sink
+
+    @staticmethod
+    def open(path: Path, vectors: VectorColumn | None = None) -> "OutputFile":
+        """Begin the file; `vectors` where rows are pooled. Raises OSError where it cannot be created, FileExistsError
+        for what is not a file, and ConfigError where its format needs a package that is not there.
+        """
+        path = Path(path)
+        if path.exists() and not path.is_file():
+            raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
+        stream = begin_own_file(partial_path(path), buffering=-1)
+        try:
+            sink: LineSink
+            if path.suffix == _PARQUET:
+                sink = _ParquetSink(stream, vectors)
+            else:
+                sink = _SINKS.get(path.suffix, _PlainSink)(stream)
+            return OutputFile(path, stream, sink)
+        except BaseException:
+            stream.close()
+            partial_path(path).unlink()
+            raise
+
+    def write(self, line: bytes) -> None:
+        """The next line, with its line end. Raises OSError."""
+        assert line.find(b"\n") == len(line) - 1, line[:100]
+        self._sink.write(line)
+
+    def close(self) -> None:
+        """Make the file durable and give it its name. Raises OSError."""
+        self._sink.close()
+        sync_stream(self._stream)
+        self._stream.close()
+        rename_durably(partial_path(self.path), self.path)
+
+    def abandon(self) -> None:
+        """Leave what was written, for the next who begins the file."""
+        self._sink.close()
+        self._stream.close()
+
+    def discard(self) -> None:
+        """Remove what was written; a file that had the output's name before stays as it was."""
+        with contextlib.suppress(OSError, ValueError):
+            # What a sink still holds it would write when it is forgotten, to a file that is closed.
+            self._sink.close()
+        self._stream.close()
+        partial_path(self.path).unlink(missing_ok=True)
+
+    def __enter__(self) -> "OutputFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class _PlainSink:
+    def __init__(self, stream: BinaryIO) -> None:
+        self.write = stream.write
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+def _gzip_sink(stream: BinaryIO) -> LineSink:
+    # Neither name nor time: the same lines are the same bytes.
+    return gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=stream, mtime=0)
+
+
+def _zstd_sink(stream: BinaryIO) -> LineSink:
+    try:
+        import zstandard
+    except ImportError as error:
+        refuse_without("zstandard", "zstd", f"job.output={_named(stream)}", error)
+    compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True)
+    sink: LineSink = compressor.stream_writer(stream, closefd=False)
+    return sink
+
+
+class _ParquetSink:
+    """A row group of so many rows at a time."""
+
+    def __init__(self, stream: BinaryIO, vectors: VectorColumn | None) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            refuse_without("pyarrow", "parquet", f"job.output={_named(stream)}", error)
+        text, number = pyarrow.string(), pyarrow.int64()
+        output = {
+            "index": number,
+            "text": text,
+            "token_ids": pyarrow.list_(number),
+            "finish_reason": text,
+            "stop_reason": text,
+        }
+        self._schema = pyarrow.schema(
+            {
+                "index": number,
+                "custom_id": text,
+                "outputs": pyarrow.list_(pyarrow.struct(output)),
+                "prompt_tokens": number,
+                "completion_tokens": number,
+                "error": pyarrow.struct({"code": text, "message": text}),
+                "json": text,
+                **({} if vectors is None else {vectors[0]: pyarrow.list_(pyarrow.float32(), vectors[1])}),
+            }
+        )
+        self._vectors = vectors
+        self._make_batch = pyarrow.RecordBatch.from_pylist
+        self._writer = pyarrow.parquet.ParquetWriter(stream, self._schema, compression="zstd")
+        self._lines: list[bytes] = []
+        self._num_bytes = 0
+        self._num_rows = 0
+
+    def write(self, line: bytes, /) -> None:
+        self._lines.append(line)
+        self._num_bytes += len(line)
+        if len(self._lines) == _PARQUET_ROWS or self._num_bytes >= _PARQUET_BYTES:
+            self._write_group()
+
+    def close(self) -> None:
+        self._write_group()
+        self._writer.close()
+
+    def _write_group(self) -> None:
+        rows = [parquet_row(self._num_rows + number, line, self._vectors) for number, line in enumerate(self._lines)]
+        self._num_rows += len(rows)
+        self._lines, self._num_bytes = [], 0
+        if rows:
+            self._writer.write_batch(self._make_batch(rows, schema=self._schema))
+
+
+def parquet_row(index: int, line: bytes, vectors: VectorColumn | None = None) -> dict[str, Any]:
+    """Columns of an output line of either shape; `json` holds the whole of it."""
+    numbers, rest = _cut_vector(line, vectors)
+    answer = json.loads(rest)
+    # Half of a surrogate pair, which JSON can escape and UTF-8 cannot hold, is replaced everywhere but in `json`.
+    body = answer["response"]["body"] if answer.get("response") else answer
+    outputs = [_parquet_output(each) for each in body.get("outputs") or body.get("choices") or ()]
+    usage = body.get("usage") or {}
+    row = {
+        "index": index,
+        "custom_id": answer["custom_id"],
+        "outputs": outputs,
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "error": answer["error"],
+    }
+    own = {} if vectors is None else {vectors[0]: _vector(body, *vectors) if numbers is None else numbers}
+    return {**_encodable(row), "json": line.decode("utf-8").rstrip("\n"), **own}
+
+
+def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.float32] | None, bytes]:
+    """The numbers of a line that has one vector of the column's length, and the line without them: a parser of JSON
+    takes longer for them than for all the rest. None, and the line as it is, of every other.
+    """
+    # Inside a text a quote stands behind a backslash: this is a key.
+    key = b"" if vectors is None else f'"{vectors[0]}": ['.encode()
+    if vectors is None or line.count(key) != 1:
+        return None, line
+    start = line.index(key) + len(key)
+    end = line.index(b"]", start)
+    numbers = read_decimals(line[start:end], vectors[1])
+    return (None, line) if numbers is None else (numbers, line[:start] + line[end:])
+
+
+def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
+    """The vector of a row that has one, of this length."""
+    data = body.get("data") or []
+    vector = data[0].get(name) if len(data) == 1 else body.get(name)
+    if isinstance(vector, str):
+        content = base64.b64decode(vector)
+        vector = list(struct.unpack(f"<{len(content) // 4}f", content))
+    return vector if vector is not None and len(vector) == size else None
+
+
+def _parquet_output(output: dict[str, Any]) -> dict[str, Any]:
+    text = output["message"]["content"] if "message" in output else output["text"]
+    stop_reason = output["stop_reason"]
+    return {
+        "index": output["index"],
+        "text": text,
+        "token_ids": output.get("token_ids"),
+        "finish_reason": output["finish_reason"],
+        "stop_reason": None if stop_reason is None else str(stop_reason),
+    }
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list) else value
+
+
+def _named(stream: BinaryIO) -> str:
+    return str(stream.name).removesuffix(".partial")
+
+
+_SINKS: Final[dict[str, Callable[[BinaryIO], LineSink]]] = {
+    ".gz": _gzip_sink,
+    ".zst": _zstd_sink,
+}

@@ -1,0 +1,132 @@
+"""Rows out to the replicas of a job and answers back to rank 0, through the launcher's store.
+
+    drawn         how many chunks of rows replicas have drawn, or will as soon as they are there
+    rows/N        chunk N: lines of the input, as rank 0 read them
+    end           how many chunks there are in all, once that is known
+    answers/R/N   message N of replica R: output lines with their counts
+
+Whoever draws a number has that chunk for itself, so nothing is handed out twice and nobody is asked. A message is a
+line of JSON that says how long its parts are, and then the parts.
+"""
+
+import json
+from typing import Any, Final
+
+from spmd_worker.engine.data_parallel.round import ReplicaRound
+from spmd_worker.engine.data_parallel.store import put_bytes, take_bytes
+from spmd_worker.frontends.batch.row_window import NumberedLine
+from spmd_worker.frontends.openai.row_answer import RowAnswer
+
+_END: Final = "end"
+
+
+class RowSender:
+    """Rank 0's end."""
+
+    def __init__(self, round_: ReplicaRound) -> None:
+        self._store, self._prefix = round_.store, round_.prefix
+        self._num_chunks = 0
+        self._num_received = {replica: 0 for replica in range(round_.num_replicas) if replica != round_.replica}
+
+    @property
+    def num_ahead(self) -> int:
+        """Chunks that nobody has drawn yet; below 0 when replicas wait for some."""
+        return self._num_chunks - self._store.add(f"{self._prefix}/drawn", 0)
+
+    def publish(self, rows: list[NumberedLine]) -> None:
+        """One more chunk."""
+        put_bytes(self._store, f"{self._prefix}/rows/{self._num_chunks}", pack_rows(rows))
+        self._num_chunks += 1
+
+    def end(self) -> None:
+        """There are no more chunks. Once."""
+        self._store.set(f"{self._prefix}/{_END}", str(self._num_chunks).encode())
+
+    def receive(self) -> list[RowAnswer]:
+        """What has come since the last call, without waiting."""
+        answers: list[RowAnswer] = []
+        for replica in self._num_received:
+            while (payload := self._take(replica)) is not None:
+                answers += unpack_answers(payload)
+        return answers
+
+    def forget(self) -> None:
+        """Remove what is left: when every replica has ended."""
+        for name in ("drawn", _END):
+            self._store.delete_key(f"{self._prefix}/{name}")
+
+    def _take(self, replica: int) -> bytes | None:
+        payload = take_bytes(self._store, f"{self._prefix}/answers/{replica}/{self._num_received[replica]}")
+        self._num_received[replica] += payload is not None
+        return payload
+
+
+class RowDrawer:
+    """The end of every replica, that of rank 0 included; only its leader draws."""
+
+    def __init__(self, round_: ReplicaRound) -> None:
+        self._store, self._prefix, self._replica = round_.store, round_.prefix, round_.replica
+        self._number: int | None = None
+        self._num_sent = 0
+        self.has_ended = False
+
+    def draw(self) -> list[NumberedLine]:
+        """The next chunk for this replica; none when it is not there yet, or when `has_ended`."""
+        if self.has_ended:
+            return []
+        if self._number is None:
+            self._number = self._store.add(f"{self._prefix}/drawn", 1) - 1
+        payload = take_bytes(self._store, f"{self._prefix}/rows/{self._number}")
+        if payload is None:
+            self.has_ended = self._is_past_the_end(self._number)
+            return []
+        self._number = None
+        return unpack_rows(payload)
+
+    def send(self, answers: list[RowAnswer]) -> None:
+        """To rank 0."""
+        put_bytes(self._store, f"{self._prefix}/answers/{self._replica}/{self._num_sent}", pack_answers(answers))
+        self._num_sent += 1
+
+    def _is_past_the_end(self, number: int) -> bool:
+        key = f"{self._prefix}/{_END}"
+        return self._store.check([key]) and number >= int(self._store.get(key))
+
+
+def pack_rows(rows: list[NumberedLine]) -> bytes:
+    """For the wire."""
+    return _pack([[row.index] for row in rows], [row.line for row in rows])
+
+
+def unpack_rows(payload: bytes) -> list[NumberedLine]:
+    """From the wire."""
+    return [NumberedLine(index, line) for (index,), line in _unpack(payload)]
+
+
+def pack_answers(answers: list[RowAnswer]) -> bytes:
+    """For the wire."""
+    heads = [
+        [each.index, each.error_code, each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens]
+        for each in answers
+    ]
+    return _pack(heads, [each.line for each in answers])
+
+
+def unpack_answers(payload: bytes) -> list[RowAnswer]:
+    """From the wire."""
+    return [RowAnswer(index, line, *counts) for (index, *counts), line in _unpack(payload)]
+
+
+def _pack(heads: list[list[Any]], parts: list[bytes]) -> bytes:
+    head = json.dumps([[head, len(part)] for head, part in zip(heads, parts, strict=True)]).encode("ascii")
+    return b"".join([head, b"\n", *parts])
+
+
+def _unpack(payload: bytes) -> list[tuple[list[Any], bytes]]:
+    start = payload.index(b"\n") + 1
+    found = []
+    for head, length in json.loads(payload[:start]):
+        found.append((head, payload[start : start + length]))
+        start += length
+    assert start == len(payload), (start, len(payload))
+    return found

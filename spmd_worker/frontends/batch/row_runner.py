@@ -1,0 +1,88 @@
+"""Rows through one engine: every row that is admitted comes back as its output line, whatever it holds."""
+
+from spmd_worker.chat.chat_format import model_chat_format
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.frontends.openai.pooled_rows import PooledRows
+from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
+from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
+from spmd_worker.frontends.openai.row_parser import resolve
+from spmd_worker.frontends.openai.row_writer import error_code_of, format_result
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.replica.sequence.request import RequestId
+
+
+class RowRunner:
+    """The rows that an engine has. Rank 0 of its replica has one; the other ranks follow.
+
+    `model_name` is what answers call the model when their row named none.
+    """
+
+    def __init__(self, engine: LLMEngine, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
+        self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
+        self._rows: dict[RequestId, EncodedRow] = {}
+        self._pooled = PooledRows(engine, model_name)
+
+    @property
+    def num_rows(self) -> int:
+        """Admitted and not answered."""
+        return len(self._rows) + self._pooled.num_rows
+
+    @property
+    def num_requests(self) -> int:
+        """Of the rows that run: a row that is pooled is one for each of its texts."""
+        return len(self._rows) + self._pooled.num_sequences
+
+    @property
+    def num_sequences(self) -> int:
+        """Of those rows, all their samples and texts."""
+        return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
+
+    @property
+    def num_form_bytes(self) -> int:
+        """Of the forms of answers that were compiled for rows to be admitted."""
+        grammars = self._engine.limits.grammars
+        return 0 if grammars is None else grammars.num_checked_bytes
+
+    def admit(self, row: Row) -> RowAnswer | None:
+        """Queue a row for the next step; the answer, now, of one that cannot run."""
+        if row.pooling is not None:
+            return self._pooled.admit(row)
+        engine = self._engine
+        encoded = resolve(
+            row,
+            engine.tokenizer,
+            engine.limits,
+            engine.config.limits,
+            self._chat_format,
+        )
+        if isinstance(encoded, RowError):
+            return error_result(encoded)
+        request_id = engine.admit_request(
+            encoded.prompt_token_ids,
+            encoded.sampling,
+            prompt=encoded.prompt,
+            custom_id=encoded.custom_id,
+            index=row.index,
+        )
+        self._rows[request_id] = encoded
+        return None
+
+    def step(self) -> list[RowAnswer]:
+        """One step; the rows that ended in it."""
+        answers = [self._answer(output) for output in self._engine.step()]
+        return [answer for answer in answers if answer is not None]
+
+    def _answer(self, output: RequestOutput) -> RowAnswer | None:
+        request_id = RequestId(int(output.request_id))
+        if self._pooled.has(request_id):
+            return self._pooled.take(request_id, output)
+        row = self._rows.pop(request_id)
+        return RowAnswer(
+            row.index,
+            format_result(row, output, self._model_name),
+            error_code_of(output) if output.error is not None else None,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_cached_tokens=output.num_cached_tokens,
+            num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+        )

@@ -1,0 +1,96 @@
+"""Rows read ahead of the replicas that will draw them: the longest first, in chunks that shrink towards the end.
+
+What is held is bounded by rows and bytes, because the file may be larger than memory: rows are in order of length only
+within what had been read when more were needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from spmd_worker.engine.data_parallel.round import share_of
+from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.openai.row import ChatPrompt, Prompt, Row, RowError, TextPrompt
+
+_MAX_ROWS: Final = 4096
+_MAX_BYTES: Final = 64 << 20
+_ROWS_A_TURN: Final = 256
+"""Read at one time; rank 0 has a replica to step in between."""
+_CHARACTERS_A_TOKEN: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedLine:
+    """An input line and the number of its row."""
+
+    index: int
+    line: bytes
+
+
+class RowSource(Protocol):
+    """Where rows come from."""
+
+    has_ended: bool
+    """Whether there are no more."""
+
+    def next_row(self) -> InputRow | None:
+        """None when there is none, or none yet."""
+
+
+class RowWindow:
+    """Rows of `source`; `refuse` gets those that are none."""
+
+    def __init__(self, source: RowSource, refuse: Callable[[RowError], None]) -> None:
+        self._source, self._refuse = source, refuse
+        self._read: list[tuple[int, NumberedLine]] = []
+        self._num_read_bytes = 0
+        self._sorted: list[NumberedLine] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every row of the input has been handed out."""
+        return self._source.has_ended and not self._read and not self._sorted
+
+    def read_on(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Read some rows, if there are more and they may be held, until the turn `is_over`."""
+        for _ in range(_ROWS_A_TURN):
+            if is_over():
+                return
+            is_full = len(self._read) >= _MAX_ROWS or self._num_read_bytes >= _MAX_BYTES
+            if self._source.has_ended or is_full or (found := self._source.next_row()) is None:
+                return
+            if isinstance(found.row, RowError):
+                self._refuse(found.row)
+            else:
+                self._read.append((expected_length(found.row), NumberedLine(found.row.index, found.line)))
+                self._num_read_bytes += len(found.line)
+
+    def take(self, num_replicas: int, most: int) -> list[NumberedLine]:
+        """The next chunk, at most `most` rows; none when no row is here, though more may come."""
+        if not self._sorted:
+            # Shortest first, because chunks are taken from the end; of equal ones the earlier row is taken first.
+            self._read.sort(key=lambda each: (each[0], -each[1].index))
+            self._sorted = [line for _, line in self._read]
+            self._read, self._num_read_bytes = [], 0
+        size = min(most, len(self._sorted))
+        if self._source.has_ended:
+            size = share_of(len(self._sorted) + len(self._read), num_replicas, size)
+        taken = self._sorted[len(self._sorted) - size :]
+        del self._sorted[len(self._sorted) - size :]
+        return taken[::-1]
+
+
+def expected_length(row: Row) -> int:
+    """About how many tokens the row may come to: its prompt's, and what its samples may get where that is limited."""
+    if row.pooling is not None:
+        return sum(_prompt_length(prompt) for prompt in row.pooling.prompts)
+    sampling = row.sampling
+    return _prompt_length(row.prompt) + sampling.num_sequences * (sampling.max_tokens or 0)
+
+
+def _prompt_length(prompt: Prompt) -> int:
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) // _CHARACTERS_A_TOKEN
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(str(message.get("content"))) for message in prompt.messages) // _CHARACTERS_A_TOKEN
+    return len(prompt.token_ids)

@@ -1,0 +1,146 @@
+"""Names of files that are compared before anything is written: two names, or one file?
+
+Names are compared by what they lead to: the folder's device and inode and the last component, and the file's own device
+and inode where it is there. So `..`, links of both kinds, bind mounts, a relative and an absolute name come out alike.
+"""
+
+import os
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from spmd_worker.base.errors import ConfigError
+
+Identity = tuple[int | str, ...]
+"""Device and inode of a file or folder that is there; followed by the names below it that are not."""
+
+
+class Name(NamedTuple):
+    """A file or folder by the key that names it, such as `job.output=out.jsonl`; `way_out` ends an error about it."""
+
+    key: str
+    path: Path
+    way_out: str = "give another file"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A file that a job writes: `name`, and the `paths` that it makes for it (a partial file too)."""
+
+    name: Name
+    paths: tuple[Path, ...]
+    is_folder: bool = False
+
+
+def refuse_read_and_written(claims: Sequence[Claim], read: Iterable[Name]) -> None:
+    """Raises ConfigError where a file that is read would be written."""
+    identities = [(claim, {_own(path) for path in claim.paths}) for claim in claims]
+    for name in read:
+        own = _own(name.path)
+        for claim, written in identities:
+            if own is not None and own in written:
+                raise ConfigError(
+                    f"{claim.name.key} is read too ({name.key}), and would be replaced: {claim.name.way_out}"
+                )
+
+
+def refuse_one_file_twice(claims: Sequence[Claim]) -> None:
+    """Raises ConfigError where two claims are one file, or one would have to be a folder for the other. Names that
+    differ in upper and lower case alone are one file on some file systems.
+    """
+    for number, claim in enumerate(claims):
+        taken = {each for path in claim.paths for each in _identities(path)}
+        for other in [*claims[:number], *claims[number + 1 :]]:
+            named = {each for path in other.paths for each in _identities(path)}
+            if not claim.is_folder:
+                named |= {each for path in other.paths for each in identities_above(path)}
+            if taken & named:
+                first, second = sorted((claim, other), key=claims.index)
+                raise ConfigError(
+                    f"{first.name.key} and {second.name.key} name one file, which each would write: "
+                    f"{second.name.way_out}"
+                )
+
+
+def refuse_in_folder(claims: Sequence[Claim], folder: Name) -> None:
+    """Raises ConfigError for what would be written into a folder that is read, or below it."""
+    own = _own(folder.path)
+    for claim in claims:
+        for path in claim.paths:
+            if own is not None and (own in identities_above(path) or own in _identities(path)):
+                raise ConfigError(
+                    f"{claim.name.key} is in a folder that is read ({folder.key}), and nothing is written there: "
+                    f"{claim.name.way_out} in another folder"
+                )
+
+
+def refuse_own_names(claims: Sequence[Claim], folder: Name, patterns: Sequence[str]) -> None:
+    """Raises ConfigError for what has a name that is used for something else in `folder`, or is below such a name."""
+    own = set(_identities(folder.path))
+    for claim in claims:
+        for path in _variants(claim.name.path):
+            for name, parent in zip(path.parts[:0:-1], path.parents):
+                is_own = any(fnmatchcase(_folded(name), pattern) for pattern in patterns)
+                if is_own and own & set(_identities(parent)):
+                    raise ConfigError(
+                        f"{claim.name.key}: {name} is a file of the run directory itself ({folder.key}): "
+                        f"{claim.name.way_out}, or another name"
+                    )
+
+
+def matches(pattern: str, path: Path) -> bool:
+    """Whether `glob.glob(pattern, recursive=True)` finds `path` once it is there."""
+    ours, theirs = Path(os.path.abspath(pattern)).parts, Path(os.path.abspath(path)).parts
+    return _matches(ours, theirs)
+
+
+def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        is_hidden = bool(parts) and parts[0].startswith(".")
+        return _matches(pattern[1:], parts) or (bool(parts) and not is_hidden and _matches(pattern, parts[1:]))
+    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatchcase(parts[0], pattern[0]) and _matches(pattern[1:], parts[1:])
+
+
+def identities_above(path: Path) -> set[Identity]:
+    """Of every folder that `path` is in."""
+    return {each for variant in _variants(path) for parent in variant.parents for each in _identities(parent)}
+
+
+def _own(path: Path) -> Identity | None:
+    """Device and inode, if it is there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _identities(path: Path) -> Iterator[Identity]:
+    """Of the name, and of what it leads to."""
+    for variant in _variants(path):
+        own = _own(variant)
+        if own is not None:
+            yield own
+        for level, parent in enumerate(variant.parents, start=1):
+            anchor = _own(parent)
+            if anchor is not None:
+                yield (*anchor, *map(_folded, variant.parts[-level:]))
+                break
+
+
+def _variants(path: Path) -> tuple[Path, ...]:
+    """Where the name itself stands, and what it leads to."""
+    target = Path(os.path.realpath(path))
+    place = target if path.name in ("", "..") else Path(os.path.realpath(path.parent)) / path.name
+    return tuple(dict.fromkeys((place, target)))
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

@@ -1,0 +1,326 @@
+"""Finished rows on disk: what was committed survives any end of the job, and is not computed again.
+
+    rows.part    output lines, one after another, in the order in which rows ended
+    journal      a header, then a record a row: which row, where its line is, its counts
+
+A commit makes lines durable before the records that name them, so a record that is there can be relied on. Whatever
+follows the last whole record, lines or half of one, is cut off when the journal is opened again.
+"""
+
+import logging
+import os
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+from zlib import crc32
+
+from spmd_worker.base.errors import JournalError
+from spmd_worker.base.files import open_own_file, sync_folder
+from spmd_worker.frontends.openai.row_answer import RowAnswer
+
+logger = logging.getLogger(__name__)
+
+LINES_NAME: Final = "rows.part"
+JOURNAL_NAME: Final = "journal"
+_HEADER: Final = b"SPMDJNL1"
+_RECORD: Final = struct.Struct("<QQQIIIII40s")
+_CHECKSUM: Final = struct.Struct("<I")
+_RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
+_READ_BYTES: Final = 1 << 20
+
+
+class JournalRecord(NamedTuple):
+    """A row that is done. `key` is of its input line, `checksum` of its output line at [offset, offset + length)."""
+
+    row: int
+    key: int
+    offset: int
+    length: int
+    checksum: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    error_code: str | None
+
+    def pack(self) -> bytes:
+        """For the file."""
+        code = (self.error_code or "").encode("ascii")
+        assert len(code) <= 40, self.error_code
+        data = _RECORD.pack(*self[:8], code)
+        return data + _CHECKSUM.pack(crc32(data))
+
+    @staticmethod
+    def unpack(data: bytes) -> "JournalRecord | None":
+        """From the file; None for bytes that are no whole record."""
+        if len(data) != _RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
+            return None
+        *numbers, code = _RECORD.unpack(data[: _RECORD.size])
+        return JournalRecord._make([*numbers, code.rstrip(b"\0").decode("ascii", "replace") or None])
+
+
+def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
+    """(row, line) of every committed row in order of the rows, of a job that may be running; changes nothing.
+
+    Raises FileNotFoundError where there is no journal, JournalError for what is none, OSError.
+    """
+    with _open_to_read(folder / JOURNAL_NAME) as records, _open_to_read(folder / LINES_NAME) as lines:
+        if records.read(len(_HEADER)) != _HEADER:
+            raise JournalError(f"{folder / JOURNAL_NAME} is no journal of this version")
+        places = array("Q")
+        while (record := JournalRecord.unpack(records.read(_RECORD_BYTES))) is not None:
+            places.extend((record.row, record.offset, record.length, record.checksum))
+        order = sorted(range(0, len(places), 4), key=places.__getitem__)
+        for start in order:
+            row, offset, length, checksum = places[start : start + 4]
+            line = _read_at(lines.fileno(), offset, length) if offset < 1 << 62 else b""
+            if len(line) != length or crc32(line) != checksum:
+                raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {row}")
+            yield row, line
+
+
+def remove_journal(folder: Path) -> None:
+    """What a journal has left, if there was one. Raises OSError."""
+    # The records first: lines without records are nothing, records without lines would be damage.
+    for name in (JOURNAL_NAME, LINES_NAME):
+        (folder / name).unlink(missing_ok=True)
+
+
+def row_key(line: bytes) -> int:
+    """Of an input line: another line has, all but certainly, another key."""
+    return int.from_bytes(blake2b(line, digest_size=8).digest(), "little")
+
+
+class RowJournal:
+    """Opens a run directory's journal, or begins it. One writer at a time (the caller's lock); `commit` is thread-safe.
+
+    A commit happens `commit_rows` rows or `commit_s` seconds after the last, whichever is sooner, if `append` or `tick`
+    is called. After an OSError nothing more is written: what a failed fsync has left on disk is not known before the
+    file is read again.
+    """
+
+    def __init__(self, folder: Path, commit_rows: int, commit_s: float, sync: Callable[[int], None] = os.fsync) -> None:
+        """Raises JournalError for what is no journal, OSError."""
+        self.folder = folder
+        self._commit_rows, self._commit_s, self._sync = commit_rows, commit_s, sync
+        self._lock = threading.Lock()
+        self._keys, self._offsets, self._lengths = array("Q"), array("Q"), array("I")
+        self._pending: list[tuple[int, RowAnswer]] = []
+        self._failure: Exception | None = None
+        self.num_rows = 0
+        self._lines = _open_to_append(folder / LINES_NAME)
+        self._records = _open_to_append(folder / JOURNAL_NAME)
+        self._recover()
+        # Both files have their names for good before a record is in one of them.
+        sync_folder(folder)
+        self.num_recovered = self.num_rows
+        self._last_commit_s = time.monotonic()
+
+    def has(self, index: int) -> bool:
+        """Whether the row is done."""
+        return index < len(self._lengths) and self._lengths[index] > 0
+
+    def key_of(self, index: int) -> int:
+        """The key that the row had when it was done."""
+        assert self.has(index), index
+        return self._keys[index]
+
+    def append(self, key: int, answer: RowAnswer) -> None:
+        """One more row is done. Raises OSError when a commit fails."""
+        assert not self.has(answer.index), f"row {answer.index} is done twice"
+        with self._lock:
+            # Ctrl-C may come between the two: what is pending has its place, or the commit of all rows would fail.
+            self._note(answer.index, key, 0, len(answer.line))
+            self._pending.append((key, answer))
+        self.tick()
+
+    def tick(self) -> None:
+        """Commit if it is time. Raises OSError."""
+        is_due = time.monotonic() - self._last_commit_s >= self._commit_s
+        if self._pending and (is_due or len(self._pending) >= self._commit_rows):
+            self.commit()
+
+    def commit(self) -> None:
+        """Make everything durable that was appended. Raises OSError; then nothing more is written, and every later call
+        raises it again: another thread may have been the first to hear of it.
+        """
+        with self._lock:
+            self._last_commit_s = time.monotonic()
+            if self._failure is not None:
+                raise self._failure
+            if not self._pending:
+                return
+            ends = os.lseek(self._lines, 0, os.SEEK_END), os.lseek(self._records, 0, os.SEEK_END)
+            try:
+                self._write_pending(ends[0])
+                self._pending = []
+            except Exception as error:  # raised by every commit from now on
+                self._failure = error
+                raise
+            except BaseException:  # Ctrl-C: nothing is wrong with the files, and the next commit begins again
+                if self._pending:
+                    self._take_back(*ends)
+                raise
+
+    def _write_pending(self, offset: int) -> None:
+        """`offset` is the end of the lines."""
+        records = bytearray()
+        for key, answer in self._pending:
+            record = JournalRecord(
+                answer.index,
+                key,
+                offset,
+                len(answer.line),
+                crc32(answer.line),
+                answer.num_prompt_tokens,
+                answer.num_cached_tokens,
+                answer.num_output_tokens,
+                answer.error_code,
+            )
+            records += record.pack()
+            self._offsets[answer.index] = offset
+            offset += len(answer.line)
+        _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))
+        self._sync(self._lines)
+        _write_all(self._records, bytes(records))
+        self._sync(self._records)
+
+    def _take_back(self, lines_end: int, records_end: int) -> None:
+        try:
+            self._cut(lines_end, records_end)
+        except OSError as error:  # as any failure of a commit
+            self._failure = error
+
+    def _cut(self, lines_end: int, records_end: int) -> None:
+        """What follows is gone for good: the records first, which must not name lines that are not there."""
+        for descriptor, end in ((self._records, records_end), (self._lines, lines_end)):
+            if os.fstat(descriptor).st_size > end:
+                os.ftruncate(descriptor, end)
+                # New bytes must not come to stand before old ones.
+                self._sync(descriptor)
+
+    def records(self) -> Iterator[JournalRecord]:
+        """The rows that were done when the journal was opened, in the order in which they ended."""
+        for number in range(self.num_recovered):
+            record = JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
+            assert record is not None, number
+            yield record
+
+    def lines(self) -> Iterator[bytes]:
+        """The committed lines in order of the rows, as long as none is missing."""
+        for index in range(len(self._lengths)):
+            length = self._lengths[index]
+            if length == 0:
+                return
+            yield _read_at(self._lines, self._offsets[index], length)
+
+    def close(self) -> None:
+        """Commit and close the files. Idempotent. Raises OSError when rows could not be committed, now or before."""
+        if self._lines < 0:
+            return
+        try:
+            self._commit_at_last()
+        finally:
+            # Another thread may commit for the same reason.
+            with self._lock:
+                lines, records, self._lines, self._records = self._lines, self._records, -1, -1
+            os.close(lines)
+            os.close(records)
+
+    def _commit_at_last(self) -> None:
+        if self._failure is not None and not self._pending:
+            return
+        try:
+            self.commit()
+        except KeyboardInterrupt:
+            # There is no next commit that would begin again.
+            self.commit()
+            raise
+
+    def _recover(self) -> None:
+        """Read what is there, and cut off what is torn. Raises JournalError."""
+        try:
+            self._read_records()
+        except (OverflowError, MemoryError):
+            raise JournalError(f"{self.folder / JOURNAL_NAME} names a row that no input has") from None
+
+    def _read_records(self) -> None:
+        size = os.fstat(self._records).st_size
+        head = _read_at(self._records, 0, len(_HEADER))
+        # The power may have gone before the header was on the disk: its size can be there without it.
+        is_unwritten = size <= len(_HEADER) and not any(head)
+        if size < len(_HEADER) or is_unwritten:
+            if not _HEADER.startswith(head) and not is_unwritten:
+                raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal: it begins with {head!r}")
+            self._cut(0, 0)
+            _write_all(self._records, _HEADER)
+            self._sync(self._records)
+            return
+        end, lines_end = len(_HEADER), 0
+        if head != _HEADER:
+            raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal of this version")
+        num_line_bytes = os.fstat(self._lines).st_size
+        while (record := JournalRecord.unpack(_read_at(self._records, end, _RECORD_BYTES))) is not None:
+            is_whole = record.offset == lines_end and record.offset + record.length <= num_line_bytes
+            if not is_whole or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
+                raise JournalError(
+                    f"{self.folder / JOURNAL_NAME}: record {self.num_rows} (row {record.row}) names bytes "
+                    f"{record.offset} to {record.offset + record.length} of {LINES_NAME}, which are not that row's line"
+                )
+            if self.has(record.row):
+                raise JournalError(f"{self.folder / JOURNAL_NAME}: row {record.row} is recorded twice")
+            self._note(record.row, record.key, record.offset, record.length)
+            end += _RECORD_BYTES
+            lines_end += record.length
+        self._warn_of_lost(end, size)
+        self._cut(lines_end, end)
+
+    def _warn_of_lost(self, end: int, size: int) -> None:
+        """A torn tail is what a killed job leaves; good records behind it are a fault of the disk."""
+        behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
+        lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
+        if lost:
+            logger.warning(
+                "%s is damaged at byte %d: %d finished rows behind it are not used, and computed again",
+                *(self.folder / JOURNAL_NAME, end, lost),
+            )
+
+    def _note(self, index: int, key: int, offset: int, length: int) -> None:
+        missing = index + 1 - len(self._lengths)
+        if missing > 0:
+            self._keys.frombytes(bytes(8 * missing))
+            self._offsets.frombytes(bytes(8 * missing))
+            self._lengths.frombytes(bytes(4 * missing))
+        self._keys[index], self._offsets[index], self._lengths[index] = key, offset, length
+        self.num_rows += 1
+
+
+def _open_to_read(path: Path) -> BinaryIO:
+    return open(open_own_file(path, os.O_RDONLY), "rb")
+
+
+def _open_to_append(path: Path) -> int:
+    return open_own_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """A write may take a part of the data (on a disk that fills up): the rest follows, or OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read_at(descriptor: int, offset: int, length: int) -> bytes:
+    """Up to `length` bytes, fewer at the end of the file."""
+    pieces, num_read = [], 0
+    while num_read < length:
+        piece = os.pread(descriptor, min(length - num_read, _READ_BYTES), offset + num_read)
+        if not piece:
+            break
+        pieces.append(piece)
+        num_read += len(piece)
+    return b"".join(pieces)

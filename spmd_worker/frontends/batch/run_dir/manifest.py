@@ -1,0 +1,213 @@
+"""What a job is: everything that its answers depend on, written to the run directory before the first row.
+
+A job that goes on from what the run directory holds must be the same job; how many ranks compute it, with how much
+memory and in which steps, may differ.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import JsonError, read_json_object, write_json
+from spmd_worker.base.version import code_fingerprint, version
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
+from spmd_worker.model.weights.safetensors_header import read_header
+from spmd_worker.model_config.tensor_names import INDEX_FILE
+from spmd_worker.resolved import ResolvedRun
+
+FORMAT_VERSION: Final = 2
+_UNCHECKED_VERSION: Final = 1
+"""Had no checksum."""
+_HASH_BYTES: Final = 16
+_INPUT_KEY: Final = "job.input"
+_ARITHMETIC_KEY: Final = "arithmetic"
+_MODEL_KEY: Final = "model.path"
+_CHECKSUM_KEY: Final = "checksum"
+NOT_READ: Final = "not read yet"
+"""What stands for what is known later, until it is: the digest of an input, the arithmetic of kernels."""
+_KNOWN_LATER: Final = (_INPUT_KEY, _ARITHMETIC_KEY)
+
+_ANSWER_KEYS: Final = (
+    *("model.dtype", "model.max_model_len", "model.load_format", "model.quantization"),
+    *("model.logprobs_mode", "seed"),
+    *("model.tool_call_format", "model.reasoning_format"),
+    *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
+    "model.default_prompt_name",
+)
+"""Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
+
+
+def make_manifest(
+    resolved: ResolvedRun,
+    packages: Mapping[str, str],
+    tokenizer: str | None,
+    inputs: Sequence[Path] | None,
+) -> dict[str, Any]:
+    """`answers` is what must be equal to go on, by key; the rest says how the job was run. Raises OSError.
+
+    `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read (None: a stream). Their digest and how
+    many rows they have come later (`take_input`), and so does how the ranks compute (`take_arithmetic`).
+    """
+    config = resolved.config
+    settings = asdict(config)
+    answers: dict[str, Any] = {key: _at(settings, key) for key in _ANSWER_KEYS}
+    answers |= {f"sampling.{key}": value for key, value in settings["sampling"].items()}
+    answers |= {f"limits.{key}": value for key, value in settings["limits"].items()}
+    answers["device"] = resolved.device_type
+    answers["job.max_rows"] = config.job.max_rows
+    answers[_INPUT_KEY] = None if inputs is None else NOT_READ
+    answers[_MODEL_KEY] = model_digest(resolved)
+    answers["tokenizer"] = tokenizer
+    answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
+    answers["version of the code"] = code_fingerprint()
+    answers[_ARITHMETIC_KEY] = NOT_READ
+    return {
+        "format_version": FORMAT_VERSION,
+        "has_ended": False,
+        "answers": answers,
+        "config": settings,
+        "config_hash": _digest_of(json.dumps(settings, sort_keys=True)),
+        "num_rows": None,
+        "version": version(),
+        "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
+        "model": str(resolved.model_folder.resolve()),
+        "model_revision": resolved.location.commit,
+        "model_name": resolved.location.name,
+        "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
+    }
+
+
+def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
+    """Compare with the manifest of a run that has not ended, if there is one, and add its history. Changes no file.
+    Returns whether there is one to go on with.
+
+    Raises ConfigError naming the first key that differs, unless `resume` is force.
+    """
+    last = read_manifest(run_dir / MANIFEST_NAME)
+    goes_on = last is not None and not last["has_ended"]
+    manifest["overridden"] = []
+    if last is not None and goes_on:
+        now = manifest["answers"]
+        # Until it is known the last run's stands: this one may be ended before.
+        before = {key: last["answers"].get(key) for key in _KNOWN_LATER if now[key] == NOT_READ}
+        _compare(run_dir, last["answers"], now | before, resume, manifest)
+        now |= before
+        if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
+            # What rows that name no model have in their answers: the folder may have moved.
+            manifest["model_name"] = last.get("model_name", manifest["model_name"])
+        manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
+        manifest["starts"] = [*last["starts"], *manifest["starts"]]
+    return goes_on
+
+
+def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
+    """From now on the journal there is this job's: that of another must be gone, for good. Raises OSError."""
+    write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _checksum(manifest)})
+
+
+def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
+    """The input's digest and rows are known: compare with what the manifest has from the last run, and write it.
+
+    Raises ConfigError where they differ, unless `resume` is force; what is written is as it was then.
+    """
+    manifest["num_rows"] = num_rows
+    _take(run_dir, manifest, resume, _INPUT_KEY, digest)
+
+
+def take_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
+    """In which order these ranks add numbers: another processor, or another GPU, may give rows other bits.
+
+    Raises as `take_input` does.
+    """
+    _take(run_dir, manifest, resume, _ARITHMETIC_KEY, arithmetic)
+
+
+def _take(run_dir: Path, manifest: dict[str, Any], resume: str, key: str, value: str | None) -> None:
+    before = manifest["answers"][key]
+    if before not in (value, NOT_READ):
+        _compare(run_dir, {key: before}, {key: value}, resume, manifest)
+    manifest["answers"][key] = value
+    write_manifest(run_dir, manifest)
+
+
+def _compare(
+    run_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: str, manifest: dict[str, Any]
+) -> None:
+    """Note what differs in the manifest's history."""
+    values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
+    overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
+    if overridden and resume != "force":
+        key, (earlier, later) = next(iter(overridden.items()))
+        raise ConfigError(
+            f"{key} is {_short(later)}, and {_short(earlier)} in the run that job.run_dir={run_dir} holds: answers "
+            f"would differ. Go on as that run began, give another job.run_dir, or set job.resume=force to go on "
+            f"all the same"
+        )
+    if overridden:
+        manifest["overridden"] = [*manifest["overridden"], overridden]
+
+
+def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
+    """Every row has its answer in the output. Raises OSError."""
+    write_manifest(run_dir, {**manifest, "has_ended": True})
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """None where there is none. Raises ConfigError for what is no manifest, or is damaged; OSError."""
+    way_out = "give another job.run_dir, or remove this one to start over"
+    try:
+        value = read_json_object(path)
+    except FileNotFoundError:
+        return None
+    except JsonError as error:
+        raise ConfigError(f"{error}: {way_out}") from None
+    version_found = value.get("format_version")
+    is_over = version_found == _UNCHECKED_VERSION and value.get("has_ended") is True
+    if version_found != FORMAT_VERSION and not is_over:
+        raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: {way_out}")
+    # Of a run that is over, whoever wrote it, nothing else counts.
+    if not is_over and value.pop(_CHECKSUM_KEY, None) != _checksum(value):
+        raise ConfigError(f"{path} is damaged (its checksum is another): {way_out}")
+    return value
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """The checksum of all other values: a disk's fault in a name or number would else be an answer's."""
+    return _digest_of(json.dumps(manifest, sort_keys=True))
+
+
+def model_digest(resolved: ResolvedRun) -> str:
+    """Of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files; not of the
+    weights themselves.
+    """
+    folder = resolved.model_folder
+    index = folder / INDEX_FILE
+    digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
+    digest.update(index.read_bytes() if index.is_file() else b"")
+    pooling = resolved.model_config.pooling
+    inside = () if pooling is None else pooling.weight_folders
+    for path in [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]:
+        header = read_header(path)
+        digest.update(f"\0{path.relative_to(folder)}\0{header.file_bytes}\0{header.digest}".encode())
+    return digest.hexdigest()
+
+
+def _digest_of(text: str) -> str:
+    return blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
+
+
+def _at(settings: Mapping[str, Any], key: str) -> Any:
+    value: Any = settings
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

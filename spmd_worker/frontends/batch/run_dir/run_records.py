@@ -1,0 +1,77 @@
+"""What a run writes down of its steps: the step log while it runs, and each rank's last records when ranks diverge.
+
+Both have the format of `frontends/replay/step_log.py`, so `spmd-worker-replay` reads both.
+"""
+
+import logging
+from pathlib import Path
+
+from spmd_worker.base.version import code_fingerprint
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLogHeader, StepLogWriter
+from spmd_worker.replica.lockstep.wire.codec import Encoder
+
+logger = logging.getLogger(__name__)
+
+
+def open_step_log(engine: LLMEngine, run_dir: Path) -> StepLogWriter:
+    """Write every step message from now on to `steps.log`; the caller closes it. Rank 0, before the first step."""
+    writer = StepLogWriter(run_dir / STEP_LOG_NAME, step_log_header(engine))
+    engine.lockstep.on_message = writer.write
+    return writer
+
+
+def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
+    """This rank's own records of the last steps, as `records.rank<N>.log`; None where the run directory is not here.
+
+    A disk that takes nothing is warned of and no more: what is being reported is worse.
+    """
+    if not run_dir.is_dir():
+        return None
+    path = run_dir / f"records.rank{engine.engine_channel.rank}.log"
+    encoder = Encoder(engine.config.parallel.pipeline_parallel_size)
+    try:
+        with StepLogWriter(path, step_log_header(engine)) as writer:
+            for message in engine.lockstep.records:
+                writer.write(encoder.encode(message))
+    except OSError as error:
+        logger.warning("the records of the last steps could not be written: %s", error)
+        return None
+    return path
+
+
+def step_log_header(engine: LLMEngine) -> StepLogHeader:
+    """What a replay needs besides the messages."""
+    resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
+    tokens = config.model.classifier_from_token
+    return StepLogHeader(
+        code=code_fingerprint(),
+        model_path=str(resolved.model_folder.resolve()),
+        load_format=config.model.load_format,
+        device=resolved.device_type,
+        dtype=resolved.dtype,
+        quantization=config.model.quantization,
+        tokenizer=engine.tokenizer.fingerprint() if engine.tokenizer is not None else None,
+        vocab_size=resolved.model_config.vocab_size,
+        eos_token_ids=resolved.model_config.eos_token_ids,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        watermark_blocks_per_sequence=engine.scheduler.limits.watermark_blocks_per_sequence,
+        num_host_blocks=cache.num_host_blocks,
+        num_tier_blocks=cache.num_tier_blocks,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        preemption_mode=config.scheduler.preemption_mode,
+        block_copy_tokens=engine.scheduler.limits.preemption.block_copy_tokens,
+        seed=config.seed,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        data_parallel_size=config.parallel.data_parallel_size,
+        runner=config.model.runner,
+        pooling_type=config.model.pooling_type,
+        classifier_from_token=None if tokens is None else tuple(tokens),
+        num_steps_ahead=resolved.num_steps_ahead,
+    )

@@ -1,0 +1,225 @@
+"""A job in several replicas: rank 0 reads, hands rows out, takes answers in and writes; all replicas draw and answer.
+
+Replicas draw chunks when they have room, so none waits for another and the faster does more. Rank 0's replica draws as
+the others do. Files are rank 0's alone: rows and answers of the others travel through the launcher's store.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from spmd_worker.engine.between_steps import Turn, patience_s
+from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
+from spmd_worker.engine.data_parallel.round import ReplicaRound
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
+from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.row_exchange import RowDrawer, RowSender
+from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
+from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
+from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
+
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
+_MAX_CHUNK_ROWS: Final = 64
+_CHUNKS_A_ROOM: Final = 8
+"""So many chunks fill a replica."""
+_CHUNKS_AHEAD: Final = 2
+"""A replica's: what others may draw while rank 0 runs a step."""
+_PAUSE_S: Final = 0.002
+_SEND_S = _RECEIVE_S = 0.05
+_MAX_HELD_BYTES: Final = 1 << 20
+
+Deliver = Callable[[list[RowAnswer]], None]
+
+
+class ReplicaWork:
+    """One replica's part, on its leader: draw, step, hand answers to `deliver`. Call `advance` until `has_ended`."""
+
+    def __init__(
+        self, engine: LLMEngine, round_: ReplicaRound, drawer: RowDrawer, model_name: str, deliver: Deliver
+    ) -> None:
+        self.counts = ReplicaCounts()
+        self.has_ended = False
+        self._engine, self._round, self._drawer, self._deliver = engine, round_, drawer, deliver
+        self._runner = RowRunner(engine, model_name)
+        self._drawn: deque[NumberedLine] = deque()
+        self._num_told_tokens = 0
+        self._last_step_s = time.monotonic()
+
+    def advance(self) -> None:
+        """One step, or a pause where there was nothing to do. Raises RankFailedError when a replica has failed."""
+        if not self._drawn and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
+            self._drawn.extend(self._drawer.draw())
+        # All of them may be refused, and then more are due at once.
+        has_rows = bool(self._drawn)
+        self._admit()
+        if self._runner.num_rows:
+            self._step()
+        elif self._drawer.has_ended and not self._drawn and not self.has_ended:
+            self._end()
+        else:
+            if not has_rows:
+                time.sleep(_PAUSE_S)
+            self._step_if_due()
+        if self._round.send_heartbeat():
+            self._tell_tokens()
+
+    def _admit(self) -> None:
+        """What was drawn, until forms of so many bytes were compiled or the turn is over: a step may be due."""
+        most_form_bytes = self._runner.num_form_bytes + MOST_FORM_BYTES
+        turn = Turn(self._engine.config.executor.timeout_s)
+        while self._drawn and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
+            each = self._drawn.popleft()
+            # Rank 0 found nothing wrong with its form, and asked after its name.
+            row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
+            assert isinstance(row, Row), row
+            answer = self._runner.admit(row)
+            if answer is not None:
+                self._hand_over([answer])
+
+    def _step(self) -> None:
+        self._hand_over(self._runner.step())
+        self._last_step_s = time.monotonic()
+
+    def _hand_over(self, answers: list[RowAnswer]) -> None:
+        self.counts.rows += len(answers)
+        self.counts.output_tokens += sum(answer.num_output_tokens for answer in answers)
+        self._deliver(answers)
+
+    def _step_if_due(self) -> None:
+        is_due = time.monotonic() - self._last_step_s > patience_s(self._engine.config.executor.timeout_s)
+        if is_due and self._engine.channel.size > 1 and not self.has_ended:
+            self._step()
+
+    def _end(self) -> None:
+        self.has_ended = True
+        self._engine.close_followers()
+        self._tell_tokens()
+
+    def _tell_tokens(self) -> None:
+        num_tokens = self._engine.counters.num_output_tokens
+        self._round.count(num_tokens - self._num_told_tokens)
+        self._num_told_tokens = num_tokens
+
+
+class JobSharer:
+    """Rank 0's part for all: rows out, answers in."""
+
+    def __init__(self, engine: LLMEngine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
+        self._round, self._rows, self._output = round_, rows, output
+        self._timeout_s = engine.config.executor.timeout_s
+        self._sender = RowSender(round_)
+        self._window = RowWindow(rows, lambda row: output.take(error_result(row)))
+        self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_A_ROOM))
+        self._has_ended = False
+        self._last_receive_s = float("-inf")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every row of the input has its answer."""
+        return self._has_ended and self._output.counts.rows == self._rows.num_rows
+
+    def advance(self) -> None:
+        """Publish what should be there to be drawn, take what has come."""
+        # Also when all is published: it is said there when the input is known.
+        if self._rows.may_read() and not self._has_ended:
+            self._publish()
+        now_s = time.monotonic()
+        if now_s - self._last_receive_s >= _RECEIVE_S:
+            self._last_receive_s = now_s
+            self._output.take_all(self._sender.receive())
+            self._output.show(self._round.num_counted)
+
+    def close(self) -> None:
+        """When every replica has ended."""
+        self._sender.forget()
+
+    def _publish(self) -> None:
+        turn = Turn(self._timeout_s)
+        self._window.read_on(lambda: turn.is_over)
+        for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
+            rows = self._window.take(self._round.num_replicas, self._most_rows)
+            if not rows:
+                break
+            self._sender.publish(rows)
+        if self._window.is_empty:
+            self._has_ended = True
+            self._sender.end()
+
+
+def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model_name: str) -> ReplicaCounts:
+    """Rank 0. Returns, when every row has its answer and every replica has ended, what its own replica did."""
+    engine = replicas.engine
+    with replicas.round() as round_:
+        engine.engine_channel.broadcast(model_name.encode())
+        sharer = JobSharer(engine, round_, rows, output)
+        work = ReplicaWork(engine, round_, RowDrawer(round_), model_name, output.take_all)
+        while not (sharer.is_done and work.has_ended):
+            sharer.advance()
+            work.advance()
+        round_.finish()
+        _wait_until_over(round_)
+        output.show(round_.num_counted)
+        sharer.close()
+    return work.counts
+
+
+def help_shared_job(replicas: Replicas) -> ReplicaCounts | None:
+    """Every other rank. Returns, when the whole job has ended, what its replica did; None but for the leader."""
+    engine, counts = replicas.engine, None
+    with replicas.round() as round_:
+        model_name = engine.engine_channel.broadcast(None).decode()
+        if engine.is_leader and round_.replica:
+            counts = _help(engine, round_, model_name)
+        else:
+            engine.follow()
+        _wait_until_over(round_)
+    return counts
+
+
+def _help(engine: LLMEngine, round_: ReplicaRound, model_name: str) -> ReplicaCounts:
+    drawer = RowDrawer(round_)
+    outbox = _Outbox(drawer)
+    work = ReplicaWork(engine, round_, drawer, model_name, outbox.put)
+    while not work.has_ended:
+        work.advance()
+        outbox.send_if_due()
+    outbox.send()
+    round_.finish()
+    return work.counts
+
+
+def _wait_until_over(round_: ReplicaRound) -> None:
+    # Rank 0 may wait for hours for a line of standard input; a rank that hangs is found by the watchdog.
+    for _ in round_.wait(lambda: round_.is_over, may_be_silent=True):
+        continue
+
+
+class _Outbox:
+    """Answers on their way to rank 0: a few at a time, soon."""
+
+    def __init__(self, drawer: RowDrawer) -> None:
+        self._drawer = drawer
+        self._answers: list[RowAnswer] = []
+        self._num_bytes = 0
+        self._last_sent_s = time.monotonic()
+
+    def put(self, answers: list[RowAnswer]) -> None:
+        self._answers += answers
+        self._num_bytes += sum(len(answer.line) for answer in answers)
+
+    def send_if_due(self) -> None:
+        """Not for every row, and not so late that memory fills or somebody who watches notices."""
+        if self._num_bytes >= _MAX_HELD_BYTES or time.monotonic() - self._last_sent_s >= _SEND_S:
+            self.send()
+
+    def send(self) -> None:
+        if self._answers:
+            self._drawer.send(self._answers)
+        self._answers, self._num_bytes, self._last_sent_s = [], 0, time.monotonic()

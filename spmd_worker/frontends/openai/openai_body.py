@@ -1,0 +1,230 @@
+"""Builds the bodies of OpenAI responses: completions and chat completions.
+
+Every value follows from the row alone: `created` is 0 and ids carry the row's index, so that a job that is run again,
+or resumed, writes the same bytes. What depends on the other rows of the run (tokens found in the prefix cache) is left
+out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from spmd_worker.chat.message import chat_message
+from spmd_worker.frontends.openai.chat_message import call_ids, chat_answer, ended
+from spmd_worker.frontends.openai.row import Echo, EncodedRow
+from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
+
+_CREATED: Final = 0
+_LOWEST_LOGPROB: Final = -9999.0
+"""Written for minus infinity, which JSON cannot hold; OpenAI's own value for "very unlikely"."""
+
+JsonObject = dict[str, Any]
+
+
+def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
+    """Body of a response of /v1/completions."""
+    output = echoed(row, output)
+    choices = [completion_choice(completion) for completion in output.outputs]
+    for choice, completion in zip(choices, output.outputs, strict=True):
+        if row.echo is not None:
+            drop_first_logprob(choice)
+        if row.returns_token_ids:
+            choice["token_ids"], choice["prompt_token_ids"] = list(completion.token_ids), list(row.prompt_token_ids)
+    return _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
+
+
+def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
+    """The output as a row with `echo` has it: its prompt before each completion, in text and log-probabilities."""
+    if row.echo is None:
+        return output
+    prompt: list[TokenLogprobs] = []
+    if output.prompt_logprobs is not None:
+        # Nothing comes before the first token: `drop_first_logprob` leaves its text.
+        name = row.echo.first_token
+        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
+        prompt = _in_text([first if each is None else each for each in output.prompt_logprobs], row.echo.text)
+    return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
+
+
+def _in_text(positions: list[TokenLogprobs], text: str) -> list[TokenLogprobs]:
+    """Those of a prompt as its text has them: special tokens that it has are in it though others are skipped, and one
+    that the tokenizer put before it (BOS) adds nothing.
+    """
+    found: list[TokenLogprobs] = []
+    offset = 0
+    for position in positions:
+        (token_id, entry), *others = position.items()
+        token = entry.decoded_token or ""
+        if token and text.startswith(token, offset):
+            own_bytes = entry.token_bytes or tuple(token.encode("utf-8", "surrogatepass"))
+            entry = entry._replace(token_bytes=own_bytes)
+        elif not found:
+            entry = entry._replace(token_bytes=())
+        found.append({token_id: entry, **dict(others)})
+        offset += num_characters(found[-1])
+    return found
+
+
+def _behind_prompt(completion: CompletionOutput, echo: Echo, prompt: list[TokenLogprobs]) -> CompletionOutput:
+    if not echo.is_alone:
+        logprobs = None if completion.logprobs is None else [*prompt, *completion.logprobs]
+        return replace(completion, text=echo.text + completion.text, logprobs=logprobs)
+    has_ended = completion.finish_reason is not None
+    return replace(
+        completion,
+        text=echo.text,
+        token_ids=[],
+        logprobs=None if completion.logprobs is None else prompt,
+        finish_reason="length" if has_ended else None,
+        stop_reason=None,
+    )
+
+
+def drop_first_logprob(choice: JsonObject) -> None:
+    """The first token of a choice that begins with its prompt has no log-probability."""
+    if choice["logprobs"] is not None and choice["logprobs"]["tokens"]:
+        choice["logprobs"]["token_logprobs"][0] = choice["logprobs"]["top_logprobs"][0] = None
+
+
+def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
+    """Body of a response of /v1/chat/completions."""
+    choices = [_whole_chat_choice(completion, row) for completion in output.outputs]
+    body = _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
+    if row.returns_token_ids:
+        body["prompt_token_ids"] = list(row.prompt_token_ids)
+        for choice, completion in zip(choices, output.outputs, strict=True):
+            choice["token_ids"] = list(completion.token_ids)
+    return body
+
+
+def completion_choice(completion: CompletionOutput, first_offset: int = 0) -> JsonObject:
+    """Of a completion, or of a part of one; `first_offset` is of the part's first token."""
+    return _choice(completion, {"text": completion.text}, _completion_logprobs(completion, first_offset))
+
+
+def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: EncodedRow) -> JsonObject:
+    """Of a chat completion, or of a part of one; `content` is the choice's message or delta, by its key."""
+    return _choice(completion, content, _chat_logprobs(completion, row.sampling.logprobs or 0))
+
+
+def _whole_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
+    answer = chat_answer(row, completion)
+    message = chat_message(answer, call_ids(row, completion.index))
+    return chat_choice(ended(row, completion, len(answer.tool_calls)), {"message": message}, row)
+
+
+def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
+    """One position of a plain row: the sampled token first, then the likeliest in order."""
+    return [
+        {"token_id": token_id, "token": entry.decoded_token, "logprob": finite(entry.logprob), "rank": entry.rank}
+        for token_id, entry in position.items()
+    ]
+
+
+def usage(output: RequestOutput) -> dict[str, int]:
+    """Token counts of a request; `completion_tokens` is the sum over the completions it returns.
+
+    Tokens of samples that `best_of` ran and did not return are not counted, unlike OpenAI's, which are billed.
+    """
+    num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+    return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold; what is no number comes last, as minus infinity does."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def _body(
+    kind: str, body_id: str, row: EncodedRow, output: RequestOutput, choices: list[JsonObject], model_name: str
+) -> JsonObject:
+    counts = usage(output)
+    body: JsonObject = {
+        "id": body_id,
+        "object": kind,
+        "created": _CREATED,
+        "model": row.model if row.model is not None else model_name,
+        "choices": choices,
+        "usage": {**counts, "total_tokens": sum(counts.values())},
+    }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprob_records(output)
+    return body
+
+
+def prompt_logprob_records(output: RequestOutput) -> list[list[JsonObject] | None]:
+    """Log-probabilities of the prompt, None for its first token, which nothing precedes."""
+    positions = output.prompt_logprobs or []
+    return [None if position is None else logprob_records(position) for position in positions]
+
+
+def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: JsonObject | None) -> JsonObject:
+    return {
+        "index": completion.index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:
+    """Four parallel lists. Offsets count characters of the text before a token, from `first_offset`."""
+    if completion.logprobs is None:
+        return None
+    tokens, values, tops, offsets = [], [], [], []
+    offset = first_offset
+    for position in completion.logprobs:
+        texts = {token_id: _token_text(token_id, entry) for token_id, entry in position.items()}
+        sampled = next(iter(position))
+        tokens.append(texts[sampled])
+        values.append(finite(position[sampled].logprob))
+        tops.append(_top_by_text(position, texts))
+        offsets.append(offset)
+        offset += num_characters(position)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def num_characters(position: TokenLogprobs) -> int:
+    """Characters that the token at a position adds to the text: none where it is left out of it."""
+    entry = next(iter(position.values()))
+    return 0 if entry.token_bytes == () else len(entry.decoded_token or "")
+
+
+def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str, float]:
+    """Text -> log-probability; of tokens with one text (parts of characters) the first stays."""
+    top: dict[str, float] = {}
+    for token_id, entry in position.items():
+        top.setdefault(texts[token_id], finite(entry.logprob))
+    return top
+
+
+def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | None:
+    """One record per token, each with the `num_top` likeliest tokens of its position, all where that is -1."""
+    if completion.logprobs is None:
+        return None
+    content = []
+    for position in completion.logprobs:
+        sampled, entry = next(iter(position.items()))
+        likeliest = sorted(position.items(), key=lambda item: item[1].rank)
+        # By their number: a sampled token that is as likely as the last of them has its rank.
+        num_shown = len(likeliest) if num_top == ALL_LOGPROBS else num_top
+        top = [_chat_record(token_id, each) for token_id, each in likeliest[:num_shown]]
+        content.append({**_chat_record(sampled, entry), "top_logprobs": top})
+    return {"content": content}
+
+
+def _chat_record(token_id: int, entry: Logprob) -> JsonObject:
+    text, own_bytes = _token_text(token_id, entry), entry.token_bytes
+    if own_bytes is None and entry.decoded_token is not None and "\ufffd" not in text:
+        own_bytes = tuple(text.encode("utf-8", "surrogatepass"))
+    return {
+        "token": text,
+        "logprob": finite(entry.logprob),
+        "bytes": None if own_bytes is None else list(own_bytes),
+    }
+
+
+def _token_text(token_id: int, entry: Logprob) -> str:
+    return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token_id}"

@@ -1,0 +1,255 @@
+"""What clients get, in OpenAI's shapes: whole bodies, the chunks of a stream, errors.
+
+A body is that of a batch row but for `id` and `created`, which say nothing of the answer. A stream's chunks, put
+together, are that body. Where a chat's answers may have tool calls, what may become one is held back until it is known,
+and a call is one chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from spmd_worker.chat.answer_reader import AnswerReader, AnswerStream, MarkedText
+from spmd_worker.chat.message import call_records
+from spmd_worker.frontends.openai.chat_message import call_ids, ended
+from spmd_worker.frontends.openai.openai_body import (
+    JsonObject,
+    chat_body,
+    chat_choice,
+    completion_body,
+    completion_choice,
+    drop_first_logprob,
+    echoed,
+    num_characters,
+    usage,
+)
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, pooled_response
+from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_writer import json_line
+from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+
+DONE: Final = b"data: [DONE]\n\n"
+
+_STATUSES: Final = {
+    "unsupported_url": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "invalid_api_key": 401,
+    "body_too_slow": 408,
+    "line_too_long": 413,
+    "rate_limit_exceeded": 429,
+    "non_finite_logits": 500,
+    "non_finite_vector": 500,
+    "grammar_failed": 500,
+    "extra_missing": 500,
+    "server_error": 500,
+    "server_failed": 503,
+}
+"""By the code of an error; all others are the request's own, 400."""
+_KINDS: Final = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+def status_of(code: str) -> int:
+    """The HTTP status of an error."""
+    return _STATUSES.get(code, 400)
+
+
+def error_body(code: str, message: str) -> JsonObject:
+    """An error as OpenAI's API has it."""
+    kind = _KINDS.get(status_of(code), "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def event(record: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json_line(record) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerName:
+    """What an answer is called. `request` is unique; `created` is in seconds since the epoch; `model` is for requests
+    that named none.
+    """
+
+    request: str
+    created: int
+    model: str
+
+
+def response_body(
+    row: EncodedRow | EncodedPooledRow, output: RequestOutput | PooledOutput, name: AnswerName
+) -> JsonObject:
+    """The body of an answer that is not streamed."""
+    if isinstance(row, EncodedPooledRow):
+        assert isinstance(output, PooledOutput), output
+        body = pooled_response(row, output, name.model)
+        own = {"id": f"{row.row.kind}-{name.request}", "created": name.created}
+        return {key: own.get(key, value) for key, value in body.items()}
+    assert isinstance(output, RequestOutput), output
+    return answer_body(row, output, name)
+
+
+def joined_body(rows: Sequence[EncodedRow], outputs: Sequence[RequestOutput], name: AnswerName) -> JsonObject:
+    """The body of an answer to several prompts: the choices of each behind those of the one before, as OpenAI's."""
+    bodies = [answer_body(row, output, name) for row, output in zip(rows, outputs, strict=True)]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    counts = {key: sum(each["usage"][key] for each in bodies) for key in bodies[0]["usage"]}
+    body = {**bodies[0], "choices": choices, "usage": counts}
+    if "prompt_logprobs" in body:
+        body["prompt_logprobs"] = [each["prompt_logprobs"] for each in bodies]
+    return body
+
+
+def _counts(outputs: Sequence[RequestOutput]) -> JsonObject:
+    each = [usage(output) for output in outputs]
+    counts = {key: sum(one[key] for one in each) for key in each[0]}
+    return {**counts, "total_tokens": sum(counts.values())}
+
+
+def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> JsonObject:
+    """The same of a completion or a chat completion."""
+    body = (chat_body if row.kind == "chat" else completion_body)(row, output, name.model)
+    return {**body, "id": _body_id(row, name), "created": name.created}
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Of one choice: how much of it its chunks had, and where its text and the reading of it are."""
+
+    num_characters: int = 0
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    offset: int = 0
+    has_ended: bool = False
+    has_prompt_ids: bool = False
+    text: MarkedText | None = None
+    answer: AnswerStream | None = None
+
+
+@dataclass(slots=True)
+class ChunkWriter:
+    """The chunks of one prompt's stream, from outputs that each have all of it so far. `first_index` is that of its
+    first choice.
+    """
+
+    row: EncodedRow
+    name: AnswerName
+    includes_usage: bool
+    first_index: int = 0
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+
+    def chunks(self, output: RequestOutput) -> list[JsonObject]:
+        """What is new in `output`."""
+        if self.row.echo is not None:
+            if self.row.sampling.logprobs is not None and output.prompt_logprobs is None:
+                # Those of the prompt come first, and are there at the end.
+                return []
+            output = echoed(self.row, output)
+        found = []
+        for completion in output.outputs:
+            before = self._sent.get(completion.index)
+            num_tokens = 0 if before is None else before.num_tokens
+            choice = self._choice(completion)
+            if choice is not None:
+                chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
+                if self.row.returns_token_ids:
+                    self._add_token_ids(chunk, completion.token_ids[num_tokens:], self._sent[completion.index])
+                found.append(chunk)
+        return found
+
+    def last_chunk(self, outputs: Sequence[RequestOutput]) -> JsonObject:
+        """The usage of all prompts."""
+        return self._chunk([]) | {"usage": _counts([echoed(self.row, output) for output in outputs])}
+
+    def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], sent: _Sent) -> None:
+        """As vLLM's chunks have them: the prompt's once."""
+        (choice,) = chunk["choices"]
+        choice["token_ids"] = list(token_ids)
+        if not sent.has_prompt_ids:
+            sent.has_prompt_ids = True
+            prompt = chunk if self.row.kind == "chat" else choice
+            prompt["prompt_token_ids"] = list(self.row.prompt_token_ids)
+
+    def _choice(self, completion: CompletionOutput) -> JsonObject | None:
+        """None where nothing is new."""
+        if self.row.reader is not None:
+            return self._read_choice(completion, self.row.reader)
+        is_first = completion.index not in self._sent
+        sent = self._sent.get(completion.index) or _Sent()
+        logprobs = _ready_logprobs(completion, sent, is_text=self.row.sampling.detokenize)
+        part = replace(completion, text=completion.text[sent.num_characters :], logprobs=logprobs)
+        is_end = completion.finish_reason is not None and not sent.has_ended
+        if not (part.text or part.logprobs or is_end):
+            return None
+        # Not before: the first chunk of a choice says whose words they are.
+        self._sent[completion.index] = sent
+        sent.num_characters, sent.num_tokens = len(completion.text), len(completion.token_ids)
+        sent.num_logprobs += len(logprobs or ())
+        sent.has_ended = sent.has_ended or is_end
+        first_offset, sent.offset = sent.offset, sent.offset + sum(map(num_characters, logprobs or ()))
+        if self.row.kind == "chat":
+            role = {"role": "assistant"} if is_first else {}
+            return chat_choice(part, {"delta": {**role, "content": part.text}}, self.row)
+        choice = completion_choice(part, first_offset)
+        if self.row.echo is not None and is_first:
+            drop_first_logprob(choice)
+        return choice
+
+    def _read_choice(self, completion: CompletionOutput, reader: AnswerReader) -> JsonObject | None:
+        """Of a chat whose answers have reasoning and calls: these as they are certain, a call in one piece."""
+        is_first = completion.index not in self._sent
+        sent = self._sent.setdefault(completion.index, _Sent())
+        if sent.has_ended:
+            return None
+        if sent.text is None or sent.answer is None:
+            sent.text = reader.marked_text(self.row.prompt_token_ids, self.row.sampling)
+            sent.answer = reader.stream()
+        num_calls, is_end = sent.answer.num_calls, completion.finished()
+        new = sent.answer.read(sent.text.read(completion), is_end=is_end)
+        delta: JsonObject = {"role": "assistant"} if is_first else {}
+        delta |= {"reasoning_content": new.reasoning} if new.reasoning else {}
+        delta |= {"content": new.content} if new.content else {}
+        calls = call_records(new.tool_calls, call_ids(self.row, completion.index), num_calls)
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_calls)]
+        part = completion
+        if completion.logprobs is not None:
+            part = replace(completion, logprobs=completion.logprobs[sent.num_tokens :] or None)
+        if not (delta or part.logprobs or is_end):
+            return None
+        sent.num_tokens, sent.has_ended = len(completion.token_ids), is_end
+        return chat_choice(ended(self.row, part, sent.answer.num_calls), {"delta": delta}, self.row)
+
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
+        return {
+            "id": _body_id(self.row, self.name),
+            "object": "chat.completion.chunk" if self.row.kind == "chat" else "text_completion",
+            "created": self.name.created,
+            "model": self.name.model if self.row.model is None else self.row.model,
+            "choices": choices,
+            **({"usage": None} if self.includes_usage else {}),
+        }
+
+
+def _ready_logprobs(completion: CompletionOutput, sent: _Sent, *, is_text: bool) -> list[TokenLogprobs] | None:
+    """Those of tokens that are in the text so far: where it is held back, a stop string may cut them off. `is_text`:
+    there is a text.
+    """
+    if completion.logprobs is None:
+        return None
+    new, num_left = completion.logprobs[sent.num_logprobs :], len(completion.text) - sent.offset
+    if completion.finish_reason is not None or not is_text:
+        return new or None
+    ready = []
+    for position in new:
+        num_left -= num_characters(position)
+        if num_left < 0:
+            break
+        ready.append(position)
+    return ready or None
+
+
+def _body_id(row: EncodedRow, name: AnswerName) -> str:
+    return f"{'chatcmpl' if row.kind == 'chat' else 'cmpl'}-{name.request}"

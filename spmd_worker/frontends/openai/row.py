@@ -1,0 +1,146 @@
+"""The records a row passes through: what was asked, what it becomes when it can run, and what is wrong when it cannot.
+
+Knows the two row shapes of the input file. Knows nothing about files, tokenizers, models or ranks.
+
+    line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writer.format_result--> line
+                     \\--------------> RowError <------/             RowError --row_writer.format_error--> line
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spmd_worker.chat.answer_reader import AnswerReader
+from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.token_texts import TokenText
+
+PoolingKind = Literal["embedding", "score", "rerank"]
+"""OpenAI rows that are pooled."""
+
+RowKind = Literal["plain", "completion", "chat", "pooled", "embedding", "score", "rerank"]
+"""Shape of the output row: the project's own, an OpenAI completion or chat completion; the same of what is pooled."""
+
+ErrorShape = Literal["plain", "openai"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to encode, with the tokens the tokenizer adds of its own accord (a beginning-of-sequence token, say)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPrompt:
+    """Token ids, used as they are: nothing is added. Whether they lie inside the vocabulary is `resolve`'s to check."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the chat template: plain JSON values, every message with a role.
+
+    `template_kwargs` are further variables the template may read (`enable_thinking`, `date_string`).
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingAsk:
+    """What a row wants pooled: `prompts`, each by itself. Of a row that scores, the first `num_firsts` are what the
+    others are compared with, one or as many. `top_n` is how many results a rerank row wants, None for all.
+    """
+
+    prompts: tuple[TextPrompt | TokensPrompt, ...]
+    params: PoolingParams
+    is_base64: bool = False
+    num_firsts: int = 0
+    top_n: int | None = None
+
+
+EchoKind = Literal["both", "prompt"]
+"""The text of a choice: the prompt and the completion, or the prompt alone (`max_tokens` 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for,
+    `request` what it asks of its answer's form. With `pooling` nothing is generated: `prompt` is the first of its
+    prompts, and `sampling` says nothing. `returns_token_ids`: the answer has the ids of its prompt and texts.
+    """
+
+    index: int
+    custom_id: str | None
+    kind: RowKind
+    prompt: Prompt
+    sampling: SamplingParams
+    model: str | None = None
+    pooling: PoolingAsk | None = None
+    request: ChatRequest | None = None
+    echo: EchoKind | None = None
+    returns_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt's text as it stands before a completion. `first_token` is that of its first token, which has no
+    log-probability. `is_alone`: nothing stands behind it.
+    """
+
+    text: str
+    first_token: TokenText
+    is_alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """A row that can run: its prompt is 1 to `max_model_len - 1` ids of the vocabulary, `sampling.max_tokens` is a
+    number.
+
+    `prompt` is the text that was encoded (a chat after its template), None for a row that gave token ids. `reader`
+    reads tool calls and reasoning out of the answers of a chat; None where they are content and nothing else.
+    """
+
+    index: int
+    custom_id: str | None
+    kind: RowKind
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    model: str | None = None
+    reader: AnswerReader | None = None
+    echo: Echo | None = None
+    returns_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """A row without an answer. `code` is one of the snake_case codes below, `message` says what to change.
+
+    Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
+    unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
+    unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
+    chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
+    grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, of a row
+    that ran and could not be answered to its end.
+    """
+
+    index: int
+    custom_id: str | None
+    shape: ErrorShape
+    code: str
+    message: str
+
+
+def shape_of(kind: RowKind) -> ErrorShape:
+    """Shape of the error row of a row of this kind."""
+    return "plain" if kind in ("plain", "pooled") else "openai"

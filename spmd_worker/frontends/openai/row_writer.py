@@ -1,0 +1,88 @@
+"""Formats output rows: an answer or an error becomes a line."""
+
+import json
+from typing import Any, Final
+
+from spmd_worker.frontends.openai.openai_body import (
+    JsonObject,
+    chat_body,
+    completion_body,
+    logprob_records,
+    prompt_logprob_records,
+    usage,
+)
+from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, shape_of
+from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
+
+REFUSED: Final = "request_refused"
+"""The code of an error that has no code of its own."""
+
+_LINE_BREAKS: Final = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""Characters at which some readers end a line; JSON allows them in strings, JSONL is better without."""
+
+
+def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") -> bytes:
+    """The output line, with its line end, of a row that ran. `model_name` is named when the row's body names none."""
+    if output.error is not None:
+        shape = shape_of(row.kind)
+        return format_error(RowError(row.index, row.custom_id, shape, error_code_of(output), output.error))
+    if row.kind == "plain":
+        return json_line(_plain_result(row, output))
+    build = completion_body if row.kind == "completion" else chat_body
+    return response_line(row, build(row, output, model_name))
+
+
+def response_line(row: EncodedRow | Row, body: JsonObject) -> bytes:
+    """The output line of an OpenAI row that ran."""
+    response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
+    return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
+
+
+def error_code_of(output: RequestOutput) -> str:
+    """Of a request that has an error."""
+    return output.error_code or REFUSED
+
+
+def format_error(row: RowError) -> bytes:
+    """The output line, with its line end, of a row that did not run: an error and no outputs."""
+    error = {"code": row.code, "message": row.message}
+    if row.shape == "plain":
+        return json_line({"custom_id": row.custom_id, "index": row.index, "error": error})
+    return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": None, "error": error})
+
+
+def _plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
+    result: JsonObject = {
+        "custom_id": row.custom_id,
+        "index": row.index,
+        "outputs": [_plain_output(completion) for completion in output.outputs],
+        "usage": usage(output),
+        "error": None,
+    }
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = prompt_logprob_records(output)
+    return result
+
+
+def _plain_output(completion: CompletionOutput) -> JsonObject:
+    record: JsonObject = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        record["logprobs"] = [logprob_records(position) for position in completion.logprobs]
+    return record
+
+
+def json_line(record: Any) -> bytes:
+    """JSON with a line end. UTF-8 as it is, for people; half of a surrogate pair has no UTF-8, and makes its line all
+    escapes.
+    """
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_BREAKS)
+    try:
+        return text.encode("utf-8") + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"

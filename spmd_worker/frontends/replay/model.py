@@ -1,0 +1,187 @@
+"""Recomputes the token ids of a step log on one rank, whatever the number of ranks that made it.
+
+The plans are the log's, so every step computes exactly what the run's step computed; its ids are compared with the
+log's, which stay what the next step goes on from: one different id shows once.
+
+The log has the events that changed the workers, and not the weights that a trainer loaded: what comes after new weights
+cannot be recomputed.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.errors import ReplayError
+from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.frontends.replay.replay import ReplayedStep, SampledPosition
+from spmd_worker.frontends.replay.step_log import StepLogHeader
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.sequence.events import (
+    Admit,
+    CommitWeights,
+    EndWorkerEvent,
+    Event,
+    SetWeightVersion,
+    WorkerEvent,
+)
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.resolved import resolve_run
+
+_KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP})
+"""Worker events that leave weights as they are, or are followed by a `CommitWeights`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """An id of the log that was not sampled again; None for one that only one of them has."""
+
+    step: int
+    place: SampledPosition
+    logged: int | None
+    recomputed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedStep:
+    """One step's count of ids and the ones that differ."""
+
+    step: int
+    num_token_ids: int
+    mismatches: tuple[Mismatch, ...]
+
+
+def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedStep]) -> Iterator[RecomputedStep]:
+    """Execute each step's plan and compare. `steps` are read as they are needed, all from the first on.
+
+    Raises ConfigError or ModelConfigError for a model or device that cannot be had here, CheckpointError for weights,
+    and ReplayError at the first step after a change of weights or workers that is not in the log.
+    """
+    executor, changes = _start(header, model_path), _Changes()
+    last: ReplayedStep | None = None
+    try:
+        for step in steps:
+            if step.plan.num_tokens and changes.last:
+                raise ReplayError(
+                    f"step {step.plan.step} computes with {changes.last}, which the log does not hold: what comes "
+                    f"before was recomputed"
+                )
+            changes.add(step)
+            _check_runner(executor, step)
+            result = executor.execute_model(_with_ids(step.plan, last))
+            last = step
+            assert isinstance(result, StepResult), type(result)
+            if step.sampled is not None:
+                yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
+    finally:
+        executor.shutdown()
+
+
+def _with_ids(plan: StepPlan, last: ReplayedStep | None) -> StepPlan:
+    """The plan, with the log's ids for the sequences that went ahead of them in the run."""
+    if not plan.num_ahead:
+        return plan
+    assert last is not None, plan.step
+    assert last.sampled is not None, plan.step
+    known = dict(zip(last.places, last.sampled.rows(), strict=True))
+    by_key = {SequenceKey(place.request_id, place.sample_index): ids for place, ids in known.items()}
+    # One without an id has ended, and nobody reads what is computed of it.
+    own = [max(*by_key[key], 0) for key in plan.continuing[: plan.num_ahead]]
+    nums = (1,) * plan.num_ahead + plan.continuing_num_ids if plan.continuing_num_ids else ()
+    ids = (*own, *plan.continuing_token_ids)
+    return replace(plan, num_ahead=0, continuing_token_ids=ids, continuing_num_ids=nums)
+
+
+def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
+    """Raise ReplayError for rows that the model's folder does not serve: it is another than the run's."""
+    pools = executor.resolved.model_config.pooling is not None
+    for event in step.events:
+        if isinstance(event, Admit) and (event.request.pooling is not None) != pools:
+            done = "pooled" if event.request.pooling is not None else "generated"
+            raise ReplayError(
+                f"request {event.request.request_id} was {done}, which this model folder is not for: name the folder "
+                f"of the run, or replay it without the model"
+            )
+
+
+class _Changes:
+    """What changed the workers for good. `last` is in words, empty where nothing did."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self._open = ""
+
+    def add(self, step: ReplayedStep) -> None:
+        """After the step come its events."""
+        for event in step.events:
+            self.last = self._change(event, step.plan.step) or self.last
+
+    def _change(self, event: Event, step: int) -> str:
+        if isinstance(event, WorkerEvent):
+            self._open = event.name
+        elif isinstance(event, EndWorkerEvent):
+            if not event.problem and self._open not in _KEEP_ANSWERS:
+                return f"what the worker event {self._open!r} of step {step} changed"
+        elif isinstance(event, CommitWeights | SetWeightVersion):
+            return f"the new weights of version {event.version} (step {step})"
+        return ""
+
+
+def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
+    resolved = resolve_run(_config(header, model_path), header.device)
+    # `min_tokens` forbids the run's own, whatever this code would read from the folder.
+    model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
+    executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())
+    executor.start()
+    try:
+        executor.load_model()
+        executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
+        if header.num_tier_blocks:
+            executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor
+
+
+def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelOptions(
+            path=str(model_path),
+            dtype=header.dtype,
+            max_model_len=header.max_model_len,
+            load_format=header.load_format,
+            quantization=header.quantization,
+            # What the run has loaded.
+            allow_nonfinite=True,
+            runner=header.runner,
+            pooling_type=header.pooling_type,
+            classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
+        ),
+        executor=ExecutorConfig(backend="uniproc"),
+        cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),
+        scheduler=SchedulerConfig(
+            max_num_seqs=header.max_num_seqs,
+            max_num_batched_tokens=header.max_num_batched_tokens,
+            enable_chunked_prefill=header.enable_chunked_prefill,
+            async_scheduling=False,
+        ),
+        device=header.device,
+        seed=header.seed,
+    )
+
+
+def _compare(step: ReplayedStep, logged: SampledIds, recomputed: SampledIds) -> RecomputedStep:
+    """Id by id."""
+    mismatches = tuple(
+        Mismatch(step.plan.step, place._replace(position=place.position + offset), old, new)
+        for place, old_ids, new_ids in zip(step.places, logged.rows(), recomputed.rows(), strict=True)
+        for offset, (old, new) in enumerate(zip_longest(old_ids, new_ids))
+        if old != new
+    )
+    return RecomputedStep(step.plan.step, len(logged.token_ids), mismatches)

@@ -1,0 +1,304 @@
+"""Runs a step log again: scheduler, cache and mirror on one process, without weights, against every plan and digest.
+
+A replica is a pure function of (state, events, sampled ids), and the log holds events and sampled ids, so replaying
+gives the same plans or shows where they part.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+from spmd_worker.base.errors import ReplayDivergedError, ReplayError
+from spmd_worker.frontends.replay.step_log import StepLog, StepLogHeader, header_to_json
+from spmd_worker.replica.lockstep.difference import Record, first_difference, record_of
+from spmd_worker.replica.lockstep.digest import ChainedDigest
+from spmd_worker.replica.lockstep.wire.codec import Decoder
+from spmd_worker.replica.lockstep.wire.message import MessageError, StepMessage
+from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
+from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
+from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.step_order import end_step, must_end_oldest
+from spmd_worker.replica.sequence.events import Admit, Close, Event
+from spmd_worker.replica.sequence.request import Request, RequestId, random_stream
+from spmd_worker.replica.sequence.sampled import SampledIds, sample_indices, sampling_keys
+from spmd_worker.replica.sequence.sequence import SequenceGroup
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "data_parallel_size"),)
+"""Two runs that differ in these alone should have equal steps: that is what comparing them shows."""
+
+
+class SampledPosition(NamedTuple):
+    """Where a sequence's first sampled id goes: `position` counts from 0 over prompt and output."""
+
+    request_id: RequestId
+    sample_index: int
+    position: int
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}, sample {self.sample_index}, position {self.position}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One step as the replay has left it: `plan` is the same in run and replay, `ended` are the groups it ended.
+
+    `places` says where the ids of each sequence go that the step samples for. `sampled`, parallel to it, is None at the
+    end of a log that was cut short: the message that carries them is missing, so neither they nor `events` were taken
+    in.
+    """
+
+    plan: StepPlan
+    events: tuple[Event, ...]
+    places: tuple[SampledPosition, ...]
+    sampled: SampledIds | None
+    ended: tuple[SequenceGroup, ...]
+
+
+class Replay:
+    """One run, replayed. Read `steps` to its end; between two steps `scheduler` and `mirror` are as they were in it."""
+
+    def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer` finds stop strings; None where no request has any."""
+        self.scheduler = _new_replica(header, tokenizer)
+        self.mirror = Mirror(header.num_blocks, header.block_size, header.num_steps_ahead)
+        self.num_steps = 0
+        self.num_equal_digests = 0
+        self.num_requests = 0
+        self.is_closed = False
+        self._header, self._tokenizer = header, tokenizer
+        self._digest = ChainedDigest()
+        # Steps in flight, oldest first, and where their ids go.
+        self._in_flight: deque[tuple[StepMessage, tuple[SampledPosition, ...]]] = deque()
+
+    def steps(self, payloads: Iterable[bytes]) -> Iterator[ReplayedStep]:
+        """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
+        last_events: tuple[Event, ...] = ()
+        for message in read_messages(payloads, self._header.num_in_flight):
+            yield from self._settle(message.sampled)
+            self._plan(message, last_events)
+            self._in_flight.append((message, self._mirror(message.plan)))
+            last_events = message.events
+        is_known = True
+        for message, places in self._in_flight:
+            is_known = is_known and not places
+            yield self._finish(message, places, SampledIds() if is_known else None)
+
+    def _settle(self, sampled: SampledIds) -> Iterator[ReplayedStep]:
+        """End the steps that the engine ended before it sent the next message."""
+        step, num_samples = 0, 0
+        newest_events = self._in_flight[-1][0].events if self._in_flight else ()
+        while must_end_oldest(len(self._in_flight), self._is_full, newest_events, self.scheduler, self.is_closed):
+            message, places = self._in_flight.popleft()
+            step, num_samples = message.step, len(places)
+            yield self._finish(message, places, sampled.first(num_samples))
+            sampled = sampled.after(num_samples)
+        if sampled.num_sequences and self.num_steps:
+            raise _wrong_count(step, num_samples, num_samples + sampled.num_sequences)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._in_flight) == self._header.num_in_flight
+
+    def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
+        """Plan the message's step and compare plan and digest."""
+        plan, sampled = self.scheduler.schedule(), message.sampled
+        if self.num_steps == 0 and message.step != plan.step:
+            raise ReplayError(
+                f"the log begins at step {message.step}: what led there is not in it, so it can be compared with "
+                f"another (--diff) but not replayed"
+            )
+        run, replay = (Record(each, last_events, *sampled, message.mask_checksums) for each in (message.plan, plan))
+        if plan != message.plan:
+            difference = first_difference(run, replay, 0, 1)
+            assert difference is not None, f"step {plan.step}: the plans are unequal and no field differs"
+            raise ReplayDivergedError(f"step {message.step}: {_in_words(difference, 'in the log', 'in the replay')}")
+        digest = self._digest.update(replay)
+        if message.digest:
+            self._compare_digests(message, digest)
+        self.num_steps += 1
+
+    def _compare_digests(self, message: StepMessage, digest: bytes) -> None:
+        if digest != message.digest:
+            raise ReplayDivergedError(
+                f"step {message.step}: the plans are equal and the digests are not: {message.digest.hex()} in the log, "
+                f"{digest.hex()} in the replay; the run's rank 0 digested other events or ids than it sent"
+            )
+        self.num_equal_digests += 1
+
+    def _mirror(self, plan: StepPlan) -> tuple[SampledPosition, ...]:
+        """Where the ids go of each sequence that the step samples for."""
+        try:
+            rows = self.mirror.apply(plan)
+        except MirrorError as error:
+            raise ReplayError(f"the plan is the scheduler's and the workers would refuse it: {error}") from None
+        return tuple(
+            SampledPosition(
+                row.sequence.request.request_id,
+                sample_index,
+                row.sequence.num_computed_tokens + row.num_scheduled_tokens,
+            )
+            for row in rows
+            for sample_index in sample_indices(row.sequence.sample_index, row.num_samples)
+        )
+
+    def _finish(
+        self, message: StepMessage, places: tuple[SampledPosition, ...], sampled: SampledIds | None
+    ) -> ReplayedStep:
+        """Take in what was sampled, then the events."""
+        plan = message.plan
+        if sampled is None:
+            return ReplayedStep(plan, message.events, places, None, ())
+        if sampled.num_sequences != len(places):
+            raise _wrong_count(plan.step, len(places), sampled.num_sequences)
+        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+        self.mirror.take_sampled(plan.step, sampled)
+        ended = end_step(self.scheduler, plan, result, message.events, self._apply_event)
+        return ReplayedStep(plan, message.events, places, sampled, tuple(ended))
+
+    def _apply_event(self, event: Event) -> SequenceGroup | None:
+        self.is_closed = self.is_closed or isinstance(event, Close)
+        if isinstance(event, Admit):
+            self.num_requests += 1
+            if event.request.sampling.stop and self._tokenizer is None:
+                raise ReplayError(
+                    f"request {event.request.request_id} has stop strings {list(event.request.sampling.stop)!r}, which "
+                    f"are found in text, and {self._header.model_path} has no tokenizer.json any more: name a folder "
+                    f"that has it with --model"
+                )
+        return self.scheduler.handle(event)
+
+
+def _wrong_count(step: int, num_samples: int, num_logged: int) -> ReplayDivergedError:
+    return ReplayDivergedError(f"step {step} samples {num_samples} ids and the log has {num_logged} of it")
+
+
+def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
+    """Decode a log's messages in order, of a run with `num_in_flight` steps in flight. Raises ReplayError for one that
+    does not follow from those before.
+    """
+    decoder = Decoder(num_in_flight)
+    for number, payload in enumerate(payloads, start=1):
+        try:
+            yield decoder.decode(payload)
+        except MessageError as error:
+            raise ReplayError(f"message {number} of the log: {error}") from None
+
+
+def find_request(messages: Iterable[StepMessage], key: str, seed: int) -> Request | None:
+    """The request that `key` names: a number is its id; `index:N` the row's index in the input, else a custom id.
+
+    The log holds neither indices nor custom ids, but each request's random stream is made from one of them and the
+    job's seed; a row with a seed of its own is found by number only.
+    """
+    streams = [random_stream(seed, None, key.removeprefix("id:"), 0)]
+    index = key.removeprefix("index:")
+    if index != key and index.isdecimal():
+        streams.append(random_stream(seed, None, None, int(index)))
+    for message in messages:
+        for event in message.events:
+            if isinstance(event, Admit) and _is_named(event.request, key, streams):
+                return event.request
+    return None
+
+
+def header_differences(first: StepLogHeader, other: StepLogHeader) -> list[tuple[str, object, object]]:
+    """(key, value in the first, value in the other) of every key that differs, in the order of declaration."""
+    mine, theirs = header_to_json(first), header_to_json(other)
+    return [(key, value, theirs[key]) for key, value in mine.items() if value != theirs[key]]
+
+
+def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str]) -> str | None:
+    """The first message in which two logs differ, and the field; None where one is as the other. `names` are theirs.
+
+    Of logs that begin at different steps (the last records of two ranks), the common steps are compared. Raises
+    ReplayError where a log cannot be read on.
+    """
+    depths = [log.header.num_in_flight for log in (first, other)]
+    messages = [read_messages(log.messages(), depth) for log, depth in zip((first, other), depths)]
+    last: StepMessage | None = None
+    # Whose ids come with the next message, the oldest first.
+    in_flight: deque[StepMessage] = deque(maxlen=depths[0])
+    for mine, theirs in _common_steps(*messages):
+        if mine is None and theirs is None:
+            return None
+        if mine is None or theirs is None:
+            longer, shorter = names if theirs is None else names[::-1]
+            return f"{shorter} ends after step {0 if last is None else last.step}, {longer} goes on"
+        sampled_by = in_flight[0] if len(in_flight) == depths[0] else None
+        difference = _message_difference(mine, theirs, sampled_by, names)
+        if difference is not None:
+            return difference
+        last = mine
+        in_flight.append(mine)
+    return None
+
+
+def _common_steps(
+    first: Iterator[StepMessage], other: Iterator[StepMessage]
+) -> Iterator[tuple[StepMessage | None, StepMessage | None]]:
+    """Pairs from the step on with which both have begun; None for the one that has ended."""
+    mine, theirs = next(first, None), next(other, None)
+    while mine is not None and theirs is not None and mine.step != theirs.step:
+        if mine.step < theirs.step:
+            mine = next(first, None)
+        else:
+            theirs = next(other, None)
+    yield mine, theirs
+    yield from zip_longest(first, other)
+
+
+def _message_difference(
+    mine: StepMessage, theirs: StepMessage, sampled_by: StepMessage | None, names: tuple[str, str]
+) -> str | None:
+    # The message carries what an earlier step sampled, and under which masks: name that, the cause first.
+    if sampled_by is not None and mine.mask_checksums != theirs.mask_checksums:
+        masks = replace(mine, mask_checksums=theirs.mask_checksums)
+        difference = first_difference(record_of(mine), record_of(masks), 0, 1)
+        assert difference is not None, (mine.mask_checksums, theirs.mask_checksums)
+        words = _in_words(difference, f"in {names[0]}", f"in {names[1]}")
+        return f"step {sampled_by.step} sampled under other masks: {words}"
+    if sampled_by is not None and mine.sampled != theirs.sampled:
+        for key, one, two in zip(sampling_keys(sampled_by.plan), mine.sampled.rows(), theirs.sampled.rows()):
+            if one != two:
+                who = f"request {key.request_id}, sample {key.sample_index}"
+                ids = [", ".join(map(str, row)) or "nothing" for row in (one, two)]
+                return f"step {sampled_by.step} sampled for {who}: {ids[0]} in {names[0]}, {ids[1]} in {names[1]}"
+    difference = first_difference(record_of(mine), record_of(theirs), 0, 1) if mine != theirs else None
+    if difference is not None:
+        return f"step {mine.step}: {_in_words(difference, f'in {names[0]}', f'in {names[1]}')}"
+    if mine.digest and theirs.digest and mine.digest != theirs.digest:
+        return f"step {mine.step}: the digests differ and nothing before does: another version of the code made one"
+    return None
+
+
+def _is_named(request: Request, key: str, streams: list[int]) -> bool:
+    if key.isdecimal():
+        return request.request_id == int(key)
+    return request.sampling.seed is None and request.stream in streams
+
+
+def _in_words(difference: str, first: str, other: str) -> str:
+    """Two logs are compared like two ranks; here they have names."""
+    return difference.replace(" on rank 0", f" {first}").replace(" on rank 1", f" {other}")
+
+
+def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Scheduler:
+    """With the limits that the engine had."""
+    limits = SchedulerLimits(
+        header.max_num_seqs,
+        header.max_num_batched_tokens,
+        header.enable_chunked_prefill,
+        header.enable_prefix_caching,
+        PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+        header.watermark_blocks_per_sequence,
+        header.pipeline_parallel_size,
+        header.num_steps_ahead,
+    )
+    sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
+    return new_scheduler(limits, sizes, header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)

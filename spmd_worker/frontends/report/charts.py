@@ -1,0 +1,270 @@
+"""The charts of the report as data: what is shown of the steps, in which colours, with which words.
+
+drawing.py makes pictures of them and page.py tables. A colour has one meaning on the whole page; colour-blind readers
+can tell them apart (most are Okabe and Ito's).
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.base.metrics.timeline import MARKS
+from spmd_worker.frontends.report.data import Column, Totals, make_columns
+from spmd_worker.frontends.report.text import compact, count, duration, share
+
+WORKING: Final = "#0072b2"
+CACHE: Final = "#009e73"
+FREE: Final = "#e9e7df"
+PEAK: Final = "#00273d"
+SWAPPED: Final = "#d55e00"
+RECOMPUTED: Final = "#aa3377"
+RETURNED: Final = "#56b4e9"
+PROMPT: Final = "#e69f00"
+WAITING: Final = "#c9c8c1"
+SLOWEST: Final = "#d9dde6"
+MARK_COLORS: Final = (SWAPPED, RECOMPUTED, RETURNED, CACHE)
+PHASE_LOOKS: Final = {
+    "execute": ("#8093ad", "computing"),
+    "lockstep": ("#26324d", "agreeing, waiting for ranks"),
+    "schedule": ("#c4bd4a", "deciding what to compute"),
+    "apply": ("#8c6d31", "applying the tokens"),
+}
+"""A phase's colour and what it is in plain words, in the order of the stack."""
+
+_WORTH_A_LINE: Final = 0.02
+_SHARE_ABOVE: Final = 0.02
+"""Of the columns, so many may reach above a chart in which all others would be flat beside them."""
+_FAR_ABOVE: Final = 3.0
+_FEW_COLUMNS: Final = 40
+_FAR_ABOVE_FEW: Final = 10.0
+"""Few columns are wide: they can be told apart when they are lower."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One number for each column of the frame; for the whole run in a chart of shares."""
+
+    label: str
+    color: str
+    values: list[float]
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} ({self.note})" if self.note else self.label
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`series` are stacked, the first at the bottom, or have a lane each, or share one bar.
+
+    Values are in `unit`, in microseconds where it is "time". `peak` is the most of any step of a column. Values end at
+    `limit`, where there is one, and what is higher is marked. `numbered` are steps to number, from 1.
+    """
+
+    kind: Literal["stack", "lanes", "shares"]
+    title: str
+    explanation: str
+    unit: str
+    series: list[Series]
+    peak: Series | None = None
+    limit: float | None = None
+    numbered: tuple[StepStats, ...] = ()
+
+    def in_words(self, value: float) -> str:
+        return duration(value) if self.unit == "time" else count(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What all charts share: the steps, condensed to columns, and the totals."""
+
+    steps: list[StepStats]
+    columns: list[Column]
+    totals: Totals
+
+    @classmethod
+    def of(cls, steps: list[StepStats], totals: Totals, max_columns: int) -> "Frame":
+        """Of at least one step."""
+        return cls(steps, make_columns(steps, max_columns), totals)
+
+    @property
+    def is_condensed(self) -> bool:
+        """Whether a column may be of several steps."""
+        return len(self.columns) < len(self.steps)
+
+    def means(self, field: str) -> list[float]:
+        """A field per step, for each column."""
+        return [getattr(column.sums, field) / column.num_steps for column in self.columns]
+
+
+def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
+    """All charts, in the page's order; the slowest are numbered in the chart of durations.
+
+    What never happened has no chart.
+    """
+    totals = frame.totals
+    return [
+        _blocks_chart(frame),
+        *([_host_chart(frame)] if totals.max_host_blocks else []),
+        *([_marks_chart(frame)] if any(getattr(totals.sums, field) for field, _ in MARKS) else []),
+        _sequences_chart(frame),
+        _tokens_chart(frame),
+        _phases_chart(totals),
+        _durations_chart(frame, slowest),
+    ]
+
+
+def usual_top(heights: list[float]) -> float:
+    """What nearly all columns stay below, with room; the tallest where it is not far above them."""
+    by_height = sorted(heights)
+    usual = by_height[int((len(by_height) - 1) * (1 - _SHARE_ABOVE))]
+    far = _FAR_ABOVE if len(heights) >= _FEW_COLUMNS else _FAR_ABOVE_FEW
+    return 1.5 * usual if 0 < far * usual < by_height[-1] else by_height[-1]
+
+
+def _blocks_chart(frame: Frame) -> Chart:
+    totals = frame.totals
+    most_cached = max(stats.num_blocks_cached for stats in frame.steps)
+    looks = (
+        ("num_blocks_used", WORKING, "in use", f"at most {totals.max_blocks_used:,}"),
+        ("num_blocks_cached", CACHE, "free, with a cached prefix", f"at most {most_cached:,}"),
+        ("num_blocks_free", FREE, "free and empty", f"of {count(totals.num_blocks, 'block')} in all"),
+    )
+    fullest = _fullest(frame)
+    return Chart(
+        "stack",
+        "KV cache on the device: how full it is",
+        "Where blue reaches the top there is no room left and sequences are preempted. Green blocks can be taken at "
+        "any time; until then they answer prompts that begin alike."
+        + _if_condensed(frame, ", the dark line the fullest" if fullest else ""),
+        "blocks",
+        [Series(label, color, frame.means(field), note) for field, color, label, note in looks],
+        peak=fullest,
+        limit=max(1, totals.num_blocks),
+    )
+
+
+def _fullest(frame: Frame) -> Series | None:
+    """Where columns' means hide how full it was at times."""
+    fullest = [float(column.max_blocks_used) for column in frame.columns]
+    hidden = sum(fullest) - sum(frame.means("num_blocks_used"))
+    if hidden <= _WORTH_A_LINE * frame.totals.num_blocks * len(fullest):
+        return None
+    return Series("in use, at the fullest", PEAK, fullest)
+
+
+def _host_chart(frame: Frame) -> Chart:
+    most = [float(column.max_host_blocks) for column in frame.columns]
+    return Chart(
+        "stack",
+        "KV cache in host memory: what was swapped out",
+        "Blocks of sequences that were preempted and copied to the host. They are copied back when there is room."
+        + (" A column is several steps: it shows the most of any." if frame.is_condensed else ""),
+        "blocks",
+        [Series("swapped out", SWAPPED, most, f"at most {frame.totals.max_host_blocks:,}")],
+    )
+
+
+def _marks_chart(frame: Frame) -> Chart:
+    """A lane for each kind of event that happened."""
+    kinds = [(field, label, color) for (field, label), color in zip(MARKS, MARK_COLORS)]
+    happened = [kind for kind in kinds if getattr(frame.totals.sums, kind[0])]
+    never = [label for field, label, _ in kinds if not getattr(frame.totals.sums, field)]
+    lanes = []
+    for field, label, color in happened:
+        counts = [float(getattr(column.sums, field)) for column in frame.columns]
+        num_steps = sum(1 for stats in frame.steps if getattr(stats, field))
+        unit = "token" if field == "num_cached_tokens" else "sequence"
+        note = f"{_compact(int(sum(counts)), unit)} in {_compact(num_steps, 'step')}"
+        lanes.append(Series(label, color, counts, note))
+    return Chart(
+        "lanes",
+        "Preemptions, returns and cache hits: when, and how many",
+        "A bar stands where it happened; the taller, the more at once. Preempted by swap: copied to host memory, so "
+        "that nothing is lost. Preempted by recompute: dropped, and computed again later."
+        + (f" Never in this run: {', '.join(never)}." if never else ""),
+        "number",
+        lanes,
+    )
+
+
+def _sequences_chart(frame: Frame) -> Chart:
+    swapped, waiting = frame.means("num_swapped"), frame.means("num_waiting")
+    others = [max(0.0, each - part) for each, part in zip(waiting, swapped)]
+    return Chart(
+        "stack",
+        "Batch: how many sequences are computed, how many wait",
+        "Those that wait have not begun yet, or were preempted." + _if_condensed(frame),
+        "sequences",
+        [
+            Series("computed", WORKING, frame.means("num_rows"), f"at most {frame.totals.max_rows:,}"),
+            Series("waiting in host memory", SWAPPED, swapped),
+            Series("waiting", WAITING, others),
+        ],
+    )
+
+
+def _tokens_chart(frame: Frame) -> Chart:
+    looks = (
+        ("num_decode_tokens", WORKING, "generating (decode)"),
+        ("num_prompt_tokens", PROMPT, "prompt, or computed again"),
+        ("num_cached_tokens", CACHE, "found in the prefix cache"),
+    )
+    series = [
+        Series(label, color, frame.means(field), f"{compact(getattr(frame.totals.sums, field))} in all")
+        for field, color, label in looks
+    ]
+    most_computed = max(frame.means("num_tokens"))
+    return Chart(
+        "stack",
+        "Tokens of each step",
+        "Blue and orange were computed. Green was not: the prefix cache had it." + _if_condensed(frame),
+        "tokens",
+        series,
+        # Hits of many prompts in one step would flatten what was computed.
+        limit=min(max(_tops(series)), 2.5 * most_computed) * 1.06 if most_computed else None,
+    )
+
+
+def _phases_chart(totals: Totals) -> Chart:
+    """One bar from the first step to the last."""
+    parts = [(color, words, getattr(totals.sums, f"{phase}_us")) for phase, (color, words) in PHASE_LOOKS.items()]
+    parts.append((FREE, "between the steps", totals.between_us))
+    in_all_us = max(1, sum(part_us for *_, part_us in parts))
+    return Chart(
+        "shares",
+        "Where the time of the run went",
+        f"{duration(totals.wall_us)} from the first step to the last, on the first rank.",
+        "time",
+        [
+            Series(words, color, [part_us], f"{share(part_us, in_all_us)}, {duration(part_us)}")
+            for color, words, part_us in parts
+        ],
+    )
+
+
+def _durations_chart(frame: Frame, slowest: list[StepStats]) -> Chart:
+    tallest_us = [float(column.slowest.duration_us) for column in frame.columns]
+    return Chart(
+        "stack",
+        "How long a step takes, and what for",
+        "The numbers are the slowest steps; the table below has more on them." + _if_condensed(frame),
+        "time",
+        [Series(words, color, frame.means(f"{phase}_us")) for phase, (color, words) in PHASE_LOOKS.items()],
+        peak=Series("the slowest of a column", SLOWEST, tallest_us) if frame.is_condensed else None,
+        limit=max(1.0, usual_top(tallest_us) * 1.12),
+        numbered=tuple(slowest),
+    )
+
+
+def _tops(series: list[Series]) -> list[float]:
+    return [sum(values) for values in zip(*(each.values for each in series))]
+
+
+def _compact(number: int, noun: str) -> str:
+    return f"{compact(number)} {noun if number == 1 else noun + 's'}"
+
+
+def _if_condensed(frame: Frame, also: str = "") -> str:
+    return f" A column is several steps: it shows their mean{also}." if frame.is_condensed else ""

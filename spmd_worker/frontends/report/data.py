@@ -1,0 +1,127 @@
+"""Steps condensed to what a page can show: columns of the charts, totals of the run, the slowest steps.
+
+A run of any length becomes at most so many columns, each of consecutive steps; counts are summed, so no preemption and
+no cache hit is lost.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+from typing import Final
+
+from spmd_worker.base.metrics.step_stats import StepStats
+
+NEARLY_FULL: Final = 0.9
+"""From this share of the device blocks in use on, the cache is called nearly full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Consecutive steps, from the start of the first to the start of the next column's first.
+
+    `sums` holds each field summed over the steps, `slowest` is the one that took longest.
+    """
+
+    start_us: int
+    end_us: int
+    first_step: int
+    last_step: int
+    num_steps: int
+    sums: StepStats
+    slowest: StepStats
+    max_blocks_used: int
+    max_host_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The whole run. `wall_us` ends with the last step; `between_us` of it lay between the steps."""
+
+    num_steps: int
+    wall_us: int
+    between_us: int
+    median_us: float
+    sums: StepStats
+    num_blocks: int
+    max_blocks_used: int
+    max_host_blocks: int
+    max_rows: int
+    nearly_full_us: int
+
+    @property
+    def num_preemptions(self) -> int:
+        """By swap and by recompute."""
+        return self.sums.num_swapped_out + self.sums.num_recomputed
+
+
+def make_columns(steps: list[StepStats], max_columns: int) -> list[Column]:
+    """Condense steps that began in the same small span of time; with few steps each is a column of its own."""
+    if not steps:
+        return []
+    groups = _spans(steps, max_columns) if len(steps) > max_columns else ([stats] for stats in steps)
+    columns = list(groups)
+    ends = [group[0].start_us for group in columns[1:]] + [_end_us(steps)]
+    return [_column(group, end_us) for group, end_us in zip(columns, ends)]
+
+
+def make_totals(steps: list[StepStats]) -> Totals:
+    """Of at least one step."""
+    sums = _sum(steps)
+    wall_us = _end_us(steps) - steps[0].start_us
+    return Totals(
+        num_steps=len(steps),
+        wall_us=wall_us,
+        between_us=max(0, wall_us - sums.duration_us),
+        median_us=median(stats.duration_us for stats in steps),
+        sums=sums,
+        num_blocks=max(stats.num_blocks for stats in steps),
+        max_blocks_used=max(stats.num_blocks_used for stats in steps),
+        max_host_blocks=max(stats.num_host_blocks_used for stats in steps),
+        max_rows=max(stats.num_rows for stats in steps),
+        nearly_full_us=_nearly_full_us(steps),
+    )
+
+
+def slowest_steps(steps: list[StepStats], most: int) -> list[StepStats]:
+    """The slowest first; of equally slow ones the earlier."""
+    return sorted(steps, key=lambda stats: (-stats.duration_us, stats.step))[:most]
+
+
+def _spans(steps: list[StepStats], num_spans: int) -> Iterator[list[StepStats]]:
+    first_us = steps[0].start_us
+    span_us = max(1, _end_us(steps) - first_us) / num_spans
+    for _, group in groupby(steps, key=lambda stats: min(num_spans - 1, int((stats.start_us - first_us) / span_us))):
+        yield list(group)
+
+
+def _column(steps: list[StepStats], end_us: int) -> Column:
+    return Column(
+        start_us=steps[0].start_us,
+        end_us=max(end_us, steps[0].start_us),
+        first_step=steps[0].step,
+        last_step=steps[-1].step,
+        num_steps=len(steps),
+        sums=_sum(steps),
+        slowest=max(steps, key=lambda stats: stats.duration_us),
+        max_blocks_used=max(stats.num_blocks_used for stats in steps),
+        max_host_blocks=max(stats.num_host_blocks_used for stats in steps),
+    )
+
+
+def _sum(steps: Iterable[StepStats]) -> StepStats:
+    return StepStats._make(map(sum, zip(*steps)))
+
+
+def _end_us(steps: list[StepStats]) -> int:
+    return steps[-1].start_us + steps[-1].duration_us
+
+
+def _nearly_full_us(steps: list[StepStats]) -> int:
+    """A step's blocks stay as they are until the next step begins."""
+    ends = [stats.start_us for stats in steps[1:]] + [_end_us(steps)]
+    return sum(
+        end_us - stats.start_us
+        for stats, end_us in zip(steps, ends)
+        if stats.num_blocks_used >= NEARLY_FULL * stats.num_blocks > 0
+    )

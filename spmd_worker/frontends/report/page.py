@@ -1,0 +1,192 @@
+"""The report of a run: one HTML page that needs nothing else, neither network nor script.
+
+Each chart is there as a table too, and as a table alone where matplotlib is not installed.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from html import escape
+from typing import Any, Final
+
+from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.frontends.report.charts import Chart, Frame, make_charts
+from spmd_worker.frontends.report.data import Column, Totals, make_totals, slowest_steps
+from spmd_worker.frontends.report.drawing import NARROW_INCHES, WIDE_INCHES, draw_chart
+from spmd_worker.frontends.report.text import count, duration
+from spmd_worker.frontends.report.words import (
+    NO_METRICS,
+    Figure,
+    diagnosis,
+    summary_figures,
+    what_happened,
+    why_slow,
+)
+
+NO_CHARTS: Final = (
+    "matplotlib is not installed: the page has tables and no charts. For charts run "
+    "pip install 'spmd-worker[report]' and make the report again."
+)
+MAX_SLOWEST: Final = 10
+_MAX_COLUMNS: Final = {"wide": 400, "narrow": 150, "table": 24}
+"""A run of more steps is condensed to so many: in a picture for a screen, for a phone, in a table."""
+_SLOWEST_HEADS: Final = (
+    *("", "step", "began at", "took", "× median", "sequences"),
+    *("what took the time", "what happened in it"),
+)
+_STYLE: Final = """
+body { margin: 0; background: #ffffff; color: #222222; font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto,
+  "DejaVu Sans", Arial, sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 28px 24px 48px; }
+h1 { font-size: 26px; margin: 0 0 6px; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 0 0 2px; }
+p { margin: 0 0 10px; max-width: 1000px; }
+.diagnosis { font-size: 16px; }
+.warning { background: #fff4d6; border-left: 4px solid #e69f00; padding: 8px 12px; }
+.explanation { color: #555555; font-size: 13.5px; margin-bottom: 4px; }
+.figures { display: grid; grid-template-columns: repeat(4, 1fr); gap: 10px; margin: 18px 0 30px; }
+.figure { border: 1px solid #dddddd; border-radius: 6px; padding: 9px 13px; }
+.figure b { display: block; font-size: 23px; line-height: 1.25; }
+.figure small { display: block; color: #666666; font-size: 12.5px; }
+section { margin: 0 0 26px; break-inside: avoid; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: inherit !important; }
+.narrow { display: none; }
+details { font-size: 13.5px; color: #555555; }
+details table { width: auto; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; margin-top: 6px; }
+th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid #e3e3e3; vertical-align: top; }
+th { color: #555555; font-weight: 600; }
+.number { text-align: right; white-space: nowrap; }
+@media (max-width: 700px) {
+  main { padding: 16px 10px 32px; }
+  .figures { grid-template-columns: repeat(2, 1fr); }
+  .wide { display: none; }
+  .narrow { display: block; }
+}
+footer { color: #666666; font-size: 13px; }
+@page { size: landscape; margin: 11mm; }
+@media print {
+  main { padding: 0; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+}
+"""
+
+
+def report_page(name: str, steps: list[StepStats], metrics: Mapping[str, Any] | None, *, has_charts: bool) -> str:
+    """The page as text. `metrics` are those of `metrics.json`, of which any may be missing; None for a run without.
+
+    Charts need matplotlib: `has_charts` is what `can_draw` found.
+    """
+    body = _steps_page(steps, metrics, has_charts) if steps else _empty_page(metrics)
+    title = escape(f"Run {name}")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n"
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _empty_page(metrics: Mapping[str, Any] | None) -> Iterator[str]:
+    if metrics is None:
+        yield _warning(NO_METRICS)
+    yield "<p>steps.csv holds no step: nothing was computed before the run ended.</p>"
+
+
+def _steps_page(steps: list[StepStats], metrics: Mapping[str, Any] | None, has_charts: bool) -> Iterator[str]:
+    totals, slowest = make_totals(steps), slowest_steps(steps, MAX_SLOWEST)
+    known = metrics or {}
+    if metrics is None:
+        yield _warning(NO_METRICS)
+    if not has_charts:
+        yield _warning(NO_CHARTS)
+    yield f'<p class="diagnosis">{escape(diagnosis(totals, known))}</p>'
+    yield _figures(summary_figures(totals, known))
+    frames = {what: Frame.of(steps, totals, most) for what, most in _MAX_COLUMNS.items()}
+    charts = {what: make_charts(frame, slowest) for what, frame in frames.items()}
+    for wide, narrow, table in zip(charts["wide"], charts["narrow"], charts["table"]):
+        yield f"<section>\n<h2>{escape(table.title)}</h2>"
+        if has_charts:
+            yield _picture("wide", wide, draw_chart(wide, frames["wide"], WIDE_INCHES))
+            yield _picture("narrow", narrow, draw_chart(narrow, frames["narrow"], NARROW_INCHES))
+            yield f"<details><summary>as a table</summary>\n{_chart_table(table, frames['table'])}\n</details>"
+        else:
+            yield f"{_explanation(table)}\n{_chart_table(table, frames['table'])}"
+        yield "</section>"
+    yield _slowest_table(slowest, totals, first_us=steps[0].start_us)
+    yield (
+        "<footer>Time runs from the start of the first step, and is the same in all charts. The same run step by step: "
+        "open timeline.json in ui.perfetto.dev.</footer>"
+    )
+
+
+def _warning(words: str) -> str:
+    return f'<p class="warning">{escape(words)}</p>'
+
+
+def _figures(figures: Iterable[Figure]) -> str:
+    tiles = (
+        f'<div class="figure"><b>{escape(figure.value)}</b>{escape(figure.label)}'
+        f"<small>{escape(figure.note)}</small></div>"
+        for figure in figures
+    )
+    return '<div class="figures">\n' + "\n".join(tiles) + "\n</div>"
+
+
+def _picture(kind: str, chart: Chart, svg: str) -> str:
+    return f'<div class="{kind}">\n{_explanation(chart)}\n{svg}\n</div>'
+
+
+def _explanation(chart: Chart) -> str:
+    return f'<p class="explanation">{escape(chart.explanation)}</p>'
+
+
+def _chart_table(chart: Chart, frame: Frame) -> str:
+    """A row for each column of the frame; of lanes, for each in which something happened."""
+    if chart.kind == "shares":
+        return _table(("", "time"), [(each.label, each.note) for each in chart.series], (0, 1))
+    series = [*chart.series, *([chart.peak] if chart.peak is not None else [])]
+    unit = "" if chart.unit == "time" else f", {chart.unit}"
+    first_us = frame.columns[0].start_us
+    rows = [
+        (_step_names(column), duration(column.start_us - first_us), *map(chart.in_words, values))
+        for column, *values in zip(frame.columns, *(each.values for each in series))
+        if chart.kind == "stack" or any(values)
+    ]
+    return _table(("step", "began at", *(f"{each.label}{unit}" for each in series)), rows, ())
+
+
+def _step_names(column: Column) -> str:
+    return f"{column.first_step:,}" + ("" if column.num_steps == 1 else f" to {column.last_step:,}")
+
+
+def _slowest_table(slowest: list[StepStats], totals: Totals, first_us: int) -> str:
+    rows = [
+        (
+            str(place),
+            f"{stats.step:,}",
+            duration(stats.start_us - first_us),
+            duration(stats.duration_us),
+            f"{stats.duration_us / totals.median_us:,.1f}" if totals.median_us else "",
+            count(stats.num_rows),
+            why_slow(stats),
+            what_happened(stats),
+        )
+        for place, stats in enumerate(slowest, 1)
+    ]
+    return f"<section>\n<h2>The slowest steps</h2>\n{_table(_SLOWEST_HEADS, rows, (6, 7))}\n</section>"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], text_columns: Container[int]) -> str:
+    """Numbers are aligned at the right, the others at the left."""
+    lines = [_table_row("th", heads, text_columns), *(_table_row("td", row, text_columns) for row in rows)]
+    return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _table_row(tag: str, cells: Iterable[str], text_columns: Container[int]) -> str:
+    aligned = (
+        f"<{tag}>{escape(cell)}</{tag}>" if index in text_columns else f'<{tag} class="number">{escape(cell)}</{tag}>'
+        for index, cell in enumerate(cells)
+    )
+    return f"<tr>{''.join(aligned)}</tr>"

@@ -1,0 +1,477 @@
+"""The ASGI application: OpenAI's paths, who may ask, how much, and what becomes of a client that leaves.
+
+    POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /ping, /version, /metrics
+    POST /v1/embeddings, /v1/score, /v1/rerank    of a model that pools; /score, /rerank and /v2/rerank too
+    POST /tokenize, /detokenize
+
+Everything but /health and /ping needs the key. A request holds places from its headers on, so that at most so many
+bodies are in memory as there are places, few of them large. Knows the engine only through the exchange.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from spmd_worker.base.version import version
+from spmd_worker.compat.metrics import Counter, Gauge, Metric
+from spmd_worker.frontends.openai.openai_body import JsonObject
+from spmd_worker.frontends.openai.openai_request import URLS
+from spmd_worker.frontends.openai.openai_stream import (
+    DONE,
+    AnswerName,
+    ChunkWriter,
+    error_body,
+    event,
+    joined_body,
+    response_body,
+    status_of,
+)
+from spmd_worker.frontends.openai.pooled_row import PooledOutput
+from spmd_worker.frontends.openai.row import EncodedRow, RowError
+from spmd_worker.frontends.openai.row_writer import REFUSED
+from spmd_worker.frontends.serve.exchange import EndingError, NoPlaceError, OpenRequest, RequestExchange
+from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
+from spmd_worker.frontends.serve.responses import (
+    AsgiApp,
+    JsonResponse,
+    Message,
+    PlainResponse,
+    Receive,
+    Scope,
+    Send,
+    prometheus_text,
+    response_part,
+    response_start,
+)
+from spmd_worker.frontends.serve.token_requests import DETOKENIZE_URL, TOKENIZE_URL, answer_tokens
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.tokenizer.template_process import LARGE_BYTES
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+logger = logging.getLogger(__name__)
+
+BODY_S: Final = 60.0
+"""So long the body of a request may take to arrive."""
+_MOST_LARGE: Final = 4
+"""Bodies of more than `LARGE_BYTES` that are in memory at a time; they are read and encoded beside the others."""
+_RETRY_AFTER_S: Final = 1
+_OPEN_PATHS: Final = ("/health", "/ping")
+_PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
+_MAX_CUSTOM_ID: Final = 512
+
+
+_Read = TypeVar("_Read")
+
+
+class _RefusedError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class _GoneError(Exception):
+    """The client has left, or reads too slowly."""
+
+
+@dataclass(slots=True)
+class ServerCounts:
+    """What the server has done; in the server's thread."""
+
+    answered: int = 0
+    aborted: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    """By HTTP status."""
+
+
+class ServerApp:
+    """`asgi` is the application. `reader_s` is how long a client may leave what was sent to it unread."""
+
+    def __init__(
+        self, exchange: RequestExchange, reader: RequestReader, model_name: str, api_key: str, reader_s: float
+    ) -> None:
+        self.exchange, self.reader, self.model_name, self.reader_s = exchange, reader, model_name, reader_s
+        self.counts = ServerCounts()
+        self._api_key = api_key.encode()
+        self._indices = count()
+        self._started_s = int(time.time())
+        # Prompts are encoded beside the loop, which must not wait for a chat template, one at a time.
+        self._pool = ThreadPoolExecutor(1, "spmd-encode")
+        self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
+        self._large = asyncio.Semaphore(_MOST_LARGE)
+        self._routes = _routes(self)
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application: who has no key learns nothing, not even which paths there are."""
+        if scope["type"] != "http":
+            return
+        if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
+            self.count_refused(401)
+            message = "give the server's key: Authorization: Bearer KEY"
+            response = JsonResponse(error_body("invalid_api_key", message), 401, (("www-authenticate", "Bearer"),))
+            await response(scope, receive, send)
+            return
+        await self._routes(scope, receive, send)
+
+    def close(self) -> None:
+        """Prompts that are being encoded are not waited for."""
+        for pool in (self._pool, self._large_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, request: "Request") -> AsgiApp:
+        """A completion or a chat completion, whole or streamed; vectors or scores; what is not here, as a row's error
+        says it.
+        """
+        places = Places(self.exchange)
+        try:
+            places.take(1)
+            served = await self._read(request)
+            most = self.exchange.most_sequences
+            if served.num_sequences > most:
+                message = f"the request is of {served.num_sequences} sequences, the server has places for {most}"
+                more = "ask for fewer at once (scheduler.max_num_seqs and serve.max_queued)"
+                raise _RefusedError("limit_exceeded", f"{message}: {more}")
+            places.take(served.num_sequences - 1)
+        except (_RefusedError, NoPlaceError, EndingError) as error:
+            places.free()
+            return self.refusal(error)
+        except _GoneError:
+            places.free()
+            self.counts.aborted += 1
+            return _say_nothing
+        except BaseException:
+            places.free()
+            raise
+        # From here on the answer frees them.
+        return Answer(self, served, places)
+
+    async def tokens(self, request: "Request") -> AsgiApp:
+        """vLLM's answer of `/tokenize` or `/detokenize`."""
+        places = Places(self.exchange)
+        try:
+            # A body is in memory.
+            places.take(1)
+            answer = partial(answer_tokens, self.reader, request.url.path)
+            return JsonResponse(await self._read_by(request, answer))
+        except (_RefusedError, NoPlaceError, EndingError) as error:
+            return self.refusal(error)
+        except _GoneError:
+            self.counts.aborted += 1
+            return _say_nothing
+        finally:
+            places.free()
+
+    async def version(self, request: "Request") -> AsgiApp:
+        """Under vLLM's key."""
+        return JsonResponse({"version": version()})
+
+    async def models(self, request: "Request") -> AsgiApp:
+        """The one model there is."""
+        model = {"id": self.model_name, "object": "model", "created": self._started_s, "owned_by": "spmd-worker"}
+        model["max_model_len"] = self.reader.engine_limits.max_model_len
+        name = request.path_params.get("name")
+        if name is None:
+            return JsonResponse({"object": "list", "data": [model]})
+        if name != self.model_name:
+            return self.refusal(_RefusedError("not_found", f"there is no model {name[:100]!r}: {self.model_name} is"))
+        return JsonResponse(model)
+
+    async def health(self, request: "Request") -> AsgiApp:
+        """200 while requests are taken."""
+        ending = self.exchange.ending
+        return JsonResponse({"status": "ending", "reason": ending}, 503) if ending else JsonResponse({"status": "ok"})
+
+    async def metrics(self, request: "Request") -> AsgiApp:
+        """For Prometheus: the engine's, and the server's own."""
+        counts, exchange = self.counts, self.exchange
+        own: list[Metric] = [
+            Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
+            Gauge("spmd_worker_serve_most_sequences", exchange.most_sequences),
+            Counter("spmd_worker_serve_answered", counts.answered),
+            Counter("spmd_worker_serve_aborted", counts.aborted),
+            *(
+                Counter("spmd_worker_serve_refused", number, {"status": str(status)})
+                for status, number in sorted(counts.refused.items())
+            ),
+        ]
+        return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
+
+    def count_refused(self, status: int) -> None:
+        """One more request that got an error of this HTTP status."""
+        self.counts.refused[status] = self.counts.refused.get(status, 0) + 1
+
+    async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
+        """A path or a method that is not here."""
+        asked = f"{request.method} {request.url.path[:100]}"
+        if getattr(error, "status_code", 404) == 404:
+            return self.refusal(_RefusedError("not_found", f"{asked}: no such path: use one of {', '.join(_PATHS)}"))
+        allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
+        refused = _RefusedError("method_not_allowed", f"{asked}: no such method: use {allowed}")
+        return self.refusal(refused, (("allow", allowed),))
+
+    async def broken(self, request: "Request", error: Exception) -> AsgiApp:
+        """A fault of ours; the server logs it."""
+        return self.refusal(_RefusedError("server_error", "the server made a mistake, which is in its log"))
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        return hmac.compare_digest(key.strip(), self._api_key) and kind.lower() == b"bearer"
+
+    async def _read(self, request: "Request") -> ServedRow:
+        custom_id = request.headers.get("x-custom-id")
+        if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
+            raise _RefusedError("invalid_value", f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII")
+        read = partial(self.reader.read, next(self._indices), request.url.path)
+        return await self._read_by(request, lambda data: read(data, custom_id))
+
+    async def _read_by(self, request: "Request", read: Callable[[bytes], _Read | RowError]) -> _Read:
+        """What `read` makes of the body, in a thread."""
+        async with contextlib.AsyncExitStack() as held:
+            data = await self._body(request, held)
+            pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
+            found = await _beside(pool, lambda: read(data), request.receive)
+        if isinstance(found, RowError):
+            raise _RefusedError(found.code, found.message)
+        return found
+
+    async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
+        """The request's body. One that is large has a place among the large ones until `held` ends."""
+        most = self.reader.limits.max_line_bytes
+        too_long = _RefusedError("line_too_long", f"the body is longer than limits.max_line_bytes={most}")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > most:
+            raise too_long
+        loop = asyncio.get_running_loop()
+        data, is_large, until_s = bytearray(), False, loop.time() + BODY_S
+        while True:
+            try:
+                async with asyncio.timeout_at(until_s):
+                    message = await request.receive()
+            except TimeoutError:
+                raise _RefusedError("body_too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+            if message["type"] != "http.request":
+                raise _GoneError
+            data += message.get("body", b"")
+            if len(data) > most:
+                raise too_long
+            if len(data) > LARGE_BYTES and not is_large:
+                is_large, waits_since_s = True, loop.time()
+                # Meanwhile the client's further bytes stay where they are.
+                await held.enter_async_context(self._large)
+                until_s += loop.time() - waits_since_s
+            if not message.get("more_body", False):
+                return bytes(data)
+
+    def refusal(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> AsgiApp:
+        """The response to a request that is refused: by its own fault, for want of places, or at the end."""
+        if isinstance(error, NoPlaceError):
+            message = (
+                f"{self.exchange.num_sequences} sequences are not answered yet: ask again later (serve.max_queued)"
+            )
+            error, headers = _RefusedError("rate_limit_exceeded", message), (("retry-after", str(_RETRY_AFTER_S)),)
+        if isinstance(error, EndingError):
+            error = _RefusedError("server_failed", str(error))
+        assert isinstance(error, _RefusedError), error
+        status = status_of(error.code)
+        self.count_refused(status)
+        return JsonResponse(error_body(error.code, str(error)), status, headers)
+
+
+class Places:
+    """What one request holds of the exchange's places."""
+
+    def __init__(self, exchange: RequestExchange) -> None:
+        self._exchange, self._num = exchange, 0
+
+    def take(self, num: int) -> None:
+        """So many more. Raises NoPlaceError or EndingError, and has what it had."""
+        self._exchange.reserve(num)
+        self._num += num
+
+    def free(self) -> None:
+        """All of them. Idempotent."""
+        self._exchange.free(self._num)
+        self._num = 0
+
+
+class Answer:
+    """The response to one request. Whatever ends it, the engine is told and the places are free."""
+
+    def __init__(self, app: ServerApp, served: ServedRow, places: Places) -> None:
+        self._app, self._served, self._places = app, served, places
+        self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        app, loop = self._app, asyncio.get_running_loop()
+        requests = [OpenRequest(row, self._served.is_streamed, loop) for row in self._served.rows]
+        submitted: list[OpenRequest] = []
+        try:
+            for request in requests:
+                app.exchange.submit(request)
+                submitted.append(request)
+        except EndingError as error:
+            for request in submitted:
+                app.exchange.close(request)
+            self._places.free()
+            await app.refusal(error)(scope, receive, send)
+            return
+        work = loop.create_task(self._respond(requests, send))
+        gone = loop.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                app.counts.aborted += 1
+        finally:
+            for request in requests:
+                app.exchange.close(request)
+            self._places.free()
+            for task in (work, gone):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, _GoneError):
+                await work
+
+    async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
+        if self._served.is_streamed:
+            is_answered = await self._stream(requests, send)
+        else:
+            is_answered = await self._answer_whole(requests, send)
+        self._app.counts.answered += is_answered
+
+    async def _answer_whole(self, requests: list[OpenRequest], send: Send) -> bool:
+        outputs = [await self._app.exchange.newest(request) for request in requests]
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is None:
+            response = JsonResponse(self._whole_body(outputs), 200, self._headers())
+        else:
+            code = failed.error_code or REFUSED
+            self._app.count_refused(status_of(code))
+            response = JsonResponse(error_body(code, failed.error or ""), status_of(code), self._headers())
+        for message in response.messages():
+            await self._send(send, message)
+        return failed is None
+
+    def _whole_body(self, outputs: Sequence[RequestOutput | PooledOutput]) -> JsonObject:
+        if len(outputs) == 1:
+            return response_body(self._served.row, outputs[0], self._name)
+        rows = [row for row in self._served.rows if isinstance(row, EncodedRow)]
+        return joined_body(rows, [each for each in outputs if isinstance(each, RequestOutput)], self._name)
+
+    async def _stream(self, requests: list[OpenRequest], send: Send) -> bool:
+        headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
+        await self._send(send, response_start(200, (*headers, *self._headers())))
+        writers = self._writers()
+        ended: dict[int, RequestOutput] = {}
+        waiting = {asyncio.ensure_future(self._app.exchange.newest(each)): i for i, each in enumerate(requests)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                # In the order of the prompts.
+                data = b""
+                for index, output in sorted(((waiting.pop(each), each.result()) for each in done), key=_first):
+                    assert isinstance(output, RequestOutput), output
+                    if output.error is not None:
+                        code = output.error_code or REFUSED
+                        self._app.count_refused(status_of(code))
+                        await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
+                        return False
+                    data += b"".join(map(event, writers[index].chunks(output)))
+                    if output.finished:
+                        ended[index] = output
+                    else:
+                        waiting[asyncio.ensure_future(self._app.exchange.newest(requests[index]))] = index
+                if data and waiting:
+                    await self._send(send, response_part(data))
+            if self._served.includes_usage:
+                data += event(writers[0].last_chunk([ended[index] for index in sorted(ended)]))
+            await self._send(send, response_part(data + DONE, more_body=False))
+            return True
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    def _writers(self) -> list[ChunkWriter]:
+        """One for each prompt, with the numbers of its choices."""
+        writers, first_index = [], 0
+        for row in self._served.rows:
+            assert isinstance(row, EncodedRow), "what is pooled is not streamed"
+            writers.append(ChunkWriter(row, self._name, self._served.includes_usage, first_index))
+            first_index += row.sampling.n
+        return writers
+
+    def _headers(self) -> tuple[tuple[str, str], ...]:
+        return (("x-request-id", self._name.request),)
+
+    async def _send(self, send: Send, message: Message) -> None:
+        """Waits while the client does not read. Raises _GoneError when that takes too long."""
+        try:
+            async with asyncio.timeout(self._app.reader_s):
+                await send(message)
+        except TimeoutError:
+            self._app.counts.aborted += 1
+            raise _GoneError from None
+
+
+def _routes(app: ServerApp) -> AsgiApp:
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    routes = [
+        Route("/v1/models", app.models),
+        Route("/v1/models/{name:path}", app.models),
+        Route("/health", app.health),
+        Route("/ping", app.health, methods=["GET", "POST"]),
+        Route("/version", app.version),
+        Route("/metrics", app.metrics),
+        *(Route(path, app.answer, methods=["POST"]) for path in URLS),
+        *(Route(path, app.tokens, methods=["POST"]) for path in (TOKENIZE_URL, DETOKENIZE_URL)),
+    ]
+    handlers: Any = {404: app.no_such, 405: app.no_such, 500: app.broken}
+    routed: AsgiApp = Starlette(routes=routes, exception_handlers=handlers)
+    return routed
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _say_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """The response to a client that has left."""
+
+
+async def _beside(pool: ThreadPoolExecutor, call: Callable[[], _Read], receive: Receive) -> _Read:
+    """What `call` returns in `pool`. Raises _GoneError where the client leaves: a call that has not begun is not made,
+    and the end of one that has is waited for, because until then it holds memory.
+    """
+    loop = asyncio.get_running_loop()
+    future = pool.submit(call)
+    result = asyncio.wrap_future(future)
+    gone = loop.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            if not future.cancel():
+                await asyncio.wait((result,))
+            raise _GoneError
+        return await result
+    finally:
+        gone.cancel()
+        result.cancel()

@@ -1,0 +1,131 @@
+"""The server's command: an OpenAI-shaped API on rank 0, over the engine of all ranks.
+
+    torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
+
+Exit codes: 0 it was asked to end (SIGTERM, Ctrl-C) and did; 1 it failed; 70 the ranks diverged.
+"""
+
+import argparse
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from spmd_worker.base.config.compose import as_yaml, compose_run
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError, SpmdError
+from spmd_worker.base.process import check_limits
+from spmd_worker.base.version import version
+from spmd_worker.frontends.rank_program import (
+    CONF,
+    CommandParser,
+    Drain,
+    describe_keys,
+    fail,
+    prepare_torch,
+    run_rank,
+    write_report,
+)
+from spmd_worker.frontends.serve.exchange import RequestExchange
+from spmd_worker.frontends.serve.http_server import MORE_CONNECTIONS, bind, is_loopback, require_server
+from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
+from spmd_worker.resolved import find_model
+from spmd_worker.worker.memory.garbage import resume_collections
+
+KEY_VARIABLE: Final = "SPMD_WORKER_API_KEY"
+
+_OPTIONS: Final = "--host HOST, --port PORT, --api-key KEY, --help, --cfg job, --config-dir DIR or --version"
+
+_MORE_S: Final = 10.0
+"""A rank that drains is ended so long after the requests' time is up."""
+
+_USAGE: Final = """\
+An OpenAI-shaped API over the engine of all ranks: rank 0 answers clients, the others follow its steps.
+
+usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOST] [--port PORT] [--api-key KEY]
+                [--help] [--cfg job] [--config-dir DIR] [--version]
+       python -m spmd_worker.serve KEY=VALUE...
+
+  torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
+
+  GROUP.KEY=VALUE    sets a key
+  GROUP=NAME         takes a named set of values
+  --host HOST        is serve.host=HOST, and --port PORT serve.port=PORT
+  --api-key KEY      what clients must show (Authorization: Bearer KEY); other users see it in the list of processes, so
+                     the environment's SPMD_WORKER_API_KEY is better; without either a random one is printed once
+  --cfg job          prints the configuration that the command line comes to, and exits
+  --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
+
+paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, and of a model that pools /v1/embeddings,
+       /v1/score, /v1/rerank (/score, /rerank, /v2/rerank); GET /v1/models, /version, /metrics, and without a key
+       /health, /ping
+
+exit codes: 0 it was asked to end and did; 1 it failed; 70 the ranks diverged"""
+
+
+def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = os.environ) -> int:
+    """`arguments` are the command line's without the program. Returns the exit code."""
+    environment = RankEnvironment()
+    try:
+        environment = read_rank_environment()
+        check_limits()
+        return _act(_parse(sys.argv[1:] if arguments is None else arguments), environment, variables)
+    except SpmdError as error:
+        return fail(str(error), environment, error.exit_code)
+    except KeyboardInterrupt:
+        # Before the ranks run.
+        return 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser("spmd_worker.serve", f"give KEY=VALUE, {_OPTIONS}")
+    for name in ("host", "port", "api-key"):
+        parser.add_argument(f"--{name}")
+    return parser.parse(arguments)
+
+
+def _act(command: argparse.Namespace, environment: RankEnvironment, variables: Mapping[str, str]) -> int:
+    given = [
+        f"serve.{name}={getattr(command, name)}" for name in ("host", "port") if getattr(command, name) is not None
+    ]
+    config = compose_run(CONF, [*command.overrides, *given], command.config_dir)
+    if command.version:
+        return write_report(lambda: f"spmd-worker {version()}", environment)
+    if command.help:
+        return write_report(lambda: describe_keys(_USAGE, config, command.config_dir), environment)
+    if command.cfg:
+        return write_report(lambda: as_yaml(config).rstrip(), environment)
+    return _run(config, environment, command.api_key or variables.get(KEY_VARIABLE) or None)
+
+
+def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -> int:
+    if config.plan or config.job.input or config.job.output:
+        raise ConfigError("plan, job.input and job.output are launch.py's: a server has no rows; leave them out")
+    require_server()
+    host, port = config.serve.host, config.serve.port
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+        raise ConfigError(f"{KEY_VARIABLE} or --api-key: a key is printable ASCII without spaces")
+    if api_key is None and not is_loopback(host):
+        raise ConfigError(
+            f"serve.host={host} can be reached from other machines, which needs a key of your own: set {KEY_VARIABLE}, "
+            f"or give serve.host=127.0.0.1"
+        )
+    # A download may take hours: before anything watches the ranks.
+    find_model(config)
+    prepare_torch()
+    # Imported here because it brings torch, which help does without.
+    from spmd_worker.frontends.serve.server import Listener, serve
+
+    resume_collections()
+    exchange = RequestExchange(config.scheduler.max_num_seqs + config.serve.max_queued)
+    listener = None
+    if environment.is_leader:
+        # A connection for each request that may wait.
+        check_limits(exchange.most_sequences + MORE_CONNECTIONS)
+        # Before anything is loaded, which takes its time: the port may be taken.
+        listener = Listener(bind(host, port), api_key or secrets.token_urlsafe(24), api_key is None)
+    drain = Drain(lambda: exchange.end("the server is ending"), config.serve.drain_s + _MORE_S)
+    return run_rank(
+        config, environment, None, lambda watchdog: serve(config, environment, watchdog, exchange, listener), drain
+    )

@@ -1,0 +1,168 @@
+"""Accepts a server's connections: so many at a time, and never without an end to those that ask for nothing.
+
+asyncio's own loop over `accept` goes on where there are no descriptors left, thousands of times a second, and writes a
+line for each; a limit on connections that refuses requests would let those who ask nothing shut out those who ask.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+import uvicorn
+
+from spmd_worker.frontends.serve.http_protocol import HttpConnection
+
+logger = logging.getLogger(__name__)
+
+BACKLOG: Final = 1024
+_AT_A_TIME: Final = 32
+"""Accepted before the loop goes on: so many descriptors more than `most` are in use for a moment."""
+_PAUSE_S: Final = 0.5
+_SAID_S: Final = 60.0
+"""Between two lines about the same."""
+_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Connections:
+    """Those of one bound socket, at most `most`. One more takes the place of that which has been idle for longest;
+    where none is, it waits in the system's queue.
+    """
+
+    def __init__(self, bound: socket.socket, most: int, make: Callable[["Connections"], HttpConnection]) -> None:
+        self._bound, self._most, self._make = bound, most, make
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[HttpConnection, None] = {}
+        self._idle: dict[HttpConnection, None] = {}
+        """In the order in which they became so."""
+        self._joining: set[asyncio.Task[object]] = set()
+        self._is_listening = False
+        self._has_stopped = False
+        self._said_s = float("-inf")
+
+    def start(self) -> None:
+        """Accept from now on. Raises OSError."""
+        self._bound.setblocking(False)
+        self._bound.listen(BACKLOG)
+        self._listen()
+
+    def stop(self) -> None:
+        """Accept no more; those that are open stay."""
+        self._has_stopped = True
+        self._pause()
+
+    # As `ConnectionList`.
+
+    def opened(self, connection: HttpConnection) -> None:
+        """It is idle until its first request."""
+        self._open[connection] = self._idle[connection] = None
+        self._listen()
+
+    def idle(self, connection: HttpConnection) -> None:
+        """The last in the order."""
+        self.busy(connection)
+        if connection in self._open:
+            self._idle[connection] = None
+            self._listen()
+
+    def busy(self, connection: HttpConnection) -> None:
+        """Not closed for another."""
+        self._idle.pop(connection, None)
+
+    def closed(self, connection: HttpConnection) -> None:
+        """There is a descriptor again."""
+        self._open.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._listen()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_A_TIME):
+            if len(self._open) + len(self._joining) >= self._most and not self._make_room():
+                # Whatever is closed or becomes idle goes on with it.
+                self._pause()
+                return
+            try:
+                accepted, _ = self._bound.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:
+                # It has left already.
+                continue
+            except OSError as error:
+                self._wait(error)
+                return
+            accepted.setblocking(False)
+            join = self._loop.connect_accepted_socket(lambda: self._make(self), accepted)
+            task: asyncio.Task[object] = self._loop.create_task(join)
+            self._joining.add(task)
+            task.add_done_callback(self._has_joined)
+
+    def _has_joined(self, task: asyncio.Task[object]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled():
+            # One that failed has left before it was there.
+            task.exception()
+
+    def _make_room(self) -> bool:
+        """End the connection that has been idle for longest; whether there was one."""
+        oldest = next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        self._open.pop(oldest)
+        self._idle.pop(oldest)
+        oldest.end()
+        return True
+
+    def _wait(self, error: OSError) -> None:
+        """There are no descriptors, or the network has a fault: both are tried again a little later."""
+        is_short = error.errno in _SHORTAGES
+        now_s = self._loop.time()
+        if now_s - self._said_s >= _SAID_S:
+            self._said_s = now_s
+            logger.warning(
+                "no connection can be accepted (%s): %d are open%s",
+                error.strerror,
+                len(self._open),
+                "; raise the limit of open files (ulimit -n)" if is_short else "",
+            )
+        for _ in range(_AT_A_TIME if is_short else 0):
+            self._make_room()
+        self._pause()
+        self._loop.call_later(_PAUSE_S, self._listen)
+
+    def _listen(self) -> None:
+        if not (self._is_listening or self._has_stopped):
+            self._is_listening = True
+            self._loop.add_reader(self._bound.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        if self._is_listening:
+            self._is_listening = False
+            self._loop.remove_reader(self._bound.fileno())
+
+
+class AcceptingServer(uvicorn.Server):
+    """uvicorn's server over `Connections`."""
+
+    def __init__(self, config: uvicorn.Config, bound: socket.socket, most_connections: int) -> None:
+        super().__init__(config)
+        self._bound, self._most_connections = bound, most_connections
+        self._connections: Connections | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises OSError."""
+        await super().startup(sockets=[])
+        self._connections = Connections(self._bound, self._most_connections, self._new_connection)
+        self._connections.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes the socket."""
+        if self._connections is not None:
+            self._connections.stop()
+        await super().shutdown(sockets)
+
+    def _new_connection(self, connections: Connections) -> HttpConnection:
+        state: dict[str, Any] = self.lifespan.state
+        return HttpConnection(connections, self.config, self.server_state, state)

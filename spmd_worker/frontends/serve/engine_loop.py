@@ -1,0 +1,136 @@
+"""The loop of rank 0's main thread: requests of the exchange into the engine, step by step, and outputs back.
+
+The other ranks are in `follow`. While there is nothing to do this thread sleeps; now and then it takes an empty step,
+because the others wait for steps, and not for ever.
+"""
+
+import logging
+import time
+
+from spmd_worker.engine.between_steps import patience_s
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
+from spmd_worker.frontends.openai.pooled_rows import admit_pooled
+from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
+from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """`drain_s` is how long requests that are there may go on once the exchange ends."""
+
+    def __init__(self, engine: LLMEngine, exchange: RequestExchange, drain_s: float) -> None:
+        self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
+        self._requests: dict[RequestId, OpenRequest] = {}
+        # Of a row that is pooled one for each text, in their order.
+        self._numbers: dict[OpenRequest, list[RequestId]] = {}
+        self._pooled: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
+        self._partials: dict[RequestId, PartialOutputs] = {}
+        self._patience_s = patience_s(engine.config.executor.timeout_s)
+        # A worker of another process that ends is noticed between steps, by the next.
+        engine.executor.register_failure_callback(exchange.look)
+
+    def run(self) -> None:
+        """Until the exchange ends and what was there is answered; then the other ranks leave `follow`. Raises what a
+        step raises, with every open request answered by an error.
+        """
+        try:
+            self._run()
+            # What came in the moment of the end.
+            self._exchange.fail(self._exchange.ending)
+            # Asked to end because a rank is gone? The step that follows another finds out.
+            self._step()
+            self._engine.close_followers()
+        except BaseException as error:  # told to the clients, and raised again
+            self._exchange.fail(f"the server has failed: {str(error) or type(error).__name__}")
+            raise
+
+    def _run(self) -> None:
+        engine, exchange = self._engine, self._exchange
+        self._publish()
+        stepped_s = time.monotonic()
+        ending_s: float | None = None
+        while not exchange.ending or engine.has_unfinished_requests():
+            if not engine.has_unfinished_requests():
+                exchange.wait(stepped_s + self._patience_s - time.monotonic())
+            must_look = self._take()
+            now_s = time.monotonic()
+            if exchange.ending:
+                ending_s = now_s if ending_s is None else ending_s
+                if now_s - ending_s >= self._drain_s:
+                    self._end_all(exchange.ending)
+            # An empty step where nothing came for a while.
+            if engine.has_unfinished_requests() or must_look or now_s - stepped_s >= self._patience_s:
+                self._step()
+                stepped_s = time.monotonic()
+
+    def _take(self) -> bool:
+        """Returns whether the engine must be looked after."""
+        arrived, closed, must_look = self._exchange.take()
+        for request in arrived:
+            self._admit(request)
+        numbers = [number for request in closed for number in self._numbers.get(request, ())]
+        if numbers:
+            self._engine.abort_request(numbers)
+        return must_look
+
+    def _admit(self, request: OpenRequest) -> None:
+        row = request.row
+        if isinstance(row, EncodedPooledRow):
+            self._numbers[request], self._pooled[request] = admit_pooled(self._engine, row), {}
+            self._requests |= dict.fromkeys(self._numbers[request], request)
+            return
+        try:
+            number = self._engine.admit_request(
+                row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
+            )
+        except ValueError as error:
+            # Of what only the engine knows, such as a bad word that is no token.
+            refused = RequestOutput("", row.prompt, list(row.prompt_token_ids), finished=True, error=str(error))
+            self._exchange.give([(request, refused)])
+            return
+        self._requests[number], self._numbers[request] = request, [number]
+        if request.is_streamed:
+            self._partials[number] = PartialOutputs(RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer)
+
+    def _step(self) -> None:
+        steps = [self._ended(output) for output in self._engine.step()]
+        outputs = [ended for ended in steps if ended is not None]
+        groups = self._engine.scheduler.queues.groups
+        for number, partial in self._partials.items():
+            request, group = self._requests[number], groups.get(number)
+            # A reader that has not taken the last one gets all in the next.
+            if request.output is None and group is not None:
+                part = partial.partial(group, None)
+                if part is not None:
+                    outputs.append((request, part))
+        self._exchange.give(outputs)
+        self._publish()
+
+    def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | PooledOutput] | None:
+        """What the request gets; None while other texts of it are not pooled."""
+        number = RequestId(int(output.request_id))
+        request = self._requests.pop(number)
+        self._partials.pop(number, None)
+        found = self._pooled.get(request)
+        if found is None:
+            del self._numbers[request]
+            return request, output
+        found[number] = output
+        if len(found) < len(self._numbers[request]):
+            return None
+        del self._pooled[request]
+        return request, PooledOutput(tuple([found[each] for each in self._numbers.pop(request)]))
+
+    def _end_all(self, reason: str) -> None:
+        if not self._exchange.has_failed:
+            logger.warning("%d requests are not answered: %s", len(self._requests), reason)
+            self._exchange.fail(reason)
+            self._engine.abort_request(list(self._requests))
+
+    def _publish(self) -> None:
+        self._exchange.metrics = self._engine.get_metrics()

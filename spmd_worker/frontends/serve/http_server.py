@@ -1,0 +1,133 @@
+"""uvicorn in a thread of its own, on a socket that was bound before anything was loaded."""
+
+import asyncio
+import ipaddress
+import math
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.serve.responses import AsgiApp
+
+_IDLE_S: Final = 5
+"""A connection that was used and is idle is closed."""
+MORE_CONNECTIONS: Final = 64
+"""Beside one for each request that may be open: health checks, and what is idle and gives way where it must."""
+_FLUSH_S: Final = 2
+
+
+def require_server() -> None:
+    """Raises ConfigError where the extra `serve` is missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        refuse_without(str(error.name), "serve", "the server", error)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet. Raises ConfigError for an address that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        raise _not_listened_on(host, port, error) from None
+    return bound
+
+
+def _not_listened_on(host: str, port: int, error: Exception) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else None
+    return ConfigError(
+        f"serve.host={host} with serve.port={port} cannot be listened on ({why or error}): give another port, or 0 for "
+        f"any that is free"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HttpServer:
+    """`most_requests` may be open at once; a client that takes nothing of what was sent to it for `reader_s` is
+    disconnected. The socket is closed when the server has stopped. `has_ended` is called, in the server's thread, when
+    that ends, asked to or not.
+    """
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        bound: socket.socket,
+        most_requests: int,
+        reader_s: float,
+        has_ended: Callable[[], None],
+    ) -> None:
+        import uvicorn
+
+        from spmd_worker.frontends.serve.connections import AcceptingServer
+        from spmd_worker.frontends.serve.http_protocol import HttpConnection
+
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Else what is left in buffers would keep a connection. Accepted ones inherit it.
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * reader_s))
+
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=HttpConnection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+        self._server = AcceptingServer(config, bound, most_requests + MORE_CONNECTIONS)
+        self._socket, self._has_ended = bound, has_ended
+        self._error: Exception | None = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="spmd-serve", daemon=True)
+
+    def start(self) -> None:
+        """From now on whoever connects is answered, or waits until the thread runs."""
+        try:
+            self._socket.listen()
+        except OSError as error:
+            # Another one that was bound while neither listened was first.
+            host, port = self._socket.getsockname()[:2]
+            raise _not_listened_on(host, port, error) from None
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise RuntimeError where the server has ended without being asked to."""
+        if self._is_over and not self._server.should_exit:
+            why = "nobody knows why" if self._error is None else str(self._error) or type(self._error).__name__
+            raise RuntimeError(f"the server's thread has ended: {why}") from self._error
+
+    def stop(self) -> None:
+        """Responses that are not complete have a little time. Idempotent."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(3 * _FLUSH_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        except Exception as error:  # for whoever asks, in another thread
+            self._error = error
+        finally:
+            self._is_over = True
+            self._has_ended()

@@ -1,0 +1,160 @@
+"""Reads the body of a request: it becomes the row that the same body is in a batch file, by the same code.
+
+What a request has beside a row: `stream` and `stream_options`, and a name for its random numbers, where it has no seed.
+A row of a file has its `custom_id`, or its index; a request has the header `X-Custom-Id`, or its content. Never when it
+came: the answer does not depend on who else asks.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Final
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.files import JsonError, parse_json_object
+from spmd_worker.chat.chat_format import ChatFormat
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
+from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
+from spmd_worker.frontends.openai.prompt_values import RowProblem, refuse_unknown_keys, short
+from spmd_worker.frontends.openai.row import EncodedRow, RowError
+from spmd_worker.frontends.openai.row_parser import parse_fields, resolve
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_STREAM_KEYS: Final = ("stream", "stream_options")
+_STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
+_DIGEST_BYTES: Final = 16
+_UNNAMED: Final = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRow:
+    """A request that can run: a row, or one for each prompt of a completion. `includes_usage`: its stream ends with the
+    numbers of tokens.
+    """
+
+    rows: tuple[EncodedRow, ...] | tuple[EncodedPooledRow]
+    is_streamed: bool
+    includes_usage: bool
+
+    @property
+    def row(self) -> EncodedRow | EncodedPooledRow:
+        """The first."""
+        return self.rows[0]
+
+    @property
+    def num_sequences(self) -> int:
+        """Of the engine, at a time."""
+        return sum(
+            len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences for row in self.rows
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """What an engine's requests are read with. Any thread may read."""
+
+    defaults: SamplingParams
+    limits: RowLimits
+    engine_limits: RequestLimits
+    tokenizer: Tokenizer | None
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+
+    def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow | RowError:
+        """The request with this body at `url`. `custom_id` is the header's; `index` is its number here, for its name
+        among the engine's requests alone.
+        """
+        try:
+            # A row's body is one level deeper.
+            body = parse_json_object(data, max_nesting=self.limits.max_nesting - 1)
+            is_streamed, includes_usage = _stream_of(body)
+        except JsonError as error:
+            return RowError(index, custom_id, "openai", error.code, f"the body {error}")
+        except RowProblem as problem:
+            return RowError(index, custom_id, "openai", problem.code, str(problem))
+        asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
+        prompts = _prompts(url, asked)
+        if len(prompts) > MAX_INPUTS:
+            message = f"prompt has {len(prompts)} prompts, more than {MAX_INPUTS}: send more requests"
+            return RowError(index, custom_id, "openai", "limit_exceeded", message)
+        if len(prompts) > 1:
+            return self._read_several(index, url, asked, prompts, custom_id, (is_streamed, includes_usage))
+        return self._read_one(index, url, asked, custom_id, is_streamed, includes_usage)
+
+    def _read_several(
+        self, index: int, url: str, asked: dict[str, Any], prompts: list[Any], custom_id: str | None, stream: Any
+    ) -> ServedRow | RowError:
+        """Each prompt as if it were asked alone, under a name of its own."""
+        name = content_name(url, asked) if custom_id is None else custom_id
+        rows: list[EncodedRow] = []
+        for place, prompt in enumerate(prompts):
+            one = {**asked, "prompt": prompt}
+            served = self._read_one(index, url, one, f"{name}#{place}" if place else name, *stream)
+            if isinstance(served, RowError):
+                return replace(served, message=f"prompt[{place}]: {served.message}")
+            rows += [row for row in served.rows if isinstance(row, EncodedRow)]
+        return ServedRow(tuple(rows), *stream)
+
+    def _read_one(
+        self,
+        index: int,
+        url: str,
+        asked: dict[str, Any],
+        custom_id: str | None,
+        is_streamed: bool,
+        includes_usage: bool,
+    ) -> ServedRow | RowError:
+        # A name of the content is made for what can run: of what is refused there may be megabytes.
+        fields = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": asked}
+        row = parse_fields(index, fields, self.defaults, self.limits)
+        if isinstance(row, RowError):
+            return row
+        if row.pooling is not None:
+            if is_streamed:
+                message = "vectors and scores cannot be streamed: leave out stream"
+                return RowError(index, custom_id, "openai", "unsupported_value", message)
+            pooled = encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
+            return pooled if isinstance(pooled, RowError) else ServedRow((pooled,), False, False)
+        # With echo and logprobs those of the prompt are in the choices.
+        is_echoed = row.echo is not None and asked.get("prompt_logprobs") is None
+        if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
+            message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
+            return RowError(index, custom_id, "openai", "unsupported_value", message)
+        encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
+        if isinstance(encoded, RowError):
+            return encoded
+        name = content_name(url, asked) if custom_id is None else custom_id
+        return ServedRow((replace(encoded, custom_id=name),), is_streamed, includes_usage)
+
+
+def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
+    """Of a completion that asks for several texts, or lists of ids; else none."""
+    given = asked.get("prompt")
+    is_several = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
+    return list(given or ()) if is_several and url == COMPLETIONS_URL else []
+
+
+def content_name(url: str, body: Mapping[str, Any]) -> str:
+    """The name of a request that was given none: a digest of all that its answer depends on."""
+    asked = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
+    text = json.dumps([url, asked], sort_keys=True, separators=(",", ":"))
+    return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"
+
+
+def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether with usage. Raises RowProblem."""
+    is_streamed, options = body.get("stream"), body.get("stream_options")
+    if not isinstance(is_streamed, bool | None):
+        raise RowProblem("invalid_value", f"stream={short(is_streamed)} must be true or false")
+    if options is None:
+        return bool(is_streamed), False
+    if not isinstance(options, dict):
+        raise RowProblem("invalid_value", f"stream_options={short(options)} must be an object")
+    refuse_unknown_keys(options, _STREAM_OPTIONS, " in stream_options")
+    for key, value in options.items():
+        if not isinstance(value, bool | None):
+            raise RowProblem("invalid_value", f"stream_options.{key}={short(value)} must be true or false")
+    return bool(is_streamed), bool(options.get("include_usage"))

@@ -1,0 +1,63 @@
+"""Responses as ASGI applications, and metrics in Prometheus' text format."""
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from spmd_worker.compat.metrics import Counter, Metric
+from spmd_worker.frontends.openai.row_writer import json_line
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = tuple[tuple[str, str], ...]
+
+
+class PlainResponse:
+    """A short response, as an ASGI application."""
+
+    def __init__(self, body: bytes, content_type: bytes, status: int = 200, headers: Headers = ()) -> None:
+        self.body, self.status = body, status
+        self.headers = (("content-type", content_type.decode()), ("content-length", str(len(body))), *headers)
+
+    def messages(self) -> list[Message]:
+        """What is sent."""
+        return [response_start(self.status, self.headers), response_part(self.body, more_body=False)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        for message in self.messages():
+            await send(message)
+
+
+class JsonResponse(PlainResponse):
+    """A record."""
+
+    def __init__(self, record: Mapping[str, Any], status: int = 200, headers: Headers = ()) -> None:
+        super().__init__(json_line(record), b"application/json", status, headers)
+
+
+def prometheus_text(metrics: list[Metric]) -> bytes:
+    """In Prometheus' text format, version 0.0.4."""
+    lines: list[str] = []
+    for each in metrics:
+        is_counter = isinstance(each, Counter)
+        name = f"{each.name}_total" if is_counter else each.name
+        heading = f"# TYPE {name} {'counter' if is_counter else 'gauge'}"
+        if heading not in lines:
+            lines.append(heading)
+        labels = ",".join(f'{key}="{value}"' for key, value in each.labels.items())
+        lines.append(f"{name}{f'{{{labels}}}' if labels else ''} {each.value}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def response_start(status: int, headers: Headers) -> Message:
+    """The beginning of a response; header names in small letters."""
+    coded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    return {"type": "http.response.start", "status": status, "headers": coded}
+
+
+def response_part(body: bytes, *, more_body: bool = True) -> Message:
+    """A part of its body, the last one unless there is more."""
+    return {"type": "http.response.body", "body": body, "more_body": more_body}

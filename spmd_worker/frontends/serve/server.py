@@ -1,0 +1,111 @@
+"""The server on one rank: every rank starts its replica; rank 0 answers clients, the others follow its steps."""
+
+import logging
+import socket
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.chat.chat_format import model_chat_format
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.startup import read_run, start_engine
+from spmd_worker.frontends.serve.app import ServerApp
+from spmd_worker.frontends.serve.engine_loop import EngineLoop
+from spmd_worker.frontends.serve.exchange import RequestExchange
+from spmd_worker.frontends.serve.http_server import HttpServer
+from spmd_worker.frontends.serve.request_reader import RequestReader
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.topology import check_world_size
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S: Final = 1.0
+"""How long clients have to take an error before the process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """What rank 0 has before anything is loaded. `is_new_key`: nobody knows the key yet."""
+
+    bound: socket.socket
+    api_key: str
+    is_new_key: bool
+
+    @property
+    def url(self) -> str:
+        """Of the API, as clients want it."""
+        host, port = self.bound.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def serve(
+    config: RunConfig,
+    environment: RankEnvironment,
+    watchdog: Watchdog,
+    exchange: RequestExchange,
+    listener: Listener | None,
+) -> None:
+    """Serve until `exchange` ends, which ends the other ranks too. `listener` is rank 0's.
+
+    Raises ConfigError for what cannot run, and what a step raises.
+    """
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.data_parallel_size={config.parallel.data_parallel_size} cannot be served: a server has one "
+            f"replica; start one server for each"
+        )
+    resolved = read_run(config)
+    if environment.is_launched:
+        check_world_size(resolved.layout, environment.world_size)
+    engine: LLMEngine = start_engine(resolved, environment, watchdog)
+    try:
+        if listener is None:
+            engine.follow()
+        else:
+            answer_clients(engine, watchdog, exchange, listener)
+    except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
+        watchdog.fail(error)
+        raise
+    finally:
+        engine.shutdown()
+
+
+def answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
+    """Rank 0's part, with an engine that the other ranks follow."""
+    config = engine.config
+    chat_format = model_chat_format(config.model, engine.tokenizer)
+    reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format)
+    model_name = engine.resolved.location.name
+    app = ServerApp(exchange, reader, model_name, listener.api_key, config.serve.reader_timeout_s)
+    loop = EngineLoop(engine, exchange, config.serve.drain_s)
+    # Without its server the engine would wait for ever.
+    has_ended = partial(exchange.end, "the server's thread has ended")
+    server = HttpServer(app.asgi, listener.bound, exchange.most_sequences, config.serve.reader_timeout_s, has_ended)
+    # The watchdog ends this process where the main thread waits for a rank that is gone.
+    watchdog.before_exit = partial(_end_clients, exchange)
+    server.start()
+    _announce(listener, model_name)
+    try:
+        loop.run()
+        server.check()
+    finally:
+        exchange.wait_until_closed(_FLUSH_S)
+        server.stop()
+        app.close()
+
+
+def _end_clients(exchange: RequestExchange) -> None:
+    exchange.fail("the server has failed: another rank is gone, or does not move; its log says which")
+    exchange.wait_until_closed(_FLUSH_S)
+
+
+def _announce(listener: Listener, model_name: str) -> None:
+    """Where the server is, and its key if nobody knows it; the key goes into no log."""
+    logger.info("serving %s at %s", model_name, listener.url)
+    if listener.is_new_key:
+        text = f"clients of {listener.url} show this key (SPMD_WORKER_API_KEY gives one of your own):"
+        print(text, listener.api_key, file=sys.stderr, flush=True)

@@ -1,0 +1,211 @@
+"""Report how a run ended, and which rank is to blame if it failed.
+
+    python -m spmd_worker.tools.doctor RUN_DIR
+    python -m spmd_worker.tools.doctor runs/demo
+
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the rank status that was on the terminal
+from what the ranks left: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
+killed as a whole, or is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 where it
+cannot tell.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.base.errors import StepStatsError
+from spmd_worker.base.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
+from spmd_worker.base.liveness.failure_diagnosis import status_lines
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
+from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
+from spmd_worker.frontends.tools.program import make_parser, print_error, program_name
+from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunState, look_at_run, read_metrics
+
+EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
+LAST_RECORDS_GLOB = "records.rank*.log"
+START_AGAIN = "Start it again."
+NO_STEP = "no job got as far as its first step here"
+RUNNING_S = 30.0
+"""A run whose step statistics grew in the last seconds may be running still."""
+
+FULL_BYTES = 64 * 1024
+"""A disk with less room is full: an error record has this size."""
+
+ADVICE = (
+    (
+        "No space left on device",
+        "The disk is full: make room, or give job.output and job.run_dir on another disk; a new start with the same "
+        "command begins again.",
+    ),
+    (
+        " gone: ",
+        "Its process was ended from outside or crashed. Look for the kernel's out-of-memory killer (dmesg, or the "
+        "container's events); less memory: lower cache.num_blocks or cache.gpu_memory_utilization, and "
+        "cache.swap_space_gib. Stacks of a crash are on the terminal.",
+    ),
+    (
+        " silent: ",
+        "Its process was stopped, its machine is overloaded or cannot be reached. Look at that machine and the network "
+        "between the nodes.",
+    ),
+    (
+        " stuck: ",
+        "Its main thread did not move. Its stacks show where; raise executor.timeout_s if the work is only slow.",
+    ),
+    (" busy ", "The others waited for it longer than executor.timeout_s: raise it if the work is only slow."),
+    (" waiting for ", "Ranks waited for each other. Compare their stacks; raise executor.timeout_s if a step is slow."),
+    ("every rank received ", "The launcher, the scheduler of the cluster or Ctrl-C ended it: start it again."),
+    (" received SIG", "Somebody sent SIGTERM to this process alone: start the job again."),
+    ("MemoryError", "A rank had no memory left: lower cache.num_blocks, or give it more."),
+    ("out of memory", "A rank had no memory left: lower cache.gpu_memory_utilization or cache.num_blocks."),
+    (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
+    (" failed while ", "It could not start; the sentence says what it lacked."),
+)
+"""By a part of the diagnosis: what to do. The first that fits."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser("doctor", __doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
+    run_dir = parser.parse_args(arguments).run_dir
+    try:
+        lines, exit_code = examine(run_dir)
+    except RunDirError as error:
+        print_error("doctor", error)
+        return EXIT_CANNOT_TELL
+    print("\n".join(lines))
+    return exit_code
+
+
+def examine(run_dir: Path) -> tuple[list[str], int]:
+    """What there is to say, and the exit code. Raises RunDirError."""
+    run = look_at_run(run_dir)
+    try:
+        records = read_records(run_dir)
+        steps = read_steps(run_dir)
+    except (OSError, ValueError) as error:
+        raise RunDirError(f"cannot read what the run left: {error}") from None
+    metrics = read_metrics(run_dir)
+    if records:
+        return failure_lines(run_dir, records, steps), EXIT_FAILED
+    if run.state is RunState.RUNNING:
+        return running_lines(run_dir, steps), EXIT_FAILED
+    if run.state is RunState.COMPLETE:
+        return complete_lines(metrics or {}), EXIT_FAILED
+    # Without a manifest it is a folder of before there were some.
+    is_of_this_run = run.state is RunState.ENDED or (
+        run.state is RunState.UNKNOWN and is_newer(run_dir / METRICS_NAME, run_dir / STEP_STATS_NAME)
+    )
+    if metrics is not None and is_of_this_run:
+        return well_lines(metrics), EXIT_WELL
+    last_records = sorted(run_dir.glob(LAST_RECORDS_GLOB))
+    if last_records and is_newer(last_records[0], run_dir / STEP_STATS_NAME):
+        return diverged_lines(last_records), EXIT_FAILED
+    if steps is None:
+        if run.state is not RunState.UNKNOWN:
+            return [f"The run did not end: {NO_STEP}. {START_AGAIN}"], EXIT_FAILED
+        raise RunDirError(f"{run_dir} holds no step statistics, metrics or error records: {NO_STEP} ({WHERE})")
+    return unfinished_lines(run, steps), EXIT_FAILED
+
+
+def read_steps(run_dir: Path) -> list[StepStats] | None:
+    """None where no step was recorded, or what was cannot be read any more."""
+    try:
+        return read_step_stats(run_dir / STEP_STATS_NAME)
+    except (FileNotFoundError, StepStatsError):
+        return None
+
+
+def is_newer(path: Path, other: Path) -> bool:
+    """Whether `path` was written after `other`, which need not be there."""
+    if not path.exists() or not other.exists():
+        return path.exists()
+    return path.stat().st_mtime_ns >= other.stat().st_mtime_ns
+
+
+def well_lines(metrics: dict[str, Any]) -> list[str]:
+    rows, error_rows = metrics.get("rows", 0), metrics.get("error_rows", 0)
+    lines = [f"The run ended well: {rows:,} rows, {error_rows:,} of them error rows."]
+    codes = metrics.get("error_codes") or {}
+    if codes:
+        lines.append("Error rows by code: " + ", ".join(f"{count:,} {code}" for code, count in codes.items()) + ".")
+    return lines
+
+
+def complete_lines(metrics: dict[str, Any]) -> list[str]:
+    rows, error_rows = metrics.get("rows", 0), metrics.get("error_rows", 0)
+    return [
+        f"The output is complete, and the job did not end well: {rows:,} rows, {error_rows:,} of them error rows.",
+        "What to do: where those are more than job.max_error_rows, mend the rows or raise it; a new start with the "
+        "same command does not compute a row again.",
+    ]
+
+
+def running_lines(run_dir: Path, steps: list[StepStats] | None) -> list[str]:
+    what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no step yet"
+    doing = f"The run has not ended: {what}. Its process is running, and holds {run_dir / LOCK_NAME}."
+    return [doing, *stacks_lines(run_dir)]
+
+
+def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
+    """From the record of the rank that knew first; the others' agree, or were written when that rank had left
+    already. Of those that agree the lowest rank's, which was on the terminal.
+    """
+    first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
+    record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.wall_s))
+    lines = [f"The run failed at {when}; rank status at the last heartbeats:"]
+    lines += [f"  {line}" for line in status_lines(record.statuses)]
+    if record.diagnosis is not None:
+        lines += ["", f"To blame: {record.diagnosis.text}"]
+        lines += [f"What to do: {text}" for part, text in ADVICE if part in record.diagnosis.text][:1]
+    lines += [f"Steps recorded: {len(steps):,}, the last is step {steps[-1].step}."] if steps else []
+    lines += stacks_lines(run_dir)
+    return lines + traceback_lines(records, record)
+
+
+def stacks_lines(run_dir: Path) -> list[str]:
+    paths = sorted(run_dir.glob(STACKS_NAME.format("*")))
+    return [f"Stacks of ranks that did not move: {', '.join(map(str, paths))}"] if paths else []
+
+
+def ranks_to_blame(record: ErrorRecord) -> tuple[int, ...] | None:
+    return None if record.diagnosis is None else record.diagnosis.ranks
+
+
+def traceback_lines(records: list[ErrorRecord], record: ErrorRecord) -> list[str]:
+    blamed = ranks_to_blame(record) or ()
+    found = [each for each in records if each.rank in blamed and each.traceback]
+    return [line for each in found for line in ("", f"Rank {each.rank}:", each.traceback.rstrip())]
+
+
+def diverged_lines(paths: list[Path]) -> list[str]:
+    return [
+        "The run failed: its ranks diverged, and the terminal said in which step and which field.",
+        f"What to do: compare the last steps of two ranks with {program_name('replay')} --diff A B: "
+        f"{', '.join(map(str, paths))}",
+    ]
+
+
+def unfinished_lines(run: Run, steps: list[StepStats]) -> list[str]:
+    run_dir = run.folder
+    age_s = time.time() - (run_dir / STEP_STATS_NAME).stat().st_mtime
+    what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no whole step"
+    if free_bytes(run_dir) < FULL_BYTES:
+        return [f"The run did not end: {what}, and no rank could leave a word.", f"What to do: {ADVICE[0][1]}"]
+    # Where there is a manifest its lock has told that no process holds it.
+    if age_s < RUNNING_S and run.state is RunState.UNKNOWN:
+        return [f"The run has not ended: {what}, recorded {age_s:.0f} s ago. It may be running still."]
+    return [
+        f"The run did not end: {what}, recorded {age_s:,.0f} s ago, and no rank left a word.",
+        "What to do: all processes were ended at once, as by SIGKILL, the out-of-memory killer of a container or a "
+        f"machine that went down. {START_AGAIN}",
+        *stacks_lines(run_dir),
+    ]
+
+
+def free_bytes(run_dir: Path) -> int:
+    disk = os.statvfs(run_dir)
+    return disk.f_bavail * disk.f_frsize

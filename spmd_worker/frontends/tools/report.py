@@ -1,0 +1,129 @@
+"""Draw what happened in a run: blocks, batch, tokens, preemptions, cache hits and the slowest steps.
+
+    python -m spmd_worker.tools.report RUN_DIR
+        writes RUN_DIR/report.html and RUN_DIR/timeline.json
+    python -m spmd_worker.tools.report runs/demo --output night.html
+        writes night.html, and timeline.json beside it
+
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. The page needs nothing but a browser; its
+charts are drawn by matplotlib (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in
+ui.perfetto.dev. Also for a run that was killed, or is still running. Prints where both are and what the run came to;
+the last line is one JSON object. Exits with 2 for what cannot be read or written.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.base.errors import ConfigError, StepStatsError
+from spmd_worker.base.files import write_file
+from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
+from spmd_worker.base.metrics.timeline import TIMELINE_NAME, write_timeline
+from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_report
+from spmd_worker.frontends.report.data import make_totals
+from spmd_worker.frontends.report.drawing import can_draw
+from spmd_worker.frontends.report.page import NO_CHARTS, report_page
+from spmd_worker.frontends.report.words import NO_METRICS, diagnosis, summary_figures
+from spmd_worker.frontends.tools.program import make_parser, print_error
+from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
+
+REPORT_NAME = "report.html"
+EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        report_run(options.run_dir, options.output or options.run_dir / REPORT_NAME)
+    except (RunDirError, StepStatsError, ConfigError) as error:
+        print_error("report", error)
+        return EXIT_CANNOT_TELL
+    except OSError as error:
+        print_error("report", f"cannot write {str(error.filename).removesuffix('.partial')}: {error.strerror}")
+        return EXIT_CANNOT_TELL
+    return EXIT_DONE
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("report", __doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
+    return parser.parse_args(arguments)
+
+
+def report_run(run_dir: Path, page_path: Path) -> None:
+    """Raises RunDirError or StepStatsError for what cannot be read, ConfigError for a page that would be written over
+    another file of the run, OSError for what cannot be written.
+    """
+    check_folder(run_dir)
+    check_report(run_dir, page_path, page_path.with_name(TIMELINE_NAME))
+    steps = read_steps(run_dir)
+    metrics = read_metrics(run_dir)
+    # A folder's name may hold bytes that are no text.
+    name = os.fsencode(run_dir.resolve().name).decode("utf-8", "replace")
+    timeline_path = page_path.with_name(TIMELINE_NAME)
+    has_charts = can_draw()
+    stages = read_stages(run_dir)
+    page = report_page(name, steps, metrics, has_charts=has_charts).encode("utf-8")
+    write_file(page_path, page, is_durable=False)
+    write_timeline(steps, timeline_path, name, stages)
+    if not has_charts:
+        print(NO_CHARTS, file=sys.stderr)
+    print_result(steps, metrics, page_path, timeline_path)
+
+
+def read_steps(run_dir: Path) -> list[StepStats]:
+    path = run_dir / STEP_STATS_NAME
+    try:
+        return read_step_stats(path)
+    except FileNotFoundError:
+        raise RunDirError(f"{run_dir} has no {STEP_STATS_NAME}: {why_no_steps(run_dir)}") from None
+    except OSError as error:
+        raise RunDirError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_stages(run_dir: Path) -> list[StageSpan]:
+    """None where there is no pipeline, or the run has not ended."""
+    try:
+        return read_stage_times(run_dir / STAGE_TIMES_NAME)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirError(f"cannot read {run_dir / STAGE_TIMES_NAME}: {error.strerror}") from None
+    except ValueError as error:
+        raise RunDirError(f"{error}: remove it to see the steps without it") from None
+
+
+def why_no_steps(run_dir: Path) -> str:
+    if (run_dir / METRICS_NAME).exists():
+        return f"the job that wrote its {METRICS_NAME} kept no step statistics; run it again with this version"
+    return NO_JOB
+
+
+def print_result(steps: list[StepStats], metrics: dict[str, Any] | None, page_path: Path, timeline_path: Path) -> None:
+    print(f"{page_path}: the report, for a browser")
+    print(f"{timeline_path}: every step, for ui.perfetto.dev")
+    if metrics is None:
+        print(NO_METRICS)
+    result: dict[str, Any] = {"report": str(page_path), "timeline": str(timeline_path), "num_steps": len(steps)}
+    if steps:
+        totals = make_totals(steps)
+        figures = summary_figures(totals, metrics or {})
+        width = max(len(figure.value) for figure in figures)
+        print("\n".join(f"  {figure.value:>{width}} {figure.label} ({figure.note})" for figure in figures))
+        print(diagnosis(totals, metrics or {}))
+        result |= {
+            "wall_s": totals.wall_us / 1e6,
+            "num_blocks": totals.num_blocks,
+            "max_blocks_used": totals.max_blocks_used,
+            "max_host_blocks_used": totals.max_host_blocks,
+            "preemptions_by_swap": totals.sums.num_swapped_out,
+            "preemptions_by_recompute": totals.sums.num_recomputed,
+            "computed_tokens": totals.sums.num_tokens,
+            "cached_tokens": totals.sums.num_cached_tokens,
+        }
+    print(json.dumps(result))

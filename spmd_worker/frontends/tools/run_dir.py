@@ -1,0 +1,128 @@
+"""A run directory as every tool reads it: what is one, how its run stands, and its metrics. Changes nothing."""
+
+import fcntl
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.files import JsonError, open_own_file, read_json_object
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME
+from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
+from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
+
+WHERE: Final = "a run's directory is job.run_dir, else <job.output>.run"
+NO_JOB: Final = "no job ran in this folder; give job.run_dir, or <job.output>.run where the job named none"
+
+
+class RunDirError(Exception):
+    """What was given cannot be read as a run directory; the message says why and what to do."""
+
+
+class RunState(Enum):
+    """How a run stands; `ENDED` is of a job that ended well, `COMPLETE` of one that has its output and failed all the
+    same (`job.max_error_rows`). `UNKNOWN` is of a folder without a manifest.
+    """
+
+    UNKNOWN = "no manifest"
+    UNFINISHED = "not ended, and not running"
+    RUNNING = "running"
+    COMPLETE = "output complete, job failed"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`output` is `job.output` as the job was given it, for people."""
+
+    folder: Path
+    state: RunState
+    output: str = ""
+
+
+def check_folder(path: Path) -> None:
+    """Raises RunDirError for what is no folder."""
+    try:
+        if path.is_dir():
+            return
+        is_there = path.exists()
+    except OSError as error:
+        raise RunDirError(f"{path}: {error.strerror} ({WHERE})") from None
+    if not is_there:
+        raise RunDirError(f"{path}: no such folder ({WHERE})")
+    beside = Path(f"{path}.run")
+    way_out = beside if beside.is_dir() else "the folder it is in"
+    raise RunDirError(f"{path}: is a file: give {way_out} ({WHERE})")
+
+
+def look_at_run(folder: Path) -> Run:
+    """Raises RunDirError for what is no folder, and for a manifest that cannot be read."""
+    check_folder(folder)
+    try:
+        manifest = read_manifest(folder / MANIFEST_NAME)
+    except (OSError, ValueError) as error:
+        raise RunDirError(str(error)) from None
+    if manifest is None:
+        return Run(folder, RunState.UNKNOWN)
+    # Of an older version it may be missing.
+    output = str(manifest.get("config", {}).get("job", {}).get("output", ""))
+    if manifest["has_ended"]:
+        return Run(folder, RunState.ENDED, output)
+    if _is_locked(folder / LOCK_NAME):
+        return Run(folder, RunState.RUNNING, output)
+    # Removed by each start, and written when the output is complete.
+    has_metrics = (folder / METRICS_NAME).exists()
+    return Run(folder, RunState.COMPLETE if has_metrics else RunState.UNFINISHED, output)
+
+
+def read_metrics(folder: Path) -> dict[str, Any] | None:
+    """None where there are none: they are written when the output is complete. Raises RunDirError."""
+    path = folder / METRICS_NAME
+    try:
+        metrics = read_json_object(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirError(f"cannot read {path}: {error.strerror}") from None
+    except JsonError as error:
+        raise RunDirError(f"{error}: remove it to see the steps without it") from None
+    codes = metrics.get("error_codes", {})
+    values = {key: [metrics[key]] for key in _NUMBERS if key in metrics}
+    values["error_codes"] = list(codes.values()) if isinstance(codes, dict) else [codes]
+    wrong = next((key for key, found in values.items() if not all(map(_is_count, found))), None)
+    if wrong is not None:
+        raise RunDirError(
+            f"{path} is damaged: {wrong} is no number that a job writes: remove it to see the steps without it"
+        )
+    return metrics
+
+
+_NUMBERS: Final[tuple[str, ...]] = (
+    *("rows", "error_rows", "prompt_tokens", "cached_prompt_tokens", "computed_prompt_tokens", "output_tokens"),
+    *("resumed_rows", "resumed_output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "steps"),
+    *("load_s", "generate_s", "wall_s"),
+)
+"""Keys of metrics that the tools say something about."""
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < 2**63
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = open_own_file(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # Asked as the next job would ask, and given back at once.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,175 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and the ways it is stretched to longer texts.
+
+Computed once a step for all layers that share a rope. Knows positions; knows nothing about queries and keys.
+
+With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise
+that a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length
+only: the prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is
+also what Hugging Face's models do when they compute a prompt whole and then one token at a time, so a row that grows
+past the model's own length while it decodes has the keys that it has there: those before the crossing stay as they are.
+
+With `longrope` a row takes the frequencies for long texts if it may grow past the original length, prompt and
+`max_tokens` together, and those for short ones else, all of it: nothing of a row is computed twice when it crosses.
+Hugging Face's models take the long ones from the first token past the original length, which is the same for rows that
+stay on one side; for one that crosses while it decodes they compute everything before again, or do not, by model.
+
+What angles depend on besides positions is the row's regime (`ModelConfig.rope_regime`) and nothing else, because the
+names of cached blocks hold the regime and nothing else of a row but its tokens.
+
+T: tokens of the step; D: head size; R: how many numbers of a head are turned.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.rope import RopeParameters
+from spmd_worker.ops.kernels.api import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosines and sines [T, R / 2] of a step's tokens, and which numbers of a head they turn: the first R, pairs of
+    equal places in two halves, or of neighbours where `is_interleaved`. `is_plain`: whole heads, in halves, and that is
+    all; else turned queries are multiplied by `query_factors` [T, 1, 1], where they are given. What is turned by angles
+    in float32 is computed in float32 and rounded once.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+    is_plain: bool
+    query_factors: Tensor | None = None
+
+    def turn(self, kernels: Kernels, x: Tensor) -> Tensor:
+        """[T, heads, D] -> [T, heads, D]."""
+        if self.cos.dtype != x.dtype:
+            return self.turn(kernels, x.to(self.cos.dtype)).to(x.dtype)
+        size = 2 * self.cos.shape[1]
+        if size == x.shape[-1] and not self.is_interleaved:
+            return kernels.rotate(x, self.cos, self.sin)
+        turned, kept = x[..., :size], x[..., size:]
+        if self.is_interleaved:
+            halves = turned.reshape(*turned.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
+            turned = kernels.rotate(halves, self.cos, self.sin)
+            turned = turned.reshape(*turned.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
+        else:
+            turned = kernels.rotate(turned, self.cos, self.sin)
+        return torch.cat((turned, kept), dim=-1)
+
+
+class RotaryEmbedding:
+    """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
+
+    def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
+        self._rope, self._head_size, self._max_positions = rope, rope.turned_size(head_size), max_positions
+        self._is_whole = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
+        self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
+        self._exponents = _exponents(self._head_size).double().to(device)
+        self._amplitude = attention_factor(rope)
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether whole heads of `dtype` are turned, in halves and rounding at each step: what calls that do more than
+        this can do. In float32 nothing is rounded.
+        """
+        return self._is_whole and (self._rope.rounding == "each step" or dtype == torch.float32)
+
+    def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> Angles:
+        """int64 [T] positions and regimes -> angles for tensors of `dtype`, computed in float32, and in `dtype` unless
+        the rope keeps more (`RopeParameters.rounding`).
+        """
+        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
+        cos, sin = turns.cos() * self._amplitude, turns.sin() * self._amplitude
+        if self._rope.rounding != "result":
+            cos, sin = cos.to(dtype), sin.to(dtype)
+        if self._rope.rounding == "angles":
+            cos, sin = cos.float(), sin.float()
+        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain(dtype), self._query_factors(positions, dtype))
+
+    def _query_factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """[T, 1, 1]. By way of float64: what a logarithm is to the last bit may differ with its place in a tensor."""
+        if not self._rope.query_growth:
+            return None
+        lengths = 1 + torch.floor(positions.double() / self._rope.original_max_position_embeddings)
+        return (1 + self._rope.query_growth * lengths.log()).to(dtype).view(-1, 1, 1)
+
+    def _frequencies_at(self, positions: Tensor, regimes: Tensor) -> Tensor:
+        """[R / 2], or [T, R / 2] where tokens differ."""
+        if self._rope.rope_type == "longrope":
+            return self._frequencies[regimes]
+        # A pair alone has the same frequency under every base.
+        if self._rope.rope_type != "dynamic" or self._head_size == 2:
+            return self._frequencies
+        lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
+        growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)
+        base = self._rope.rope_theta * growth ** (self._head_size / (self._head_size - 2))
+        return (1.0 / base.unsqueeze(1) ** self._exponents).float()
+
+
+def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
+    """Radians per token of each pair of dimensions, float32 [R / 2]; of `longrope` [2, R / 2], short and long.
+    `head_size` is what is turned of it.
+    """
+    plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(plain, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(plain, rope, head_size)
+    if rope.rope_type == "longrope":
+        factors = torch.tensor((rope.short_factors, rope.long_factors), dtype=torch.float32)
+        return 1.0 / (factors * rope.rope_theta ** _exponents(head_size))
+    return plain
+
+
+def attention_factor(rope: RopeParameters) -> float:
+    """What cosines and sines are multiplied with; other than 1 only for YaRN and LongRoPE."""
+    if rope.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.rope_type == "longrope":
+        original = rope.original_max_position_embeddings
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def _exponents(head_size: int) -> Tensor:
+    return torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+
+
+def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    original = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / plain
+    blend = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    stretched = torch.where(wavelengths > original / rope.low_freq_factor, plain / rope.factor, plain)
+    is_between = (wavelengths <= original / rope.low_freq_factor) & (wavelengths >= original / rope.high_freq_factor)
+    return torch.where(is_between, blended, stretched)
+
+
+def _yarn(plain: Tensor, rope: RopeParameters, head_size: int) -> Tensor:
+    """YaRN (https://arxiv.org/abs/2309.00071): a ramp over dimensions between interpolation and extrapolation."""
+    low, high = _yarn_dimension(rope.beta_fast, rope, head_size), _yarn_dimension(rope.beta_slow, rope, head_size)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_dimension(num_rotations: float, rope: RopeParameters, head_size: int) -> float:
+    """The dimension that turns `num_rotations` times over the original length."""
+    original = rope.original_max_position_embeddings
+    return head_size * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

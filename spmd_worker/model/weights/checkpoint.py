@@ -1,0 +1,318 @@
+"""A folder of safetensors files as one mapping from names to tensors, read by the rectangle.
+
+Reads with `preadv` into the tensor that is returned, not through a memory map: a file that shrinks meanwhile is an
+error message instead of a SIGBUS, what is read is what is counted, and network file systems see a few large reads
+instead of page faults.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.base.files import JsonError, is_plain_name, parse_json_object, read_regular_file
+from spmd_worker.model.layers.weight_slice import Place, Rectangle, is_inside
+from spmd_worker.model.weights.region import plan_read, split_region
+from spmd_worker.model.weights.safetensors_header import (
+    MAX_HEADER_BYTES,
+    SafetensorsHeader,
+    TensorEntry,
+    read_header,
+)
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
+
+WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {
+    **WEIGHT_DTYPES,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""What `read_stored` reads: weights, and what quantised ones are made of."""
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+# A gap shorter than a page cannot be skipped by the page cache anyway, and a call costs what copying a page costs.
+_MAX_GAP_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The tensors of one checkpoint folder. Headers are read and checked by `open`; data only by `read`.
+
+    `num_bytes_read` counts the bytes of tensor data fetched from files so far, gaps that were read through included.
+    """
+
+    folder: Path
+    headers: Mapping[str, SafetensorsHeader]
+    num_bytes_read: int = 0
+    _file_of: dict[str, str] = field(default_factory=dict)
+    _stored_names: dict[str, str] = field(default_factory=dict)
+    _descriptors: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, Place] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Find the files of a folder and check all headers, and the index against them. Raises CheckpointError.
+
+        `model.safetensors` comes before the index when a folder has both, as in transformers.
+        """
+        assert sys.byteorder == "little", "safetensors data is little-endian and is not swapped here"
+        if (folder / SINGLE_FILE).is_file():
+            headers = {SINGLE_FILE: read_header(folder / SINGLE_FILE)}
+        elif (folder / INDEX_FILE).is_file():
+            headers = _read_indexed_headers(folder)
+        else:
+            raise CheckpointError(_nothing_found(folder))
+        file_of = {name: file for file, header in headers.items() for name in header.tensors}
+        return cls(folder, headers, 0, file_of)
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that are open. A later `read` opens them again."""
+        while self._descriptors:
+            _, descriptor = self._descriptors.popitem()
+            os.close(descriptor)
+
+    def add_prefix(self, prefix: str, besides: tuple[str, ...]) -> None:
+        """Names that do not begin as one of `besides` begin with `prefix` from now on, if none in the files does: some
+        leave it out.
+        """
+        if not any(name.startswith(prefix) for name in self._file_of):
+            self.rename(lambda name: name if name.startswith(besides) else prefix + name)
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Tensors are called by other names than in the files from now on. Raises CheckpointError where two would have
+        one: which of them is meant cannot be told.
+        """
+        names = {name: new_name(name) for name in self._file_of}
+        stored: dict[str, str] = {}
+        for name, new in names.items():
+            is_stored_as = self._stored_names.get(name, name)
+            if stored.setdefault(new, is_stored_as) != is_stored_as:
+                raise same_weight_error(self.folder, stored[new], is_stored_as)
+        self._stored_names = stored
+        self._file_of = {names[name]: file for name, file in self._file_of.items()}
+
+    def look_inside(self, places: Callable[[str, tuple[int, ...]], Mapping[str, Place]]) -> None:
+        """Of a tensor, by name and shape, for which there are `places`, the checkpoint has from now on the tensors
+        inside. Raises CheckpointError where `places` raises ValueError.
+        """
+        for name in self.names():
+            try:
+                inside = places(name, self.shape(name))
+            except ValueError as error:
+                raise CheckpointError(f"{self.folder}: {error}") from None
+            if not inside:
+                continue
+            stored, file = self.stored_name(name), self._file_of.pop(name)
+            for each in inside:
+                if each in self._file_of:
+                    raise same_weight_error(self.folder, stored, self.stored_name(each))
+            self._file_of |= dict.fromkeys(inside, file)
+            self._stored_names |= dict.fromkeys(inside, stored)
+            self._places |= inside
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._file_of)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name, in the order of `names`."""
+        return {name: self.shape(name) for name in self.names()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a tensor. Raises CheckpointError for a name the checkpoint does not have."""
+        shape, place = self._entry(name).shape, self._places.get(name)
+        return shape if place is None else place.shape(shape)
+
+    def kind(self, name: str) -> str:
+        """Dtype of a tensor as the file writes it, such as BF16."""
+        return self._entry(name).dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor. Raises CheckpointError for one that is no plain floating-point weight."""
+        kind = self._entry(name).dtype
+        if kind not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor {name!r} has dtype {kind}: weights must be one of "
+                f"{', '.join(WEIGHT_DTYPES)}, and config.json does not say (quantization_config) that this one is "
+                f"quantised"
+            )
+        return WEIGHT_DTYPES[kind]
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Dtype of what is stored, be it a weight or a part of a quantised one. Raises CheckpointError for other kinds
+        of data.
+        """
+        kind = self._entry(name).dtype
+        if kind not in STORED_DTYPES:
+            raise CheckpointError(f"{self._file_of[name]}: tensor {name!r} has dtype {kind}, which is not read")
+        return STORED_DTYPES[kind]
+
+    def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
+        """Cut a region into blocks that `read` gives as at most `max_bytes` each, in the order of the file."""
+        return split_region(self.shape(name), region, max_bytes // self.dtype(name).itemsize)
+
+    def position(self, name: str) -> tuple[str, int]:
+        """File name and offset of a tensor's data: reading in this order reads each file forwards."""
+        return self._file_of[name], self._entry(name).begin
+
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
+        """The elements of `region` as a new CPU tensor of the checkpoint's dtype (perhaps a view of a wider buffer).
+
+        Reads the bytes of the region only, and the gaps between its rows where they are shorter than a page.
+        Raises CheckpointError when the file has changed or shrunk since its header was read.
+        """
+        self.dtype(name)
+        return self.read_stored(name, region)
+
+    def read_stored(self, name: str, region: Rectangle) -> torch.Tensor:
+        """As `read`, also for what is no weight by itself."""
+        entry, dtype, place = self._entry(name), self.stored_dtype(name), self._places.get(name)
+        region = region if place is None else place.outer(region)
+        assert is_inside(region, entry.shape), (name, entry.shape, region)
+        plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
+        buffer = torch.empty(plan.buffer_shape, dtype=dtype)
+        target = buffer.reshape(-1).view(torch.uint8).numpy().data
+        start = self.headers[self._file_of[name]].data_start + entry.begin
+        filled = 0
+        for run_begin, run_end in plan.runs:
+            num_bytes = (run_end - run_begin) * dtype.itemsize
+            self._fill(name, target[filled : filled + num_bytes], start + run_begin * dtype.itemsize)
+            filled += num_bytes
+        read = buffer[plan.wanted]
+        if place is None:
+            return read
+        return read.transpose(-1, -2) if place.number is None else read[0]
+
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return self._stored_names.get(name, name)
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor that the model does not have says nothing."""
+        del name
+        return False
+
+    def fingerprint(self) -> str:
+        """Hex digest of the headers, sizes and file names: equal on ranks that see the same checkpoint anywhere.
+
+        Not a digest of the data: weights of the same names, shapes and layout are not told apart.
+        """
+        files = [[name, header.file_bytes, header.digest] for name, header in sorted(self.headers.items())]
+        return blake2b(json.dumps(files).encode(), digest_size=16, person=b"spmd-checkpoint").hexdigest()
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
+        return self.headers[self._file_of[name]].tensors[self.stored_name(name)]
+
+    def _fill(self, name: str, target: memoryview, offset: int) -> None:
+        descriptor = self._descriptor(self._file_of[name])
+        while target:
+            # One call reads at most 2 GiB, and may read less.
+            num_bytes = os.preadv(descriptor, [target], offset)
+            if num_bytes == 0:
+                raise CheckpointError(f"{self._file_of[name]}: tensor {name!r}: the file ends at {offset}, too early")
+            self.num_bytes_read += num_bytes
+            target, offset = target[num_bytes:], offset + num_bytes
+
+    def _descriptor(self, file_name: str) -> int:
+        if file_name not in self._descriptors:
+            descriptor = os.open(self.folder / file_name, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptors[file_name] = descriptor
+            size, expected = os.fstat(descriptor).st_size, self.headers[file_name].file_bytes
+            if size != expected:
+                raise CheckpointError(f"{file_name}: has {size} bytes now, {expected} when its header was read")
+        return self._descriptors[file_name]
+
+
+def _read_indexed_headers(folder: Path) -> dict[str, SafetensorsHeader]:
+    weight_map = _read_weight_map(folder / INDEX_FILE)
+    headers = {}
+    for file_name in sorted(dict.fromkeys(weight_map.values())):
+        if not (folder / file_name).is_file():
+            raise CheckpointError(f"{INDEX_FILE}: names {file_name}, which is not in {folder}: download it again")
+        headers[file_name] = read_header(folder / file_name)
+    _check_index(weight_map, headers)
+    return headers
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        text = read_regular_file(path, MAX_HEADER_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read: {error}") from None
+    try:
+        weight_map = parse_json_object(text).get("weight_map")
+    except JsonError as error:
+        raise CheckpointError(f"{path.name}: the index {error}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path.name}: weight_map must be an object that maps tensor names to file names")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not _is_plain_name(file_name):
+            raise CheckpointError(
+                f"{path.name}: tensor {name!r}: {file_name!r} must be the plain name of a .safetensors file beside it"
+            )
+    return weight_map
+
+
+def same_weight_error(folder: Path, one: str, other: str) -> CheckpointError:
+    """Of two tensors, by their names in the files, that mean one weight."""
+    one, other = sorted((one, other))
+    return CheckpointError(
+        f"{folder}: tensors {one!r} and {other!r} are the same weight of the model: remove one of them from the files"
+    )
+
+
+def _is_plain_name(file_name: str) -> bool:
+    """Whether it can only mean a file directly inside the folder; the file may be a symlink, as in the HF cache."""
+    is_hidden = file_name.startswith(".")
+    return is_plain_name(file_name) and file_name.endswith(".safetensors") and not is_hidden
+
+
+def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, SafetensorsHeader]) -> None:
+    for name, file_name in weight_map.items():
+        if name not in headers[file_name].tensors:
+            raise CheckpointError(f"{INDEX_FILE}: tensor {name!r} is not in {file_name}, where the index has it")
+    for file_name, header in headers.items():
+        for name in header.tensors:
+            if weight_map.get(name) != file_name:
+                raise CheckpointError(
+                    f"{file_name}: tensor {name!r} is in this file, the index has {weight_map.get(name, 'nothing')}"
+                )
+
+
+def _nothing_found(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder}: is not a folder: a checkpoint folder holds {SINGLE_FILE} or {INDEX_FILE}"
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        return (
+            f"{folder}: holds weights only as {', '.join(pickles[:3])}: reading a pickle can run code, so these are "
+            "refused: convert them to safetensors (save_pretrained of a recent transformers does)"
+        )
+    if any(entry.suffix == ".gguf" for entry in folder.iterdir()):
+        return f"{folder}: holds weights only as GGUF, which is not read: give the safetensors that it was made from"
+    found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
+    beside = f"; it holds {', '.join(found[:3])} without an index" if found else ""
+    return f"{folder}: has no weights: looked for {SINGLE_FILE} and {INDEX_FILE}{beside}"

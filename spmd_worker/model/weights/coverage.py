@@ -1,0 +1,122 @@
+"""Checks that a checkpoint and a model fit each other, name by name and element by element, before anything is copied.
+
+Works on names, shapes and rectangles.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, is_inside, volume
+
+_MAX_LISTED = 20
+
+
+def check_coverage(
+    slices: Sequence[WeightSlice],
+    paddings: Sequence[PaddingSlice],
+    parameter_shapes: Mapping[str, tuple[int, ...]],
+    checkpoint_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    ignorable: Callable[[str], bool],
+) -> None:
+    """Raise one CheckpointError that lists everything that does not fit; return when all of it does.
+
+    The slices (empty ones too) name every checkpoint tensor of the model, with its exact shape; a tensor they do not
+    name is unexpected unless `ignorable(name)`. Every element of every parameter is covered exactly once.
+    """
+    problems = checkpoint_problems(slices, checkpoint_shapes, ignorable=ignorable)
+    problems += parameter_problems(slices, paddings, parameter_shapes)
+    raise_problems(problems)
+
+
+def check_parameters(
+    slices: Sequence[WeightSlice], paddings: Sequence[PaddingSlice], parameter_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """The half of `check_coverage` that needs no checkpoint. Raises CheckpointError."""
+    raise_problems(parameter_problems(slices, paddings, parameter_shapes))
+
+
+def checkpoint_problems(
+    slices: Sequence[WeightSlice],
+    checkpoint_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    ignorable: Callable[[str], bool],
+) -> list[str]:
+    """Lines about checkpoint tensors that are missing, unexpected or of another shape than the model's."""
+    expected = {piece.checkpoint_name: piece.checkpoint_shape for piece in slices}
+    missing = [name for name in expected if name not in checkpoint_shapes]
+    unexpected = [name for name in checkpoint_shapes if name not in expected and not ignorable(name)]
+    misshapen = [
+        f"{piece.checkpoint_name}: checkpoint {list(found)}, model {list(piece.checkpoint_shape)}"
+        for piece in slices
+        if (found := checkpoint_shapes.get(piece.checkpoint_name)) is not None and found != piece.checkpoint_shape
+    ]
+    return [
+        *listed("missing from the checkpoint", missing),
+        *listed("in the checkpoint but not in the model", unexpected),
+        *listed("of another shape than the model's", list(dict.fromkeys(misshapen))),
+    ]
+
+
+def parameter_problems(
+    slices: Sequence[WeightSlice], paddings: Sequence[PaddingSlice], parameter_shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Lines about parameters with an element that no rectangle covers, or more than one."""
+    destinations: dict[str, list[Rectangle]] = {name: [] for name in parameter_shapes}
+    unknown = []
+    pieces: list[WeightSlice | PaddingSlice] = [*slices, *paddings]
+    for piece in pieces:
+        if volume(piece.destination) == 0:
+            continue
+        if piece.parameter_name in destinations:
+            destinations[piece.parameter_name].append(piece.destination)
+        else:
+            unknown.append(piece.parameter_name)
+    faults = [
+        f"{name} {list(shape)}: {fault}"
+        for name, shape in parameter_shapes.items()
+        if (fault := _parameter_fault(destinations[name], shape))
+    ]
+    return [
+        *listed("slices for a parameter that the model does not have", list(dict.fromkeys(unknown))),
+        *listed("parameters not filled exactly once", faults),
+    ]
+
+
+def listed(title: str, lines: Sequence[str]) -> list[str]:
+    """A title with its count and the first lines below it; nothing when there are no lines."""
+    if not lines:
+        return []
+    shown = [f"  {line}" for line in lines[:_MAX_LISTED]]
+    num_more = len(lines) - len(shown)
+    return [f"{len(lines)} {title}:", *shown, *([f"  and {num_more} more"] if num_more else [])]
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise all problems as one CheckpointError; return when there are none."""
+    if problems:
+        raise CheckpointError("checkpoint and model do not fit each other\n" + "\n".join(problems))
+
+
+def _parameter_fault(destinations: Sequence[Rectangle], shape: tuple[int, ...]) -> str | None:
+    outside = next((rectangle for rectangle in destinations if not is_inside(rectangle, shape)), None)
+    if outside is not None:
+        return f"{list(outside)} lies outside of it"
+    pair = _overlapping_pair(destinations)
+    if pair is not None:
+        return f"{list(pair[0])} and {list(pair[1])} overlap"
+    # Disjoint rectangles inside the shape cover it exactly when their volumes add up to its own.
+    num_uncovered = volume(tuple((0, size) for size in shape)) - sum(map(volume, destinations))
+    return f"{num_uncovered} elements come from nowhere" if num_uncovered else None
+
+
+def _overlapping_pair(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
+    """The first two rectangles with an element in common. Sweeps along dimension 0: stacked experts stay linear."""
+    active: list[Rectangle] = []
+    for rectangle in sorted(rectangles):
+        active = [other for other in active if not other or other[0][1] > rectangle[0][0]]
+        for other in active:
+            if all(start < b and a < stop for (start, stop), (a, b) in zip(rectangle, other, strict=True)):
+                return other, rectangle
+        active.append(rectangle)
+    return None

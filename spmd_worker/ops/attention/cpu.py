@@ -1,0 +1,271 @@
+"""Attention over a paged cache on the CPU, compiled, straight from the block tables.
+
+One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the rows
+computed with it, the chunk, the batch, the block size, the placement of blocks or the number of threads. The arithmetic
+and the packing of a block are described in native/attention.cpp.
+
+T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmd_worker.native.library import NativeLibrary, native_library
+from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
+from spmd_worker.ops.kernels.cpu.native import NATIVE_DTYPES, dtype_name
+from spmd_worker.ranks.communicator import GroupHandle
+
+MAX_HEAD_SIZE = 256
+_HEAD_SIZE_STEP = 16
+_AS_THEY_ARE = (None, None)  # rows that no angles turn
+
+
+def cpu_backend_or_reason(dtype: torch.dtype, head_size: int, block_size: int) -> "CpuBackend | str":
+    """The compiled backend, or why there is none for this shape or on this machine, in words."""
+    reason = _unsupported(dtype, head_size, block_size)
+    if reason is not None:
+        return reason
+    library = native_library()
+    return library if isinstance(library, str) else CpuBackend(library, dtype, head_size, block_size)
+
+
+def _unsupported(dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    if dtype not in NATIVE_DTYPES:
+        return f"compiled attention computes in float32 and bfloat16, not in {dtype_name(dtype)}"
+    if head_size % _HEAD_SIZE_STEP != 0 or not 0 < head_size <= MAX_HEAD_SIZE:
+        return f"compiled attention takes head sizes that are multiples of 16 up to {MAX_HEAD_SIZE}, not {head_size}"
+    if block_size < 2 or block_size & (block_size - 1):
+        return f"compiled attention takes blocks of 2, 4, 8, ... tokens, not of {block_size}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedMetadata:
+    """A step's metadata as int64 tensors in host memory, checked against a cache of `num_blocks`."""
+
+    source: AttentionMetadata
+    num_blocks: int
+    num_tokens: int
+    query_starts: Tensor
+    context_lengths: Tensor
+    block_tables: Tensor
+    token_blocks: Tensor
+    token_offsets: Tensor
+
+
+class CpuBackend:
+    """Implements `attention.backend.AttentionBackend` for one dtype, head size and block size."""
+
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype, head_size: int, block_size: int) -> None:
+        reason = _unsupported(dtype, head_size, block_size)
+        if reason is not None:
+            raise ValueError(reason)
+        self._library = library
+        self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
+        self._write = library.functions[f"write_{dtype_name(dtype)}"]
+        self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
+        self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
+        self._may_use_unit = library.has_amx
+        self.arithmetic = f"{library.instruction_set}, AMX {'in use' if library.has_amx else 'not used'}"
+        # All layers of a step come with the same metadata: it is converted and checked at the first.
+        self._checked: _CheckedMetadata | None = None
+
+    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+        """See `AttentionBackend.block_shape`. Flat."""
+        assert (block_size, head_size) == (self._block_size, self._head_size), (block_size, head_size)
+        return (2 * num_kv_heads * block_size * head_size,)
+
+    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """See `AttentionBackend.write`. Tokens and heads may be strided."""
+        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
+        shape = (checked.num_tokens, self._num_kv_heads(layer_cache), self._head_size)
+        self._write(
+            *cache,
+            *self._row_arguments(key, shape),
+            *self._row_arguments(value, shape),
+            *_AS_THEY_ARE,
+            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
+            *(checked.num_tokens, num_threads()),
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+        score_cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`. Tokens and heads of `query` may be strided."""
+        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
+        num_heads, num_kv_heads = query.shape[1], self._num_kv_heads(layer_cache)
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert window >= 0, window
+        sinks = None if sinks is None else _checked_sinks(sinks, num_heads)
+        rows = self._row_arguments(query, (checked.num_tokens, num_heads, self._head_size))
+        output = torch.empty(query.shape, dtype=self._dtype)
+        self._attend(
+            *cache,
+            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
+            *(*rows, num_heads),
+            *_AS_THEY_ARE,
+            *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
+            *(scale, score_cap, window, _num_ahead(metadata, window), None if sinks is None else sinks.data_ptr()),
+            *(output.data_ptr(), self._may_use_unit, num_threads()),
+        )
+        return output
+
+    def attend_projected(
+        self,
+        projected: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        """See `AttentionBackend.attend_projected`. `angles` have the dtype of `projected`."""
+        assert not metadata.sees_later, "this call is causal"
+        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
+        num_kv_heads, size, num_tokens = cache[2], self._head_size, checked.num_tokens
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert window >= 0, window
+        for tensor, width in (
+            (projected, (num_heads + 2 * num_kv_heads) * size),
+            *((each, size // 2) for each in angles),
+        ):
+            assert tensor.shape == (num_tokens, width), (tensor.shape, num_tokens, width)
+            assert tensor.dtype == self._dtype, (tensor.dtype, self._dtype)
+            assert tensor.is_cpu, tensor.device
+            assert tensor.is_contiguous(), tensor.stride()
+        output = torch.empty((num_tokens, num_heads * size), dtype=self._dtype)
+        self._attend_projected(
+            *cache,
+            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
+            *(projected.data_ptr(), projected.stride(0), num_heads),
+            *(angles[0].data_ptr(), angles[1].data_ptr()),
+            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr(), num_tokens),
+            *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
+            *(scale, window, output.data_ptr(), self._may_use_unit, num_threads()),
+        )
+        return output
+
+    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> "CpuLayers | None":
+        """See `AttentionBackend.join_layers`."""
+        assert sizes.head_size == self._head_size, (sizes.head_size, self._head_size)
+        joined = join_layers(self._library, layers, sizes, self._block_size, group)
+        return None if joined is None else CpuLayers(self, joined)
+
+    def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepAddresses:
+        """Of a step whose layers' caches are like `layer_cache`; good as long as no other step is asked for."""
+        assert not metadata.sees_later, "joined layers are causal"
+        self._cache_arguments(layer_cache)
+        checked = self._check(metadata, layer_cache)
+        return StepAddresses(
+            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
+            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
+            *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr()),
+            *(len(checked.context_lengths), checked.num_tokens),
+        )
+
+    def _num_kv_heads(self, layer_cache: Tensor) -> int:
+        return layer_cache.shape[1] // (2 * self._block_size * self._head_size)
+
+    def _cache_arguments(self, layer_cache: Tensor) -> tuple[int, ...]:
+        assert layer_cache.dtype == self._dtype, (layer_cache.dtype, self._dtype)
+        assert layer_cache.is_cpu, layer_cache.device
+        assert layer_cache.ndim == 2, layer_cache.shape
+        assert layer_cache.stride(1) == 1, layer_cache.stride()
+        num_kv_heads = self._num_kv_heads(layer_cache)
+        assert layer_cache.shape[1:] == self.block_shape(num_kv_heads, self._block_size, self._head_size), (
+            layer_cache.shape
+        )
+        sizes = (num_kv_heads, self._head_size, self._block_size)
+        return (layer_cache.data_ptr(), layer_cache.stride(0), *sizes)
+
+    def _row_arguments(self, rows: Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Address and strides of [T, heads, D]."""
+        assert rows.shape == shape, (rows.shape, shape)
+        assert rows.dtype == self._dtype, (rows.dtype, self._dtype)
+        assert rows.is_cpu, rows.device
+        assert rows.stride(2) == 1, rows.stride()
+        return rows.data_ptr(), rows.stride(0), rows.stride(1)
+
+    def _check(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _CheckedMetadata:
+        num_blocks = layer_cache.shape[0]
+        checked = self._checked
+        if checked is None or checked.source is not metadata or checked.num_blocks != num_blocks:
+            checked = self._checked = _check_metadata(metadata, num_blocks, self._block_size)
+        return checked
+
+
+class CpuLayers:
+    """Implements `attention.backend.JoinedLayers`."""
+
+    def __init__(self, backend: CpuBackend, layers: NativeLayers) -> None:
+        self._backend, self._layers = backend, layers
+
+    def run(
+        self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """See `attention.backend.JoinedLayers`."""
+        return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
+
+
+def _num_ahead(metadata: AttentionMetadata, window: int) -> int:
+    """How many keys behind its own a token may see."""
+    if not metadata.sees_later:
+        return 0
+    return window - 1 if window else max(metadata.context_lengths, default=0)
+
+
+def _checked_sinks(sinks: Tensor, num_heads: int) -> Tensor:
+    assert sinks.shape == (num_heads,), (sinks.shape, num_heads)
+    assert sinks.dtype == torch.float32, sinks.dtype
+    assert sinks.is_cpu, sinks.device
+    return sinks.contiguous()
+
+
+def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:
+    """Whatever the compiled code would read or write out of bounds for is an AssertionError here."""
+    starts = torch.tensor(metadata.query_starts, dtype=torch.int64)
+    lengths = torch.tensor(metadata.context_lengths, dtype=torch.int64)
+    tables, num_tokens = metadata.block_tables, int(starts[-1])
+    assert len(starts) == len(lengths) + 1 == len(tables) + 1, (len(starts), len(lengths), len(tables))
+    counts = starts.diff()
+    assert starts[0] == 0, metadata.query_starts
+    assert bool((counts >= 0).all()), metadata.query_starts
+    assert bool((lengths >= counts).all()), (metadata.query_starts, metadata.context_lengths)
+    longest = max(metadata.context_lengths, default=0)
+    assert longest <= tables.shape[1] * block_size, (longest, tables.shape, block_size)
+    _check_indices("block_tables", tables, num_blocks)
+    _check_indices("token_blocks", metadata.token_blocks, num_blocks)
+    _check_indices("token_offsets", metadata.token_offsets, block_size)
+    assert metadata.token_blocks.shape == metadata.token_offsets.shape == (num_tokens,), num_tokens
+    return _CheckedMetadata(
+        source=metadata,
+        num_blocks=num_blocks,
+        num_tokens=num_tokens,
+        query_starts=starts,
+        context_lengths=lengths,
+        block_tables=tables.contiguous(),
+        token_blocks=metadata.token_blocks.contiguous(),
+        token_offsets=metadata.token_offsets.contiguous(),
+    )
+
+
+def _check_indices(name: str, indices: Tensor, end: int) -> None:
+    assert indices.dtype == torch.int64, (name, indices.dtype)
+    assert indices.device.type == "cpu", (name, indices.device)
+    if indices.numel() > 0:
+        lowest, highest = (int(bound) for bound in indices.aminmax())
+        assert 0 <= lowest <= highest < end, f"{name}: {lowest} to {highest} of {end}"

@@ -1,0 +1,179 @@
+"""Attention in plain torch: each sequence's blocks are gathered and given to torch's fused attention.
+
+The same code on the CPU and on CUDA. A block is packed [2, block size, Hkv, D]: keys, then values, each as its tokens
+come. Torch's fused attention may round a row differently when it is computed in another chunk; see docs/decisions.md.
+
+T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ranks.communicator import GroupHandle
+
+_SCORES_AT_ONCE: Final = 1 << 29
+"""Of all heads. With a mask torch may write them down, and more than once: some GB."""
+_SCORES_IN_FULL: Final = 1 << 24
+"""On the CPU, where they are written down here: some hundred MB, which no estimate has."""
+
+
+class SdpaBackend:
+    """Implements `attention.backend.AttentionBackend`."""
+
+    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+        """See `AttentionBackend.block_shape`."""
+        return (2, block_size, num_kv_heads, head_size)
+
+    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """See `AttentionBackend.write`."""
+        layer_cache[metadata.token_blocks, 0, metadata.token_offsets] = key
+        layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = value
+
+    def attend(
+        self,
+        query: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+        score_cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        output = torch.empty_like(query)
+        for index, num_keys in enumerate(metadata.context_lengths):
+            rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
+            first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
+            keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
+            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, metadata.sees_later)
+            is_written_down = score_cap > 0 or sinks is not None
+            output[rows] = _attend_in_full(*arguments, score_cap, sinks) if is_written_down else _attend_one(*arguments)
+        return output
+
+    def attend_projected(
+        self,
+        projected: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        scale: float,
+        window: int,
+    ) -> None:
+        """See `AttentionBackend.attend_projected`: there is none."""
+
+    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> None:
+        """See `AttentionBackend.join_layers`: there is no such way."""
+
+
+def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:
+    """Position of the earliest key that the first query may look at."""
+    return max(0, num_keys - num_queries - window + 1) if window else 0
+
+
+def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -> tuple[Tensor, Tensor, int]:
+    """Keys and values [L, Hkv, D] from the block that holds `first_key` on, and the position of the first one."""
+    block_size = layer_cache.shape[2]
+    first_block, end_block = first_key // block_size, (num_keys + block_size - 1) // block_size
+    blocks = layer_cache.index_select(0, table[first_block:end_block])
+    first_key = first_block * block_size
+    keys = blocks[:, 0].flatten(0, 1)[: num_keys - first_key]
+    values = blocks[:, 1].flatten(0, 1)[: num_keys - first_key]
+    return keys, values, first_key
+
+
+def _attend_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    num_keys: int,
+    scale: float,
+    window: int,
+    sees_later: bool,
+) -> Tensor:
+    """One sequence: queries [T, Hq, D] at the end of keys [L, Hkv, D]."""
+    num_queries, num_heads, head_size = query.shape
+    k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+    if num_queries == 1 and not window:
+        # The G queries of a key-value head become rows: torch reads each key once, and 5 to 9 times faster than GQA's
+        # way.
+        grouped = query.view(1, k.shape[1], num_heads // k.shape[1], head_size)
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
+    q = query.transpose(0, 1).unsqueeze(0)
+    is_whole = num_queries == num_keys and not window
+    if is_whole:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=not sees_later, scale=scale, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+    parts = []
+    for rows in _query_slices(num_queries, num_heads, keys):
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        parts.append(F.scaled_dot_product_attention(q[:, :, rows], k, v, mask, scale=scale, enable_gqa=True))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_in_full(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    num_keys: int,
+    scale: float,
+    window: int,
+    sees_later: bool,
+    score_cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `_attend_one`, with bounded scores or sinks, which torch's fused attention does not have: in float32, written
+    down for some queries after the other.
+    """
+    num_queries, num_heads, _ = query.shape
+    repeats = num_heads // keys.shape[1]
+    k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
+    parts = []
+    for rows in _query_slices(num_queries, num_heads, keys, _SCORES_IN_FULL):
+        scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
+        if score_cap > 0:
+            scores = (scores / score_cap).tanh() * score_cap
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
+        weights = scores.softmax(-1)[..., : len(k[0])]
+        parts.append((weights @ v).transpose(0, 1).to(query.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _query_slices(num_queries: int, num_heads: int, keys: Tensor, most_on_cpu: int | None = None) -> Iterator[slice]:
+    """So many queries at a time that the scores of all heads are bounded. On the CPU as many as can be: its matmuls
+    round a row by how many there are.
+    """
+    most = most_on_cpu if keys.is_cpu else _SCORES_AT_ONCE
+    size = num_queries if most is None else max(1, most // (num_heads * len(keys)))
+    for start in range(0, num_queries, size):
+        yield slice(start, min(start + size, num_queries))
+
+
+def _mask(
+    rows: slice,
+    num_queries: int,
+    num_keys: int,
+    first_key: int,
+    window: int,
+    device: torch.device,
+    sees_later: bool,
+) -> Tensor:
+    """Bool [queries, keys], true where a query of `rows` may look."""
+    first_query = num_keys - num_queries
+    query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
+    key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
+    ahead = (window - 1 if window else num_keys) if sees_later else 0
+    mask = key_positions <= query_positions + ahead
+    return mask & (key_positions > query_positions - window) if window else mask

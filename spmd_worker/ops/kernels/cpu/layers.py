@@ -1,0 +1,199 @@
+"""Decoder layers in one call of the compiled library: what the layers' modules do step by step, with the same results.
+
+A call and the tensors it needs cost 10 to 20 microseconds each in Python; a layer has seven, and in a step of few
+tokens they take as long as the products. Where there is no such call for a model, its modules run as they are.
+
+The structures are those of `layers.cpp`, field by field.
+
+T: tokens; H: hidden size; Hq, Hkv: query and key-value heads of this rank; D: head size; I: intermediate size of it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
+from spmd_worker.native.library import NativeLibrary
+from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
+from spmd_worker.ops.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.shared_memory import SharedMemoryGroup
+
+_WEIGHTS: Final = ("qkv", "output", "gates", "down")
+_TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
+
+_TOKENS_A_CALL: Final = 4096
+"""Layers times tokens: a call is over in a moment, so that a signal to stop the program need not wait for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAddresses:
+    """Of a step's metadata, as the compiled functions take it; its owner keeps the memory."""
+
+    tables: int
+    table_stride: int
+    token_blocks: int
+    token_offsets: int
+    query_starts: int
+    context_lengths: int
+    num_sequences: int
+    num_tokens: int
+
+
+def _fields(*names: str, kind: Any = ctypes.c_int64) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [*_fields(*_TENSORS, kind=ctypes.c_void_p), *_fields("window")]
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *_fields(
+            "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size", "has_bytes"
+        ),
+        *_fields("epsilon", "scale", kind=ctypes.c_float),
+    ]
+
+
+class _Ranks(ctypes.Structure):
+    _fields_ = _fields("memory", "rank", "size", "slot_bytes", "spin_ns", "timeout_ns", "processes", "few_elements")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "cos", "sin"),
+        *_fields("cache", "layer_stride", "block_stride", "tables", "table_stride"),
+        *_fields("blocks", "offsets", "query_starts", "context_lengths"),
+        *_fields("num_sequences", "num_tokens", "num_threads"),
+    ]
+
+
+class NativeLayers:
+    """Of one stage on one rank; for weights that stay where they are. Use `join_layers`."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        layers: Sequence[LayerWeights],
+        sizes: LayerSizes,
+        block_size: int,
+        fast: SharedMemoryGroup | None,
+    ) -> None:
+        self._layers, self._sizes, self._fast = tuple(layers), sizes, fast
+        self._dtype, self._has_bytes = layers[0].input_norm.dtype, _has_bytes(layers[0])
+        self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
+        addresses = [
+            _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window)
+            for layer in layers
+        ]
+        self._stack = _Stack(
+            *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
+            *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes, sizes.eps, sizes.scale),
+        )
+
+    def run(self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, step: StepAddresses) -> Tensor:
+        """The residual stream [T, H], which becomes what it is before the last layer's output is added; cosines and
+        sines [T, D / 2]; `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's
+        part of that output, [T, H].
+        """
+        sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
+        self._check(residual, (num_tokens, sizes.hidden_size))
+        for each in angles:
+            self._check(each, (num_tokens, sizes.head_size // 2))
+        assert cache.ndim == 3, cache.shape
+        assert len(cache) <= len(self._layers), (cache.shape, len(self._layers))
+        block_elements = 2 * sizes.num_kv_heads * self._stack.block_size * sizes.head_size
+        assert cache.shape[2] == block_elements, (cache.shape, block_elements)
+        assert cache.dtype == self._dtype, (cache.dtype, self._dtype)
+        assert cache.is_cpu, cache.device
+        assert cache.stride(2) == 1, cache.stride()
+        heads_size = sizes.num_heads * sizes.head_size
+        widths = (sizes.hidden_size, heads_size + 2 * sizes.num_kv_heads * sizes.head_size, heads_size)
+        work = [torch.empty((num_tokens, width), dtype=self._dtype) for width in (*widths, sizes.intermediate_size)]
+        widest = row_bytes(max(sizes.hidden_size, heads_size, sizes.intermediate_size)) if self._has_bytes else 0
+        rows = torch.empty((num_tokens, widest), dtype=torch.int8)
+        maxima = torch.empty(num_tokens if self._has_bytes else 0, dtype=torch.float32)
+        arguments = _Step(
+            *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima, *angles))),
+            *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
+            *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
+            *(step.num_sequences, num_tokens, num_threads()),
+        )
+        ranks = None if fast is None else ctypes.byref(_Ranks(*fast.addresses()))
+        num_layers, each_call = len(cache), max(1, _TOKENS_A_CALL // max(1, num_tokens))
+        for first in range(0, num_layers, each_call):
+            end = min(first + each_call, num_layers)
+            result = self._function(ctypes.byref(self._stack), ctypes.byref(arguments), ranks, first, end)
+            if fast is not None:
+                fast.check(result)
+        # Where the last product was put: no round has begun since.
+        part = None if fast is None else fast.room_for_part((num_tokens, sizes.hidden_size), self._dtype)
+        return work[0] if part is None else part
+
+    def _check(self, tensor: Tensor, shape: tuple[int, int]) -> None:
+        assert tensor.shape == shape, (tensor.shape, shape)
+        assert tensor.dtype == self._dtype, (tensor.dtype, self._dtype)
+        assert tensor.is_cpu, tensor.device
+        assert tensor.is_contiguous(), tensor.stride()
+
+
+def join_layers(
+    library: NativeLibrary, layers: Sequence[LayerWeights], sizes: LayerSizes, block_size: int, group: GroupHandle
+) -> NativeLayers | None:
+    """None where a product is not of the library's own, or the group exchanges tensors another way than in memory, or
+    its ranks exchange sums of bytes.
+    """
+    fast = group.fast
+    if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
+        return None
+    if not layers or not (all(map(_is_packed, layers)) or (group.size == 1 and all(map(_has_bytes, layers)))):
+        return None
+    for layer in layers:
+        _check_shapes(layer, sizes)
+    return NativeLayers(library, layers, sizes, block_size, fast)
+
+
+def _tensors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
+    return tuple(getattr(layer, name) for name in _TENSORS)
+
+
+def _is_packed(layer: LayerWeights) -> bool:
+    return all(are_panels(each) for each in (layer.qkv, layer.output, layer.down)) and are_gated_panels(layer.gates)
+
+
+def _has_bytes(layer: LayerWeights) -> bool:
+    """Whether its products are of int8, all in panels."""
+    return all(are_byte_panels(each) for each in (layer.qkv, layer.output, layer.gates, layer.down))
+
+
+def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
+    """Whatever the compiled code would read out of bounds for is an AssertionError here."""
+    hidden, heads_size = sizes.hidden_size, sizes.num_heads * sizes.head_size
+    projected, opened = heads_size + 2 * sizes.num_kv_heads * sizes.head_size, sizes.intermediate_size
+    has_bytes, dtype = _has_bytes(layer), layer.input_norm.dtype
+
+    def count(num_inputs: int, num_outputs: int) -> int:
+        return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_inputs * num_outputs
+
+    counts = (
+        *(hidden, count(hidden, projected), projected, count(heads_size, hidden), hidden),
+        *(hidden, count(hidden, 2 * opened), 2 * opened, count(opened, hidden), hidden),
+    )
+    assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
+    assert not has_bytes or (layer.gates.shape[1], layer.qkv.shape[1]) == (2, 1), (layer.gates.shape, layer.qkv.shape)
+    for name, tensor, expected in zip(_TENSORS, _tensors(layer), counts, strict=True):
+        if tensor is not None:
+            is_of_bytes = has_bytes and name in _WEIGHTS
+            assert tensor.numel() == expected, (name, tensor.shape, expected)
+            assert tensor.dtype == (torch.int8 if is_of_bytes else dtype), (name, tensor.dtype)
+            assert tensor.is_cpu, (name, tensor.device)
+            assert tensor.is_contiguous(), (name, tensor.stride())

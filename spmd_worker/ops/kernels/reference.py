@@ -1,0 +1,172 @@
+"""The hot operations in plain torch: what other implementations are compared with, and what runs where there are none.
+
+Follows the order of roundings of Hugging Face's models, so that low-precision results can be compared too. Knows
+nothing about layers, attention or ranks.
+"""
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_worker.ops.kernels.api import MASS_BITS, Cuts
+
+_NUMBERS_AT_ONCE: Final = 1 << 18
+_NUMBERS_AT_ONCE_OFF_CPU: Final = 1 << 24
+"""Sorted and summed up, each takes tens of bytes: some hundred MB in all."""
+
+
+class ReferenceKernels:
+    """Implements `kernels.api.Kernels` on any device."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack`: plain torch takes the weight as it is."""
+        return weight
+
+    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """See `Kernels.unpack`. A view."""
+        return packed.detach()[start:stop]
+
+    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        """See `Kernels.repack_`."""
+        packed.detach()[start : start + len(rows)].copy_(rows)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`. Makes no use of `room`."""
+        del room
+        return F.linear(x, weight, bias)
+
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.linear_argmax`."""
+        return self.largest(self.linear(x, weight, None)[:, :count])
+
+    def screen_bytes(self, weight: Tensor) -> int:
+        """See `Kernels.screen_bytes`: there are none."""
+        del weight
+        return 0
+
+    def make_screen_(self, screen: Tensor, weight: Tensor) -> None:
+        """See `Kernels.make_screen_`."""
+        raise AssertionError("there are no screens")
+
+    def screened_argmax(
+        self, x: Tensor, weight: Tensor, count: int, screen: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """See `Kernels.screened_argmax`."""
+        raise AssertionError("there are no screens")
+
+    def pack_gated(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack_gated`."""
+        return self.pack(weight)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`. Rounded to the input's dtype before the weight is applied."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * x32.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def full_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
+    ) -> Tensor:
+        """See `Kernels.full_norm`."""
+        x32 = x.float()
+        x32 = x32 - x32.mean(-1, keepdim=True) if is_centred else x32
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+        return (x32 if bias is None else x32 + bias.float()).to(x.dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """See `Kernels.activate`."""
+        if activation in ("gelu", "gelu_tanh"):
+            return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        if activation in ("relu", "relu2"):
+            return x.relu() if activation == "relu" else x.relu().square()
+        assert activation == "silu", activation
+        return F.silu(x)
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See `Kernels.activate_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activate(gate, activation) * up
+
+    def bound(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.bound`."""
+        return ((x.float() / cap).tanh() * cap).to(x.dtype)
+
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.largest`."""
+        values, indices = rows.float().max(dim=-1)
+        return values, indices
+
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """See `Kernels.masses`. One piece."""
+        sums = [_masses(*each).sum(dim=-1, keepdim=True) for each in _row_blocks(logits, largest, factors)]
+        return torch.cat(sums)
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """See `Kernels.find_mass`."""
+        found = [
+            torch.searchsorted(_masses(*each).cumsum(dim=-1), sought.unsqueeze(1), right=True).squeeze(1)
+            for *each, sought in _row_blocks(logits, largest, factors, targets)
+        ]
+        return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
+
+    def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
+        """See `Kernels.count_above`."""
+        rows = _row_blocks(logits, values)
+        return torch.cat([(each.float() > limits.unsqueeze(1)).sum(dim=-1) for each, limits in rows])
+
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+        """See `Kernels.forbid_`."""
+        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+        words = F.pad(allowed, (0, max(0, -(-(first_id + logits.shape[1]) // 32) - allowed.shape[1])))
+        for row, place in zip(torch.split(rows, 1), torch.split(places, 1), strict=True):
+            is_allowed = words[place][:, ids // 32] >> ids % 32 & 1 == 1
+            logits[row] = torch.where(is_allowed, logits[row], -torch.inf)
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`. Of each row all logits in order, and nothing is read back."""
+        for rows, largest, factors, lowest, top_k, top_p in _row_blocks(logits, *cuts.tensors()):
+            ordered = rows.sort(dim=-1, descending=True).values
+            has_count = (top_k > 0) & (top_k < rows.shape[1])
+            last = ordered.gather(1, (top_k - 1).clamp(0, rows.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            least = torch.maximum(lowest, torch.where(has_count, last, -torch.inf))
+            masses = _masses(ordered, largest, factors).masked_fill_(ordered < least.unsqueeze(1), 0)
+            running = masses.cumsum(dim=-1)
+            targets = (top_p * running[:, -1].double()).ceil().long().clamp(min=1)
+            place = torch.searchsorted(running, targets.unsqueeze(1)).clamp(max=rows.shape[1] - 1)
+            nucleus = torch.where(top_p < 1.0, ordered.gather(1, place).squeeze(1), -torch.inf)
+            rows.masked_fill_(rows < torch.maximum(least, nucleus).unsqueeze(1), -torch.inf)
+
+
+def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+    powers = ((logits.float() - largest.unsqueeze(1)) * factors.unsqueeze(1)).double().exp2_()
+    return powers.mul_(2.0**MASS_BITS).to(torch.int64)
+
+
+def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """A few rows at a time, whose results are the same however many there are. On the CPU fewer: what is computed
+    between them is memory that the system maps anew.
+    """
+    most = _NUMBERS_AT_ONCE if logits.is_cpu else _NUMBERS_AT_ONCE_OFF_CPU
+    size = max(1, most // max(1, logits.shape[1]))
+    return list(zip(*(torch.split(each, size) for each in (logits, *others)), strict=True))

@@ -1,0 +1,81 @@
+"""Launching what tokens are drawn by: see draw_kernels.py."""
+
+import torch
+from torch import Tensor
+
+from spmd_worker.ops.kernels.api import Cuts
+from spmd_worker.ops.kernels.triton import draw_kernels
+from spmd_worker.ops.kernels.triton.launching import power_of_two
+
+
+def masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+    """[R, V], float32 [R], float32 [R] -> int64 [R, pieces]: `Kernels.masses`."""
+    logits = _with_whole_rows(logits)
+    num_rows, size = logits.shape
+    num_pieces = -(-size // draw_kernels.PIECE)
+    sums = torch.empty((num_rows, num_pieces), dtype=torch.int64, device=logits.device)
+    if sums.numel():
+        draw_kernels.masses[(num_rows, num_pieces)](
+            *(logits, largest.contiguous(), factors.contiguous(), sums, size, logits.stride(0), num_pieces),
+            PIECE=draw_kernels.PIECE,
+            **draw_kernels.LAUNCH,
+        )
+    return sums
+
+
+def find_mass(logits: Tensor, largest: Tensor, factors: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
+    """`sums` of `masses`, targets int64 [R] -> int64 [R]: `Kernels.find_mass`."""
+    logits = _with_whole_rows(logits)
+    num_pieces = sums.shape[1]
+    ids = torch.full_like(targets, -1)
+    if logits.numel():
+        draw_kernels.find_mass[(len(logits),)](
+            *(logits, largest.contiguous(), factors.contiguous(), sums.contiguous(), targets.contiguous(), ids),
+            *(logits.shape[1], logits.stride(0), num_pieces),
+            PIECE=draw_kernels.PIECE,
+            PIECES=power_of_two(num_pieces),
+            **draw_kernels.LAUNCH,
+        )
+    return ids
+
+
+def count_above(logits: Tensor, values: Tensor) -> Tensor:
+    """[R, V], float32 [R] -> int64 [R]: `Kernels.count_above`."""
+    logits = _with_whole_rows(logits)
+    counts = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    if logits.numel():
+        draw_kernels.count_above[(len(logits),)](
+            *(logits, values.contiguous(), counts, logits.shape[1], logits.stride(0)),
+            BLOCK=draw_kernels.BLOCK,
+            **draw_kernels.LAUNCH,
+        )
+    return counts
+
+
+def forbid_(logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+    """[K, V], int32 [M, words], int64 [n], int64 [n]: `Kernels.forbid_`."""
+    assert logits.stride(1) == 1, logits.stride()
+    num_blocks = -(-logits.shape[1] // draw_kernels.BLOCK)
+    if len(rows) and num_blocks:
+        draw_kernels.forbid[(len(rows), num_blocks)](
+            *(logits, allowed.contiguous(), rows.contiguous(), places.contiguous()),
+            *(logits.shape[1], logits.stride(0), first_id, allowed.shape[1]),
+            BLOCK=draw_kernels.BLOCK,
+            **draw_kernels.LAUNCH,
+        )
+
+
+def cut_(logits: Tensor, cuts: Cuts) -> None:
+    """Float32 [R, V]: `Kernels.cut_`."""
+    assert logits.dtype == torch.float32, logits.dtype
+    assert logits.stride(1) == 1, logits.stride()
+    if logits.numel():
+        draw_kernels.cut[(len(logits),)](
+            *(logits, *(each.contiguous() for each in cuts.tensors()), logits.shape[1], logits.stride(0)),
+            BLOCK=draw_kernels.BLOCK,
+            **draw_kernels.CUT_LAUNCH,
+        )
+
+
+def _with_whole_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()

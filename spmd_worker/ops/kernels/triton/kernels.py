@@ -1,0 +1,58 @@
+"""The hot operations of a layer in Triton, for NVIDIA GPUs: a row's bits depend on the row alone.
+
+Matmuls, norms and what tokens are drawn by are ours. What is left to torch is done number by number, or takes a
+largest: no order of sums is in it.
+"""
+
+from torch import Tensor
+
+from spmd_worker.ops.kernels.api import Cuts
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.triton import draws, matmul, rows
+
+
+class TritonKernels(ReferenceKernels):
+    """Implements `kernels.api.Kernels` on CUDA, and on the CPU where kernels are interpreted."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`. Makes no use of `room`."""
+        del room
+        return matmul.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`. In one pass."""
+        return matmul.gated_linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`."""
+        return rows.add_rms_norm(x, residual, weight, eps)
+
+    def full_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
+    ) -> Tensor:
+        """See `Kernels.full_norm`."""
+        return rows.full_norm(x, weight, bias, eps, offset=offset, is_centred=is_centred)
+
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """See `Kernels.masses`."""
+        return draws.masses(logits, largest, factors)
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """See `Kernels.find_mass`."""
+        return draws.find_mass(logits, largest, factors, masses, targets)
+
+    def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
+        """See `Kernels.count_above`."""
+        return draws.count_above(logits, values)
+
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+        """See `Kernels.forbid_`."""
+        draws.forbid_(logits, allowed, rows, places, first_id)
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`. Nothing is sorted: the threshold's bits are found one after the other."""
+        draws.cut_(logits, cuts)

@@ -1,0 +1,91 @@
+"""Launching what a layer does beside matmuls and attention: see row_kernels.py."""
+
+from torch import Tensor
+
+from spmd_worker.ops.kernels.triton import row_kernels
+from spmd_worker.ops.kernels.triton.launching import power_of_two
+
+_WIDE_ROW = 2048
+
+
+def row_options(width: int) -> dict[str, int]:
+    """Of a launch over rows of `width`. Warps share out a row's sum, so they follow its width alone."""
+    return row_kernels.LAUNCH | {"num_warps": 8 if power_of_two(width) > _WIDE_ROW else 4}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., H] -> [..., H]: see `row_kernels.add_rms_norm`."""
+    x, width = x.contiguous(), x.shape[-1]
+    out = x.new_empty(x.shape)
+    if out.numel():
+        row_kernels.add_rms_norm[(x.numel() // width,)](
+            x, x, weight, out, width, eps, BH=power_of_two(width), ADDS=False, **row_options(width)
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, H] + [T, H] -> the norm of the sum, which `residual` becomes; both contiguous."""
+    assert residual.is_contiguous(), residual.stride()
+    x, width = x.contiguous(), x.shape[-1]
+    out = x.new_empty(x.shape)
+    if out.numel():
+        row_kernels.add_rms_norm[(x.numel() // width,)](
+            x, residual, weight, out, width, eps, BH=power_of_two(width), ADDS=True, **row_options(width)
+        )
+    return out
+
+
+def full_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool) -> Tensor:
+    """[..., H] -> [..., H]: see `row_kernels.full_norm`."""
+    x, width = x.contiguous(), x.shape[-1]
+    out = x.new_empty(x.shape)
+    if out.numel():
+        row_kernels.full_norm[(x.numel() // width,)](
+            *(x, weight, bias, out, width, eps, float(offset)),
+            BH=power_of_two(width),
+            CENTRED=is_centred,
+            BIAS=bias is not None,
+            **row_options(width),
+        )
+    return out
+
+
+def rotate_and_write(
+    projected: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, slots: Tensor, num_heads: int
+) -> None:
+    """projected [T, (Hq + 2 * Hkv) * D], cos and sin [T, D / 2], `layer_cache` [blocks, 2, Hkv, block, D], slots int32
+    [T]: see `row_kernels.rotate_and_write`.
+    """
+    _, _, num_kv_heads, block_size, head_size = layer_cache.shape
+    assert projected.is_contiguous(), projected.stride()
+    if not len(projected):
+        return
+    row_kernels.rotate_and_write[(len(projected), num_heads + 2 * num_kv_heads)](
+        *(projected, cos.contiguous(), sin.contiguous(), layer_cache, slots, layer_cache.stride(0)),
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_size,
+        HALF=power_of_two(head_size // 2),
+        BLOCK=block_size,
+        num_warps=1,
+        **row_kernels.LAUNCH,
+    )
+
+
+def write_rows(key: Tensor, value: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
+    """Keys and values [T, Hkv, D], the rest as of `rotate_and_write`: see `row_kernels.write_rows`."""
+    _, _, num_kv_heads, block_size, head_size = layer_cache.shape
+    if not len(key):
+        return
+    # A token's heads side by side; tokens may lie apart.
+    key, value = (each if each.stride()[1:] == (head_size, 1) else each.contiguous() for each in (key, value))
+    row_kernels.write_rows[(len(key), num_kv_heads)](
+        *(key, value, layer_cache, slots, key.stride(0), value.stride(0), layer_cache.stride(0)),
+        KV_HEADS=num_kv_heads,
+        D=head_size,
+        DP=power_of_two(head_size),
+        BLOCK=block_size,
+        num_warps=1,
+        **row_kernels.LAUNCH,
+    )

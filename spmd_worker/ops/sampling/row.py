@@ -1,0 +1,54 @@
+"""One row to sample: what the sampler needs to know of a sequence, and nothing of where it stands in the batch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+
+class SampleRow(NamedTuple):
+    """The token at `position` (prompt and output tokens before it) of sample `sample_index` is to be chosen."""
+
+    sampling: SamplingParams
+    stream: int
+    sample_index: int
+    position: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+    @property
+    def must_not_stop(self) -> bool:
+        """Whether ending now would give fewer than `min_tokens`."""
+        return len(self.output_token_ids) < self.sampling.min_tokens
+
+    @property
+    def bad_token_ids(self) -> list[int]:
+        """The tokens that would complete one of `bad_words_ids` now."""
+        sequences = self.sampling.bad_words_ids
+        num_before = max(map(len, sequences), default=1) - 1
+        num_outputs = len(self.output_token_ids)
+        tail: list[int] = []
+        if num_before > num_outputs:
+            tail += self.prompt_token_ids[max(len(self.prompt_token_ids) - (num_before - num_outputs), 0) :]
+        tail += self.output_token_ids[max(num_outputs - num_before, 0) :]
+        found = [each[-1] for each in sequences if len(each) == 1]
+        for each in sequences:
+            # The last of them first: few sequences go further.
+            if len(each) > 1 and tail and each[-2] == tail[-1] and each[:-1] == tuple(tail[1 - len(each) :]):
+                found.append(each[-1])
+        return found
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether the largest logit is all there is to know."""
+        return self.sampling.needs_largest_alone and not self.must_not_stop
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the choice depends on more than maxima and sums over vocabulary shards. Log-probabilities do not, nor
+        does the mask of a form.
+        """
+        sampling = self.sampling
+        has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks
+        has_filters = sampling.has_filters and not sampling.is_greedy
+        return has_processors or has_filters

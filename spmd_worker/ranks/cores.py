@@ -1,0 +1,184 @@
+"""How the ranks of a node share its cores: threads and cores for each, unless the user has said otherwise.
+
+Without this every rank would compute with as many threads as the node has cores, or, as torchrun sets it, with one. A
+user's own word wins: SPMD_WORKER_THREADS, OMP_NUM_THREADS, OpenMP's variables of binding, or a binding of each rank by
+a wrapper (numactl, srun).
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.process import parent_of, variables_of
+
+THREADS_VARIABLE: Final = "SPMD_WORKER_THREADS"
+_OMP_VARIABLE: Final = "OMP_NUM_THREADS"
+_BINDING_VARIABLES: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_RANK_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+"""What torchrun gives to each rank, and does not have itself."""
+_WAITING_VARIABLES: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+_TOPOLOGY: Final = "/sys/devices/system/cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """What one rank takes: None leaves a thing as it is. `reason` is for the log."""
+
+    num_threads: int | None
+    cores: tuple[int, ...] | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What can be known of this node: the cores this process may run on, those near each other side by side; how many
+    of them the container may use at once (None: all); the cores of the launcher, and the variables that it was started
+    with (None: not known).
+    """
+
+    cores: tuple[int, ...]
+    quota: float | None = None
+    launcher_cores: tuple[int, ...] | None = None
+    launcher_variables: Mapping[str, str] | None = None
+
+
+def share_cores(node: Node, local_rank: int, num_local_ranks: int, variables: Mapping[str, str]) -> CoreShare:
+    """Cores // ranks threads, at least 1, on a slice of the cores. Raises ConfigError for a variable that is no count.
+
+    torchrun sets OMP_NUM_THREADS=1 for several ranks where the user had set nothing. What the launcher was started with
+    tells the two apart; where that cannot be read, 1 is taken for torchrun's.
+    """
+    own = variables.get(THREADS_VARIABLE, "")
+    if own:
+        if not (own.isascii() and own.isdigit() and int(own) > 0):
+            raise ConfigError(f"{THREADS_VARIABLE}={own} must be a whole number of threads a rank, 1 or more")
+        return CoreShare(int(own), None, f"{THREADS_VARIABLE}={own}: {_threads(int(own))} a rank")
+    if variables.get(_OMP_VARIABLE) and not _is_launchers(variables[_OMP_VARIABLE], node, num_local_ranks):
+        return CoreShare(None, None, f"{_OMP_VARIABLE}={variables[_OMP_VARIABLE]} is the user's own")
+    if num_local_ranks == 1 and (node.quota is None or node.quota >= len(node.cores)):
+        return CoreShare(None, None, "one rank on this node: all cores are its own")
+    if node.launcher_cores is not None and sorted(node.launcher_cores) != sorted(node.cores):
+        # Each rank was given cores of its own already.
+        return CoreShare(len(node.cores), None, f"bound by the user: {_threads(len(node.cores))}")
+    usable = len(node.cores) if node.quota is None else min(len(node.cores), int(node.quota))
+    num_threads = max(usable // num_local_ranks, 1)
+    num_own = len(node.cores) // num_local_ranks
+    reason = f"{num_local_ranks} ranks share {usable} cores: {_threads(num_threads)} each"
+    if num_own == 0 or num_local_ranks == 1 or any(variables.get(name) for name in _BINDING_VARIABLES):
+        return CoreShare(num_threads, None, reason)
+    cores = node.cores[local_rank * num_own : (local_rank + 1) * num_own]
+    return CoreShare(num_threads, cores, f"{reason}, on cores of their own")
+
+
+def _is_launchers(value: str, node: Node, num_local_ranks: int) -> bool:
+    if value != "1" or num_local_ranks == 1:
+        return False
+    return node.launcher_variables is None or _OMP_VARIABLE not in node.launcher_variables
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, binds: bool) -> None:
+    """Before anything computes: threads that exist already keep their cores. `binds` false leaves the cores alone, as
+    where it matters which of them are near a device.
+    """
+    if share.num_threads is not None:
+        set_num_threads(share.num_threads)
+    if share.cores is not None and binds:
+        try:
+            os.sched_setaffinity(0, share.cores)
+        except (OSError, AttributeError):
+            # Forbidden here, or not Linux: the kernel places the threads.
+            return
+
+
+def waiting_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """What to set before torch is imported, unless the user has said how OpenMP's threads wait: torch's sleep between
+    two of its own operations. Spinning, as they do by default, they would take the cores from the kernels' threads.
+    """
+    return {} if any(variables.get(name) for name in _WAITING_VARIABLES) else {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def look_at_node() -> Node:
+    """As this process finds it."""
+    launcher, variables = _find_launcher()
+    cores = _cores_of(0) or tuple(range(os.cpu_count() or 1))
+    return Node(tuple(sorted(cores, key=place_of)), _quota(), _cores_of(launcher), variables)
+
+
+def place_of(core: int, topology: str = _TOPOLOGY) -> tuple[int, int, int]:
+    """Its processor, its physical core there, itself: what is near sorts together, whatever the numbers are. Zeros for
+    what the system does not say.
+    """
+    folder = Path(f"{topology}/cpu{core}/topology")
+    return _number_in(folder / "physical_package_id"), _number_in(folder / "core_id"), core
+
+
+def _number_in(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _find_launcher() -> tuple[int, dict[str, str] | None]:
+    """The process that started this rank, and the variables that it was started with itself: the first ancestor that is
+    no rank, as a wrapper around each rank is.
+    """
+    pid = os.getppid()
+    while True:
+        variables = variables_of(pid)
+        parent = _parent_of(pid) if variables is not None and _RANK_VARIABLE in variables else None
+        if not parent:
+            return pid, variables
+        pid = parent
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return parent_of(pid)
+    except OSError:
+        return None
+
+
+def _cores_of(pid: int) -> tuple[int, ...] | None:
+    try:
+        return tuple(sorted(os.sched_getaffinity(pid)))
+    except (OSError, AttributeError):
+        return None
+
+
+def _quota() -> float | None:
+    for path, parse in _QUOTA_FILES.items():
+        try:
+            quota = parse(Path(path))
+        except (OSError, ValueError):
+            continue
+        if quota is not None:
+            return quota
+    return None
+
+
+def parse_quota(quota: str, period: str) -> float | None:
+    """Cores out of a control group's quota and period in microseconds; None for no limit."""
+    if quota == "max" or int(quota) <= 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _read_v2(path: Path) -> float | None:
+    quota, period = path.read_text(encoding="ascii").split()
+    return parse_quota(quota, period)
+
+
+def _read_v1(path: Path) -> float | None:
+    period = path.with_name("cpu.cfs_period_us").read_text(encoding="ascii")
+    return parse_quota(path.read_text(encoding="ascii").strip(), period)
+
+
+_QUOTA_FILES: Final = {"/sys/fs/cgroup/cpu.max": _read_v2, "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": _read_v1}

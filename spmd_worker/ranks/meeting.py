@@ -1,0 +1,130 @@
+"""Meeting in the launcher's store: the ranks of a world agree on a name that no world had before.
+
+The store outlives processes and worlds, so it holds what ranks left there that died, or gave up, while they were
+joining. Numbers that each rank counts for itself differ from then on. Here each arrival has a name of its own: rank 0
+offers the world's to every arrival it finds, and says "go" when the latest arrival of every rank has taken it.
+
+    rank 0                                  rank R
+                                            at/R = arrival
+    offer/arrival = world, for each
+                                            taken/world/arrival, once offer/arrival is there
+    go/world, once all have taken it        returns world, once go/world is there
+
+A rank 0 that comes again offers anew, to whoever still waits; a rank that comes again is offered the same world.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final, Protocol
+
+from spmd_worker.base.errors import RankFailedError
+
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
+_FIRST_POLL_S: Final = 0.001
+_LONGEST_POLL_S: Final = 0.02
+
+
+class MeetingStore(Protocol):
+    """The methods of torch's stores that are used here."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Make a key exist."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that exists."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of the keys exist."""
+
+
+def meet(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> str:
+    """The world's name, the same on the `world_size` ranks that are in this call.
+
+    Raises RankFailedError when they are not all here within `timeout`; rank 0's names those that are missing.
+    """
+    return _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
+
+
+def _lead(store: MeetingStore, world_size: int, timeout: timedelta) -> str:
+    world = _new_name()
+    offered: set[str] = set()
+    missing = list(range(1, world_size))
+    for _ in _polls(timeout):
+        arrivals = {rank: _read(store, f"at/{rank}") for rank in missing}
+        for arrival in arrivals.values():
+            if arrival and arrival not in offered:
+                store.set(f"offer/{arrival}", world)
+                offered.add(arrival)
+        missing = [rank for rank, arrival in arrivals.items() if not _has_taken(store, world, arrival)]
+        # Looked at together, and now: one that had taken it may have died since, and come again.
+        if not missing:
+            missing = [
+                rank for rank in range(1, world_size) if not _has_taken(store, world, _read(store, f"at/{rank}"))
+            ]
+            if not missing:
+                store.set(f"go/{world}", "1")
+                return world
+    raise RankFailedError(
+        f"rank {', '.join(map(str, missing))} has not joined in {timeout.total_seconds():g} s: every rank makes its "
+        f"engine, in the same order, or none"
+    )
+
+
+def _follow(store: MeetingStore, rank: int, timeout: timedelta) -> str:
+    arrival, world = _new_name(), ""
+    store.set(f"at/{rank}", arrival)
+    try:
+        for _ in _polls(timeout):
+            # First: a world that has begun needs this rank, whatever rank 0 offers next.
+            if world and store.check([f"go/{world}"]):
+                return world
+            offer = _read(store, f"offer/{arrival}")
+            if offer != world:
+                world = offer
+                store.set(f"taken/{world}/{arrival}", "1")
+    except BaseException:
+        _give_up(store, rank)
+        raise
+    _give_up(store, rank)
+    raise RankFailedError(
+        f"rank 0 has not joined with all the others in {timeout.total_seconds():g} s: every rank makes its engine, in "
+        f"the same order, or none"
+    )
+
+
+def _give_up(store: MeetingStore, rank: int) -> None:
+    """Nobody is to wait for this arrival: without it the world does not begin."""
+    try:
+        store.set(f"at/{rank}", "")
+    except RuntimeError:
+        # The store is gone, and everyone who waits there with it.
+        return
+
+
+def _has_taken(store: MeetingStore, world: str, arrival: str) -> bool:
+    return bool(arrival) and store.check([f"taken/{world}/{arrival}"])
+
+
+def _read(store: MeetingStore, key: str) -> str:
+    """Empty where there is none."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
+
+
+def _polls(timeout: timedelta) -> Iterator[None]:
+    """Once at least, then less and less often, until the time is over."""
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    wait_s = _FIRST_POLL_S
+    while True:
+        yield
+        if time.monotonic() > deadline_s:
+            return
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_POLL_S)

@@ -1,0 +1,135 @@
+"""The watchdog of a rank among those that a launcher started: where its heartbeat store is, and which groups it may
+abort.
+
+The heartbeat store is the store that torchrun's agent keeps, in a connection of its own; in ranks that were started
+otherwise, with torchrun's variables, a store in rank 0's process.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from spmd_worker.base.liveness.heartbeat_store import OVER, HeartbeatStore
+from spmd_worker.base.liveness.watchdog import Watchdog, Watched
+from spmd_worker.ranks.environment import RankEnvironment
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S: Final = 60.0
+"""Ranks start when their imports are done, which may be far apart."""
+
+_ANSWER_S: Final = 5.0
+_LOOK_S: Final = 2.0
+
+
+def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path | None, *, spins: bool) -> Watchdog:
+    """For a program of ours, which owns its process and its world. Not started yet."""
+    has_agent = _has_agent()
+    watched = Watched(
+        environment.rank,
+        tuple(range(environment.world_size)),
+        timeout_s,
+        run_dir,
+        exits=True,
+        abort_groups=_abort_groups,
+        has_launcher=has_agent,
+        spins=spins,
+    )
+    return Watchdog(watched, _connector(watched, may_host=True))
+
+
+def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, *, spins: bool) -> Watchdog:
+    """For an engine of `num_ranks` ranks in somebody else's process. Not started yet."""
+    first = environment.rank // num_ranks * num_ranks
+    ranks = tuple(range(first, first + num_ranks))
+    watched = Watched(environment.rank, ranks, timeout_s, spins=spins)
+    return Watchdog(watched, _connector(watched, may_host=False))
+
+
+def _connector(watched: Watched, *, may_host: bool) -> Callable[[], HeartbeatStore] | None:
+    """None where there is no other rank, or no store but one of the user's program."""
+    if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
+        return None
+    return _Connector(watched.rank, watched.ranks, is_host=watched.rank == 0 and not _has_agent())
+
+
+class _Connector:
+    """Opens the heartbeat store; again, under the same name, after it was lost."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], *, is_host: bool) -> None:
+        self._rank, self._ranks, self._is_host = rank, ranks, is_host
+        # The user's program may set others later, and the store stays where it is.
+        self._variables = dict(os.environ)
+        self._prefix: str | None = None
+
+    def __call__(self) -> HeartbeatStore:
+        if self._prefix is not None and not self._is_host:
+            _look_for_store(self._variables)
+        opened = open_heartbeat_store(
+            self._rank, self._ranks, is_host=self._is_host, variables=self._variables, prefix=self._prefix
+        )
+        self._prefix = opened.prefix
+        return opened
+
+
+def _look_for_store(variables: Mapping[str, str] = os.environ) -> None:
+    """Raises OSError where nobody listens: torch would ask for long, and print that it does, each time."""
+    address = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"]))
+    socket.create_connection(address, _LOOK_S).close()
+
+
+def _has_agent() -> bool:
+    """Whether torchrun's agent is this process's parent, and keeps a store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_heartbeat_store(
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    is_host: bool,
+    variables: Mapping[str, str] = os.environ,
+    prefix: str | None = None,
+) -> HeartbeatStore:
+    """Connect. The store outlives every run in it, a restart too, so each has keys of its own, and so has each engine
+    of a world with several. `prefix` is that of a store which was lost; without one every rank counts its own runs, and
+    passes over those that an earlier attempt has used: a first name, until the ranks have agreed on theirs.
+
+    Raises RuntimeError when there is no store.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs do not export it
+        variables["MASTER_ADDR"],
+        int(variables["MASTER_PORT"]),
+        is_master=is_host,
+        timeout=timedelta(seconds=_CONNECT_S),
+        wait_for_workers=False,
+        # Torch's own rendezvous opens the same store in this process.
+        multi_tenant=True,
+    )
+    store.set_timeout(timedelta(seconds=_ANSWER_S))
+    if prefix is not None:
+        return HeartbeatStore(store, prefix, is_host)
+    restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_ranks = f"spmd_worker/watch/restart {restart}/ranks {ranks[0]} to {ranks[-1]}"
+    while True:
+        run = store.add(f"{of_ranks}/runs of rank {rank}", 1)
+        opened = HeartbeatStore(store, f"{of_ranks}/run {run}", is_host)
+        if not opened.has_flag(OVER):
+            return opened
+
+
+def _abort_groups() -> None:
+    """End what the main thread may be waiting for, where torch can: NCCL's groups."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
+        return
+    try:
+        distributed_c10d._abort_process_group()
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the groups could not be aborted: %s", error)

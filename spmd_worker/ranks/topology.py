@@ -1,0 +1,270 @@
+"""Which rank does what: world = data x pipeline x tensor, tensor innermost.
+
+Pure arithmetic, and the one place where the factorisation is checked.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig
+from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.ranks.expert_layout import ExpertLayout
+
+VOCABULARY_ALIGNMENT: Final = 64
+"""Vocabulary shards are padded to a multiple of this many rows, which kernels like and which halves six times."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor.
+
+    `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights. `experts`
+    says which tensor rank has which experts; None: all share the columns of each.
+    """
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+    experts: ExpertLayout | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """Place in the tensor-parallel group."""
+        return rank % self.tensor_parallel_size
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Stage of the pipeline."""
+        return rank // self.tensor_parallel_size % self.pipeline_parallel_size
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Ranks that share each layer's weights, one list a group, in order."""
+        size = self.tensor_parallel_size
+        return [list(range(start, start + size)) for start in range(0, self.world_size, size)]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard of successive stages, one list a group."""
+        stride, replica_size = self.tensor_parallel_size, self.tensor_parallel_size * self.pipeline_parallel_size
+        return [
+            list(range(start + offset, start + replica_size, stride))
+            for start in range(0, self.world_size, replica_size)
+            for offset in range(stride)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [start, stop) of a model; the first stage has the embedding too, the last one the norm and the head."""
+
+    start: int
+    stop: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return self.stop - self.start
+
+
+def whole_model(model_config: ModelConfig) -> Stage:
+    """The only stage where there is no pipeline."""
+    return Stage(0, model_config.num_layers, is_first=True, is_last=True)
+
+
+def layout_of(parallel: ParallelConfig) -> RankLayout:
+    """The layout that a configuration asks for."""
+    return RankLayout(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.data_parallel_size,
+        tuple(parallel.pipeline_layers or ()),
+    )
+
+
+def stage_of(layout: RankLayout, model_config: ModelConfig, rank: int) -> Stage:
+    """What a rank's stage of the pipeline has; the layout has been checked against the shape."""
+    counts, stage = (
+        layout.pipeline_layers or balanced_layers(model_config, layout.pipeline_parallel_size),
+        layout.pipeline_rank(rank),
+    )
+    start = sum(counts[:stage])
+    return Stage(start, start + counts[stage], is_first=stage == 0, is_last=stage == len(counts) - 1)
+
+
+def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, one at least, so that the largest share of weights is the smallest possible.
+
+    The first stage also holds the embedding and the last one the head, tied or not. Of equal shares the earlier stage's
+    is the larger.
+    """
+    counts = [1] * num_stages
+    table = model_config.vocab_size * model_config.embedding_size + model_config.num_projection_parameters
+    extra = [0] * num_stages
+    extra[0] += table
+    extra[-1] += table
+    if len(set(model_config.layer_parameters)) > 1:
+        return _least_largest(model_config.layer_parameters, extra)
+    for _ in range(model_config.num_layers - num_stages):
+        least = min(
+            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * model_config.layer_parameters[0]
+        )
+        counts[least] += 1
+    return tuple(counts)
+
+
+def _least_largest(layers: tuple[int, ...], extra: list[int]) -> tuple[int, ...]:
+    """Counts of consecutive layers, the earlier ones as large as can be, so that the largest sum is the smallest."""
+    low, high = 0, sum(layers) + sum(extra)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _filled(layers, extra, middle) else (middle + 1, high)
+    counts = _filled(layers, extra, low)
+    assert counts is not None, "one stage of everything fits"
+    return counts
+
+
+def _filled(layers: tuple[int, ...], extra: list[int], most: int) -> tuple[int, ...] | None:
+    """As many layers a stage as `most` has room for, one at least; None where that is not enough for all."""
+    counts, index = [], 0
+    for stage, room in enumerate(most - each for each in extra):
+        end, num_later = index, len(extra) - stage - 1
+        while end < len(layers) - num_later and sum(layers[index : end + 1]) <= room:
+            end += 1
+        if end == index:
+            return None
+        counts.append(end - index)
+        index = end
+    return tuple(counts) if index == len(layers) else None
+
+
+def check_world_size(layout: RankLayout, world_size: int) -> None:
+    """Raise ConfigError unless the launcher started as many ranks as the layout has."""
+    if layout.world_size != world_size:
+        replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
+        choices = [f"start {layout.world_size} (torchrun --nproc-per-node)"]
+        if world_size % replica_size == 0:
+            choices.append(f"set parallel.data_parallel_size to {world_size // replica_size}")
+        if world_size % layout.pipeline_parallel_size == 0:
+            size = world_size // layout.pipeline_parallel_size
+            choices.append(f"set parallel.tensor_parallel_size to {size} (and parallel.data_parallel_size to 1)")
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
+            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
+            f"{layout.world_size} ranks, but {world_size} were started: {', or '.join(choices)}"
+        )
+
+
+def check_whole_engines(layout: RankLayout, world_size: int) -> None:
+    """Raise ConfigError unless the ranks that were started make one or several whole engines of this layout."""
+    if world_size % layout.world_size:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
+            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
+            f"{layout.world_size} ranks an engine, but {world_size} were started: start a multiple of "
+            f"{layout.world_size} (torchrun --nproc-per-node)"
+        )
+
+
+def in_every_engine(groups: list[list[int]], layout: RankLayout, world_size: int) -> list[list[int]]:
+    """The groups of one engine, for each engine of the world: ranks k * size to (k + 1) * size are engine k."""
+    starts = range(0, world_size, layout.world_size)
+    return [[start + rank for rank in ranks] for start in starts for ranks in groups]
+
+
+def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
+    """Raise ConfigError unless every shard is whole; the message lists the sizes that are.
+
+    Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number
+    of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
+    """
+    _check_stages(layout, model_config)
+    size = layout.tensor_parallel_size
+    problem = _shard_problem(size, model_config, layout.experts)
+    if problem:
+        sizes = range(1, model_config.num_heads + 1)
+        valid = [str(each) for each in sizes if not _shard_problem(each, model_config, layout.experts)]
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
+            f"sizes that do are {_listed(valid)}"
+        )
+
+
+def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
+    size, layers = layout.pipeline_parallel_size, layout.pipeline_layers
+    if size > model_config.num_layers:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size={size} is more than the model's {model_config.num_layers} layers: each "
+            f"stage has one at least; lower it to {model_config.num_layers} or less"
+        )
+    if not layers:
+        return
+    spelled = f"parallel.pipeline_layers=[{','.join(map(str, layers))}]"
+    if len(layers) != size:
+        raise ConfigError(
+            f"{spelled} has {len(layers)} stages but parallel.pipeline_parallel_size is {size}: give one number "
+            f"a stage, or leave it null"
+        )
+    if min(layers) < 1 or sum(layers) != model_config.num_layers:
+        example = ",".join(map(str, balanced_layers(model_config, size)))
+        raise ConfigError(
+            f"{spelled} makes {sum(layers)} layers and the model has {model_config.num_layers}, of which each stage "
+            f"takes one at least: give numbers that add up, such as [{example}], or leave it null"
+        )
+
+
+def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout | None) -> str:
+    if model_config.num_heads % size:
+        return f"it has {model_config.num_heads} attention heads"
+    if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
+        return f"it has {model_config.num_kv_heads} key-value heads"
+    columns = min((each for layer in model_config.layers for each in _cut_columns(layer, experts)), default=size)
+    if columns < size:
+        return f"its feed-forward has {columns} columns"
+    return ""
+
+
+def _cut_columns(layer: LayerConfig, placed: ExpertLayout | None) -> tuple[int, ...]:
+    """The columns of each feed-forward that the ranks of a group share out."""
+    if layer.experts is None:
+        return (layer.intermediate_size,)
+    of_each = () if placed is not None else (layer.experts.intermediate_size,)
+    is_shared_cut = layer.experts.shared_size > 0 and not (placed is not None and placed.is_exact)
+    return (*of_each, layer.experts.shared_size) if is_shared_cut else of_each
+
+
+def expert_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> ExpertShare | None:
+    """What a rank of the tensor-parallel group has of layer `index`; None of a dense one."""
+    if layer.experts is None:
+        return None
+    experts, size = layer.experts, layout.tensor_parallel_size
+    start, stop = shard_range(experts.shared_size, size, tensor_rank)
+    if layout.experts is None:
+        first, end = shard_range(experts.intermediate_size, size, tensor_rank)
+        return ExpertShare(experts.num_experts, end - first, stop - start)
+    num_own = layout.experts.owners_of(index).count(tensor_rank)
+    num_shared = experts.shared_size if layout.experts.is_exact else stop - start
+    return ExpertShare(num_own, experts.intermediate_size, num_shared)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
+    """The part (start, stop) of `total` items that `rank` of `size` owns: nearly equal parts, earlier ones larger."""
+    base, extra = divmod(total, size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def vocabulary_rows(vocab_size: int, num_shards: int) -> int:
+    """Rows of each vocabulary shard: an equal part, padded to a multiple of `VOCABULARY_ALIGNMENT`."""
+    per_shard = -(-vocab_size // num_shards)
+    return -(-per_shard // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT

@@ -1,0 +1,105 @@
+"""How control messages cross the ranks of one replica: bytes from rank 0 to all, and bytes from each to all.
+
+Over the CPU (gloo) control group, whose timeout bounds every wait. Only lengths and bytes travel, never objects, so
+nothing is unpickled.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.ranks.communicator import GroupHandle
+
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
+_FIRST_BYTES: Final = 4096
+"""A message up to this length travels in one broadcast, of fixed size; the rest of a longer one in a second."""
+
+_LENGTH_BYTES: Final = 8
+
+
+class ControlChannel:
+    """`group` is the replica's control group; a group of one hands everything straight back."""
+
+    def __init__(self, group: GroupHandle) -> None:
+        self._group = group
+
+    @property
+    def size(self) -> int:
+        """Ranks of the replica."""
+        return self._group.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the replica; 0 decides."""
+        return self._group.rank
+
+    def broadcast(self, payload: bytes | None, source: int = 0) -> bytes:
+        """Rank `source` gives the payload, the others give None; all return that one."""
+        assert (payload is not None) == (self.rank == source), f"rank {source} gives the payload, the others None"
+        if self.size == 1:
+            assert payload is not None, "asserted above"
+            return payload
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        if payload is not None:
+            head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: _FIRST_BYTES - _LENGTH_BYTES]
+            first[: len(head)] = _as_tensor(head)
+        received = _as_bytes(self._group.broadcast(first, source))
+        length = int.from_bytes(received[:_LENGTH_BYTES], "little")
+        head = received[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length == len(head):
+            return head
+        rest = torch.zeros(length - len(head), dtype=torch.uint8)
+        if payload is not None:
+            rest.copy_(_as_tensor(payload[len(head) :]))
+        return head + _as_bytes(self._group.broadcast(rest, source))
+
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
+        """Rank `source` gives its contiguous tensor in host memory, the others one of the same shape and dtype, which
+        is filled.
+        """
+        if tensor.numel():
+            self._group.broadcast(tensor.view(-1).view(torch.uint8), source)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Each rank's payload, in rank order, on every rank; lengths may differ."""
+        if self.size == 1:
+            return [payload]
+        lengths = self._group.all_gather(torch.tensor(len(payload))).tolist()
+        longest = max(lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(payload)] = _as_tensor(payload)
+        rows = self._group.all_gather(padded) if longest else padded.expand(self.size, 0)
+        return [_as_bytes(row)[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        """As `gather`, for payloads that are long on some ranks and empty on others: no rank pads what it sends."""
+        if self.size == 1:
+            return [payload]
+        lengths = self._group.all_gather(torch.tensor(len(payload))).tolist()
+        collected = []
+        for rank, length in enumerate(lengths):
+            part = _as_tensor(payload) if rank == self.rank else torch.empty(length, dtype=torch.uint8)
+            collected.append(_as_bytes(self._group.broadcast(part, source=rank)) if length else b"")
+        return collected
+
+    def minimum(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The least of each number over the ranks."""
+        return tuple(self._group.all_reduce_min(torch.tensor(numbers, dtype=torch.int64)).tolist())
+
+    def close(self) -> None:
+        """Let go of the group, after which nothing can be sent. Whoever destroys it ends its threads and sockets only
+        when nobody holds it any more.
+        """
+        self._group = replace(self._group, group=None)
+
+
+def _as_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,124 @@
+"""Where two ranks first differ, in words."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Final
+
+from spmd_worker.replica.lockstep.wire.message import StepMessage
+from spmd_worker.replica.sequence.events import Event
+from spmd_worker.replica.sequence.step import StepPlan
+
+_MAX_VALUE_CHARACTERS: Final = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that the digest of a step covers: its plan, the events that enter with it, the ids that the last step sampled
+    and checksums of the masks that it sampled under.
+    """
+
+    plan: StepPlan
+    events: tuple[Event, ...]
+    sampled_token_ids: tuple[int, ...]
+    num_sampled_ids: tuple[int, ...] = ()
+    mask_checksums: tuple[int, ...] = ()
+
+
+def record_of(message: StepMessage) -> Record:
+    """The record of the step that a message is about."""
+    sampled = (message.sampled_token_ids, message.num_sampled_ids, message.mask_checksums)
+    return Record(message.plan, message.events, *sampled)
+
+
+def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int) -> str | None:
+    """For example "groups[5].block_ids[3]: 17 on rank 0, 21 on rank 2", or None where the records are equal.
+
+    Causes come before effects: the step number, the events, the masks, the ids sampled, then what was planned. Names
+    are as in the records, without `plan.`, and without `sequences[0].` in groups that list one sequence on both ranks.
+    Where two lists of different lengths differ before the shorter ends, the lengths follow in brackets.
+    """
+    difference = (
+        _walk("step", mine.plan.step, theirs.plan.step)
+        or _walk("events", mine.events, theirs.events)
+        or _walk("mask_checksums", mine.mask_checksums, theirs.mask_checksums)
+        or _walk("num_sampled_ids", mine.num_sampled_ids, theirs.num_sampled_ids)
+        or _walk("sampled_token_ids", mine.sampled_token_ids, theirs.sampled_token_ids)
+        # Before `num_tokens`, which counts them.
+        or _walk("continuing", mine.plan.continuing, theirs.plan.continuing)
+        or _walk("", mine.plan, theirs.plan)
+    )
+    return None if difference is None else _in_words(difference, my_rank, their_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """`lengths` is the innermost list around `path` whose lengths differ: its path and both lengths."""
+
+    path: str
+    mine: str
+    theirs: str
+    lengths: tuple[str, int, int] | None = None
+
+
+def _in_words(difference: _Difference, my_rank: int, their_rank: int) -> str:
+    words = f"{difference.path}: {difference.mine} on rank {my_rank}, {difference.theirs} on rank {their_rank}"
+    if difference.lengths is None:
+        return words
+    path, mine, theirs = difference.lengths
+    return f"{words} ({path}: {mine} entries on rank {my_rank}, {theirs} on rank {their_rank})"
+
+
+def _walk(path: str, mine: object, theirs: object) -> _Difference | None:
+    if type(mine) is not type(theirs):
+        return _Difference(path, _kind_or_value(mine), _kind_or_value(theirs))
+    if is_dataclass(mine):
+        return _walk_fields(path, [spec.name for spec in fields(mine)], mine, theirs)
+    if isinstance(mine, tuple):
+        assert isinstance(theirs, tuple), type(theirs)
+        names = getattr(mine, "_fields", None)
+        return _walk_entries(path, mine, theirs) if names is None else _walk_fields(path, list(names), mine, theirs)
+    return None if _is_same(mine, theirs) else _Difference(path, _shown(mine), _shown(theirs))
+
+
+def _walk_fields(path: str, names: list[str], mine: object, theirs: object) -> _Difference | None:
+    for name in names:
+        inner = f"{path}.{name}" if path else name
+        difference = _walk_field(inner, path, getattr(mine, name), getattr(theirs, name), name)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _walk_field(inner: str, outer: str, mine: object, theirs: object, name: str) -> _Difference | None:
+    """A group's only sequence goes by the group's name."""
+    if name == "sequences" and isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs) == 1:
+        return _walk(outer, mine[0], theirs[0])
+    return _walk(inner, mine, theirs)
+
+
+def _walk_entries(path: str, mine: Sequence[object], theirs: Sequence[object]) -> _Difference | None:
+    lengths = None if len(mine) == len(theirs) else (path, len(mine), len(theirs))
+    for index, (my_entry, their_entry) in enumerate(zip(mine, theirs)):
+        difference = _walk(f"{path}[{index}]", my_entry, their_entry)
+        if difference is not None:
+            return _Difference(difference.path, difference.mine, difference.theirs, difference.lengths or lengths)
+    if lengths is None:
+        return None
+    return _Difference(path, f"{len(mine)} entries", str(len(theirs)))
+
+
+def _is_same(mine: object, theirs: object) -> bool:
+    """Bit for bit: the digest tells -0.0 from 0.0."""
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return struct.pack("<d", mine) == struct.pack("<d", theirs)
+    return mine == theirs
+
+
+def _kind_or_value(value: object) -> str:
+    return type(value).__name__ if is_dataclass(value) else _shown(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}..."

@@ -1,0 +1,81 @@
+"""A rank's answer to a step beside its digest: transfers that it has finished, what ends the call that it is in, and
+how it prepared a worker event.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from spmd_worker.replica.lockstep.digest import NUM_DIGEST_BYTES
+
+_NUMBER_BYTES: Final = 8
+_LENGTH: Final = struct.Struct("<I")
+_LENGTHS: Final = struct.Struct("<II")
+
+
+class TransferBook:
+    """A transfer is finished when each of `num_ranks` has said so; numbers come out in the order of completion."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._finished_by: dict[int, list[int]] = {}
+        self._complete: list[int] = []
+
+    def add(self, rank: int, numbers: Sequence[int]) -> None:
+        """A rank has finished these; each once."""
+        for number in numbers:
+            ranks = self._finished_by.setdefault(number, [])
+            assert rank not in ranks, f"rank {rank} finished transfer {number} twice"
+            ranks.append(rank)
+            if len(ranks) == self._num_ranks:
+                del self._finished_by[number]
+                self._complete.append(number)
+
+    def take_complete(self) -> tuple[int, ...]:
+        """What all ranks have finished since the last call."""
+        complete, self._complete = tuple(self._complete), []
+        return complete
+
+
+class Answer(NamedTuple):
+    """A follower's answer to a step: its digest, the transfers it has finished since its last answer, and the words of
+    what a signal's handler raised there, "" where none did.
+    """
+
+    digest: bytes
+    finished_transfers: tuple[int, ...] = ()
+    interrupt: str = ""
+
+
+def pack_answer(digest: bytes, finished_transfers: Sequence[int], interrupt: str = "") -> bytes:
+    """An `Answer`. The digest alone where there is no more."""
+    if not finished_transfers and not interrupt:
+        return digest
+    text = interrupt.encode("utf-8", "replace")
+    lengths = _LENGTHS.pack(len(finished_transfers), len(text))
+    return digest + lengths + struct.pack(f"<{len(finished_transfers)}q", *finished_transfers) + text
+
+
+def unpack_answer(answer: bytes) -> Answer:
+    """The inverse of `pack_answer`; of bytes that it did not make the digest is one that equals none."""
+    start = NUM_DIGEST_BYTES + _LENGTHS.size
+    if len(answer) < start:
+        return Answer(answer)
+    num_numbers, num_text_bytes = _LENGTHS.unpack(answer[NUM_DIGEST_BYTES:start])
+    end = start + num_numbers * _NUMBER_BYTES
+    if len(answer) != end + num_text_bytes or (num_numbers, num_text_bytes) == (0, 0):
+        return Answer(answer)
+    numbers = struct.unpack(f"<{num_numbers}q", answer[start:end])
+    return Answer(answer[:NUM_DIGEST_BYTES], numbers, answer[end:].decode("utf-8", "replace"))
+
+
+def pack_event_answer(answer: bytes, problem: str) -> bytes:
+    """An answer of the step after a worker event: `answer`, and why this rank did not prepare; "" where it did."""
+    return _LENGTH.pack(len(answer)) + answer + problem.encode("utf-8", "replace")
+
+
+def unpack_event_answer(payload: bytes) -> tuple[bytes, str]:
+    """The inverse of `pack_event_answer`; of bytes that it did not make the answer is one that equals none."""
+    head = payload[: _LENGTH.size]
+    end = _LENGTH.size + (_LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0)
+    return payload[len(head) : end], payload[end:].decode("utf-8", "replace")

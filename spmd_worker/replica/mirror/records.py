@@ -1,0 +1,72 @@
+"""The records of a mirror: what a worker knows of a sequence, and what a step computes of it."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kv_cache.block import BlockId
+from spmd_worker.replica.sequence.request import Request
+
+
+class MirrorError(ValueError):
+    """A plan does not follow from the plans before it. The message names step, request, field, value and rule."""
+
+
+@dataclass(slots=True, eq=False)
+class MirroredSequence:
+    """One sequence as of the last plan that listed it: `num_scheduled_tokens` computed from `num_computed_tokens` on.
+
+    It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks is only ever added
+    to; where other blocks go, the record gets another list. Of a sequence that has gone ahead of its id the last output
+    token is `NOT_READ` until the id is read. `is_plain`: of its logits it needs the largest alone, at every token.
+    """
+
+    request: Request
+    sample_index: int
+    output_token_ids: list[int]
+    block_ids: list[BlockId]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    decode_row: "ScheduledSequence" = field(init=False)
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What a step computes of a sequence that was given one id: always the same, so it is made once.
+        self.decode_row = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
+        self.take_request(self.request)
+
+    def take_request(self, request: Request) -> None:
+        """The request as it was sent last."""
+        sampling = request.sampling
+        is_plain = sampling.needs_largest_alone and not sampling.min_tokens and sampling.prompt_logprobs is None
+        self.request, self.is_plain = request, is_plain
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens at positions [start, stop) of prompt and output together."""
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        prompt = self.request.prompt_token_ids
+        if start >= len(prompt):
+            return self.output_token_ids[start - len(prompt) : stop - len(prompt)]
+        if stop <= len(prompt):
+            return list(prompt[start:stop])
+        return [*prompt[start:], *self.output_token_ids[: stop - len(prompt)]]
+
+
+class ScheduledSequence(NamedTuple):
+    """What a step computes of one sequence, and how many tokens it samples from the logits of the last position."""
+
+    sequence: MirroredSequence
+    num_scheduled_tokens: int
+    num_samples: int
+
+
+@dataclass(slots=True, eq=False)
+class MirroredGroup:
+    """A request and those of its sequences that the worker was sent and that have not ended."""
+
+    request: Request
+    sequences: dict[int, MirroredSequence] = field(default_factory=dict)

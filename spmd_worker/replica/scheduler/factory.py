@@ -1,0 +1,46 @@
+"""Makes a replica of the scheduler with its cache manager and its stop checker: for an engine, and for a replay."""
+
+from functools import partial
+from typing import NamedTuple
+
+from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.stop import StopChecker
+from spmd_worker.replica.sequence.sequence import Sequence
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class CacheSizes(NamedTuple):
+    """Blocks that every rank has room for: on the device, to swap to, and beyond for prefixes that lost their place."""
+
+    num_blocks: int
+    num_host_blocks: int = 0
+    num_tier_blocks: int = 0
+
+
+def new_scheduler(
+    limits: SchedulerLimits,
+    sizes: CacheSizes,
+    block_size: int,
+    eos_token_ids: tuple[int, ...],
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+) -> Scheduler:
+    """An empty replica. `block_size` and `max_model_len` count tokens; without `tokenizer` no request may have stop
+    strings.
+    """
+    cache = CacheManager(
+        sizes.num_blocks,
+        block_size,
+        num_host_blocks=sizes.num_host_blocks,
+        connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
+    )
+    new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
+    return Scheduler(limits, cache, StopChecker(eos_token_ids, max_model_len, new_decoder))
+
+
+def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
+    request = sequence.request
+    return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)

@@ -1,0 +1,33 @@
+"""Whether a scheduler's queues, its sequences' states and its cache agree: a walk over everything, for tests and
+checks.
+
+Changes nothing.
+"""
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler.policy import service_order
+from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.sequence.sequence import SequenceStatus
+
+
+def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_swapped: int) -> None:
+    """Raise AssertionError, with the values, where something contradicts something else."""
+    running = queues.running
+    waiting = [*queues.waiting, *[sequence for waits in queues.loading.values() for sequence in waits]]
+    sequences = [sequence for group in queues.groups.values() for sequence in group.sequences]
+    cache.check_integrity([each.table for each in sequences], [each.host_table for each in sequences])
+    expected = sorted((each for each in sequences if each.status is SequenceStatus.RUNNING), key=service_order)
+    assert expected == running, ([each.key for each in expected], [each.key for each in running])
+    assert len(running) <= max_num_seqs, (len(running), max_num_seqs)
+    for sequence in running:
+        num_ahead = sequence.num_computed_tokens - sequence.num_tokens
+        assert num_ahead <= (len(sequence.output_token_ids) < sequence.num_outputs_ahead), sequence.key
+    for sequence in waiting:
+        is_swapped = sequence.status is SequenceStatus.SWAPPED
+        num_computed, host_table = sequence.num_computed_tokens, sequence.host_table
+        assert not sequence.table.block_ids, f"{sequence.key} waits and holds blocks"
+        assert is_swapped == bool(host_table.block_ids), f"{sequence.key} is {sequence.status.value}: {host_table}"
+        assert is_swapped == bool(num_computed), f"{sequence.key} waits with {num_computed} computed tokens"
+    num_unfinished = sum(each.status is not SequenceStatus.FINISHED for each in sequences)
+    assert len(running) + len(waiting) == num_unfinished, (len(running), len(waiting), num_unfinished)
+    assert num_swapped == sum(each.status is SequenceStatus.SWAPPED for each in waiting), num_swapped

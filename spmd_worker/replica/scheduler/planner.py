@@ -1,0 +1,328 @@
+"""What the next step computes: who is preempted, who goes on, who joins.
+
+Decides from counts, and from the names of blocks whose tokens are known; token values do not enter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from kv_cache.block import BlockId, num_blocks_for
+from kv_cache.block_table import TableChange
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
+from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES, StepBudget, form_bytes
+from spmd_worker.replica.scheduler.policy import choose_victim, service_order
+from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.scheduler.updates import Decision, Decisions
+from spmd_worker.replica.sequence.sequence import Sequence, SequenceStatus
+
+LEAST_PROMPT_SHARE: Final = 64
+"""Prompt tokens that a step may take however few there are: fewer would cost a pass over the weights each."""
+
+PROMPT_ROUNDS: Final = 4
+"""With several steps in flight, the prompts at hand are computed in so many steps for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much one step may hold, and what is preempted. Without `enable_chunked_prefill` a prompt is computed in one
+    piece. Who joins leaves `watermark_blocks_per_sequence` free for each sequence that runs: with none, sequences that
+    decode would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves the cache's own
+    watermark alone. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences. With
+    `num_steps_ahead` of 1 there is one stage, and a step is decided before the ids that the one before it samples are
+    read: sequences in decoding go ahead of theirs.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
+    watermark_blocks_per_sequence: int = 0
+    num_virtual_engines: int = 1
+    num_steps_ahead: int = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that may be decided before what the oldest of them samples is applied."""
+        return self.num_virtual_engines + self.num_steps_ahead
+
+
+def _service_order_of(decision: Decision) -> tuple[int, int]:
+    return service_order(decision.sequence)
+
+
+class Planner:
+    """One step: where the blocks do not suffice for all that run, those with the least computed work are preempted
+    until they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
+
+    With several steps in flight, a sequence whose next token is being sampled cannot go on and is not preempted: its
+    token would come for one that is no longer there. All others can, whatever is in flight: stages execute steps in
+    order, so what a later step reads has been written.
+
+    One step ahead, a sequence whose next token is being sampled goes on all the same, for its id is where it is
+    computed; unless it may be known already to end with it, or what it samples next depends on which token that is.
+    Where it ends with it after all, what the step samples for it is dropped. Where the blocks do not suffice nobody
+    goes ahead: when the ids are there everybody can be preempted.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        queues: Queues,
+        cache: CacheManager,
+        allocator: Allocator,
+        split: Callable[[Sequence, int], None],
+    ) -> None:
+        """`split` leaves a sequence that joins so many of its samples, and has the others wait."""
+        self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
+        self._split = split
+        self._least_watermark_blocks = cache.watermark_blocks
+        self._allows_ahead = limits.num_steps_ahead > 0
+
+    def has_ready(self) -> bool:
+        """Whether a step could compute something before more is known of those in flight."""
+        running = self._queues.running
+        may_join = len(running) < self._limits.max_num_seqs and bool(self._queues.waiting)
+        return may_join or any(self._num_ready(sequence) for sequence in running)
+
+    def decide(self) -> Decisions:
+        """Decide and account for it: blocks are taken, sequences moved, tokens counted as computed."""
+        decisions = Decisions()
+        num_tokens = self._most_tokens()
+        is_short = self._make_room(num_tokens)
+        budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
+        self._decide_running(budget, decisions)
+        if self._queues.waiting and not is_short:
+            # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
+            self._decide_waiting(budget, decisions)
+        # A plan lists each group once: what joins beside others of its group is sent, and sampled, beside them.
+        decisions.others.sort(key=_service_order_of)
+        return decisions
+
+    def _most_tokens(self) -> int:
+        """How many tokens this step may compute. With several steps in flight, prompts are spread over them: a stage
+        waits for the step before its own, and so for every step that is much longer than its neighbours.
+        """
+        limits = self._limits
+        if limits.num_virtual_engines == 1 or not limits.enable_chunked_prefill:
+            return limits.max_num_batched_tokens
+        running = [sequence.num_uncomputed_tokens for sequence in self._served()]
+        num_decoding = running.count(1)
+        num_seats = max(limits.max_num_seqs - len(self._queues.running), 0)
+        waiting = [sequence.num_uncomputed_tokens for sequence in islice(self._queues.waiting, num_seats)]
+        num_prompt_tokens = sum(running) - num_decoding + sum(waiting)
+        share = -(-num_prompt_tokens // (PROMPT_ROUNDS * limits.num_virtual_engines))
+        return min(num_decoding + max(share, LEAST_PROMPT_SHARE), limits.max_num_batched_tokens)
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Preempt until all that still run find the blocks for this step; whether there were too few."""
+        num_running = len(self._queues.running)
+        self._allows_ahead = self._limits.num_steps_ahead > 0
+        # Each takes at most its tokens' blocks, and one more where they begin or end inside one.
+        if self._cache.num_free_blocks >= num_tokens // self._cache.block_size + 2 * num_running:
+            return False
+        if self._allows_ahead and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
+            self._allows_ahead = False
+        while self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
+            ready = [sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens]
+            if len(ready) == 1:
+                # There is nobody else, or the others' tokens are being sampled: it waits, and nobody joins meanwhile.
+                return True
+            victim = choose_victim(ready)
+            self._queues.running.remove(victim)
+            self._allocator.preempt(victim, self._queues.group_of(victim))
+            self._queues.waiting.give_back(victim)
+        is_short = self._limits.num_steps_ahead > 0 and not self._allows_ahead
+        return is_short or len(self._queues.running) < num_running
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that a step could compute now."""
+        num_tokens = sequence.num_uncomputed_tokens
+        goes_ahead = self._allows_ahead and len(sequence.output_token_ids) < sequence.num_outputs_ahead
+        return 1 if not num_tokens and goes_ahead else num_tokens
+
+    def _num_wanted_blocks(self, num_left: int) -> int:
+        """Free blocks that the running sequences take in a step of `num_left` tokens; sequences that just forked count
+        too many.
+        """
+        cache, num_wanted = self._cache, 0
+        for sequence in self._served():
+            first = sequence.num_computed_tokens
+            num_tokens = min(self._num_ready(sequence), num_left)
+            num_left -= num_tokens
+            needs_asking = first % cache.block_size == 0 or sequence.shares_tail or sequence.repeats_last
+            if num_tokens > 1 or (num_tokens and needs_asking):
+                num_wanted += cache.num_new_blocks(sequence.table, first, first + num_tokens)
+        return num_wanted
+
+    def _served(self) -> list[Sequence]:
+        """Who may go on in this step: with several steps in flight, a share of those that decode. One that waits until
+        its form can be compiled has no part in it: others decode meanwhile.
+        """
+        running, num_steps = self._queues.running, self._limits.num_virtual_engines
+        if num_steps == 1:
+            return running
+        num_left, num_form_bytes = -(-len(running) // num_steps), MOST_FORM_BYTES
+        served = []
+        for sequence in running:
+            num_tokens = sequence.num_uncomputed_tokens
+            if num_tokens > 1:
+                served.append(sequence)
+            elif num_tokens and num_left and (wanted := form_bytes(sequence)) <= num_form_bytes:
+                num_form_bytes -= wanted
+                served.append(sequence)
+                num_left -= 1
+        return served
+
+    def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
+        block_size, allows_ahead = self._cache.block_size, self._allows_ahead
+        for sequence in self._served():
+            if not budget.num_tokens:
+                break
+            num_outputs = len(sequence.output_token_ids)
+            num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
+            is_decode = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
+            # In a block of its own that has begun, a sequence needs no asking.
+            if is_decode and sequence.num_computed_tokens % block_size and not sequence.shares_tail:
+                sequence.num_computed_tokens += 1
+                budget.num_tokens -= 1
+                decisions.continuing.append(sequence)
+            elif is_decode and self._has_full_blocks(sequence):
+                if self._finds_room(sequence, 1, budget):
+                    decisions.blocks.append((len(decisions.continuing), self._allocator.begin_block(sequence)))
+                    budget.num_tokens -= 1
+                    decisions.continuing.append(sequence)
+            elif num_tokens:
+                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
+            elif allows_ahead and num_outputs < sequence.num_outputs_ahead:
+                if sequence.num_computed_tokens % block_size:
+                    sequence.num_computed_tokens += 1
+                    budget.num_tokens -= 1
+                    decisions.ahead.append(sequence)
+                elif self._finds_room(sequence, 1, budget):
+                    self._go_ahead(sequence, budget, decisions)
+
+    def _go_ahead(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
+        """The token that is being sampled is the first of a block."""
+        decisions.ahead_blocks.append((len(decisions.ahead), self._allocator.begin_block(sequence)))
+        budget.spend(1)
+        decisions.ahead.append(sequence)
+
+    def _has_full_blocks(self, sequence: Sequence) -> bool:
+        """Whether its next token is the first of a block that nobody has yet, and no more is to be thought of: most of
+        the blocks that are taken are taken so.
+        """
+        num_full = len(sequence.table.block_ids) * self._cache.block_size
+        return sequence.num_computed_tokens == num_full and not sequence.begins_form
+
+    def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
+        """Who computes just what it was given continues, if its table only grows; a copied block needs a delta."""
+        num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
+        is_all = num_tokens == sequence.num_uncomputed_tokens
+        if is_all and not budget.may_sample(sequence):
+            # It has just forked, or come to the end of its prompt.
+            budget.has_skipped = True
+            return
+        continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
+        if not self._finds_room(sequence, num_tokens, budget):
+            return
+        num_blocks = sequence.table.num_blocks
+        decision = self._take(sequence, num_tokens, budget)
+        if continues and decision.change.first_index == num_blocks:
+            if num_ids != 1:
+                decisions.uneven[len(decisions.continuing)] = num_ids
+            decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
+            decisions.continuing.append(sequence)
+        else:
+            decisions.others.append(decision)
+
+    def _finds_room(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> bool:
+        """Whether there are blocks for the next tokens. False where nobody is left to be preempted: transfers or steps
+        in flight hold the blocks, and end by themselves.
+        """
+        # Tokens of one that was skipped are left for others, whose blocks nobody has counted.
+        is_counted = self._limits.num_in_flight == 1 and not budget.has_skipped
+        if is_counted and len(self._queues.running) > 1:
+            return True
+        first = sequence.num_computed_tokens
+        return self._cache.can_extend(sequence.table, first, first + num_tokens)
+
+    def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
+        # Those that have not forked yet will be more than themselves.
+        num_running = sum(map(self._queues.width, self._queues.running))
+        budget.num_sequences -= num_running - len(self._queues.running)
+        while self._queues.waiting and budget.num_tokens:
+            sequence = self._queues.waiting.first()
+            prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._allocator.find_prefix(sequence)
+            width = self._joining_samples(sequence, budget)
+            # Its forks copy a block each as soon as they exist.
+            self._set_watermark(num_running + width - 1)
+            if not self._may_join(sequence, prefix, width, budget):
+                break
+            self._queues.waiting.pop_first()
+            if self._waits_for_transfer(sequence, prefix):
+                continue
+            if width < sequence.num_samples:
+                self._split(sequence, width)
+            self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
+            self._queues.running.append(sequence)
+            num_running += width
+            budget.num_sequences -= width
+            num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
+            decision = self._take(sequence, num_tokens, budget)
+            decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
+        self._queues.running.sort(key=service_order)
+
+    def _joining_samples(self, sequence: Sequence, budget: StepBudget) -> int:
+        """How many samples join with it: all that it stands for, but of a request of more than may ever run at once as
+        many as may join now.
+        """
+        if sequence.request.sampling.num_sequences <= self._limits.max_num_seqs:
+            return self._queues.width(sequence)
+        return min(self._queues.width(sequence), budget.num_sequences)
+
+    def _may_join(self, sequence: Sequence, prefix: list[BlockId], num_samples: int, budget: StepBudget) -> bool:
+        num_uncomputed = self._allocator.num_uncomputed_tokens(sequence, prefix)
+        if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
+            return False
+        if not 1 <= num_samples <= budget.num_sequences:
+            return False
+        if num_uncomputed <= budget.num_tokens and not budget.may_sample(sequence):
+            return False
+        is_alone = not (self._queues.running or self._queues.loading)
+        return self._allocator.has_room(sequence, prefix, keep_watermark=not is_alone)
+
+    def _set_watermark(self, num_running: int) -> None:
+        """What joins leaves running sequences some blocks to grow into, and room for those that wait for a transfer:
+        else later ones would take it, and what was loaded would be evicted before it is used.
+        """
+        num_spared = self._limits.watermark_blocks_per_sequence * num_running
+        num_reserved = sum(
+            num_blocks_for(sequence.num_tokens, self._cache.block_size)
+            for waits in self._queues.loading.values()
+            for sequence in waits
+        )
+        self._cache.watermark_blocks = max(self._least_watermark_blocks, num_spared) + num_reserved
+
+    def _waits_for_transfer(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
+        # Once: what was brought may be driven out by those who grow meanwhile, and is computed then.
+        if sequence.status is SequenceStatus.SWAPPED or sequence.has_loaded:
+            return False
+        number = self._allocator.load_prefix(sequence, prefix)
+        if number is None:
+            return False
+        self._queues.wait_for(number, sequence)
+        return True
+
+    def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
+        first = sequence.num_computed_tokens
+        is_sampling = num_tokens == sequence.num_uncomputed_tokens
+        sequence.repeats_last = False
+        change = self._allocator.extend(sequence, num_tokens)
+        budget.spend(num_tokens)
+        if is_sampling:
+            budget.begin_form(sequence)
+        return Decision(sequence, first, num_tokens, self._queues.width(sequence) if is_sampling else 0, change)

@@ -1,0 +1,314 @@
+"""Continuous batching: queues -> StepPlan, StepResult -> queues. Every rank runs a replica of this.
+
+A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding
+needs counts, and values only of tokens that an earlier step has computed (the names of full blocks), so the plan of the
+next step could be made while this one computes; new values enter only in `apply` and in `updates.group_updates`, which
+sends the mirrors what they do not have yet.
+
+One step: where the blocks do not suffice for all that run, those with the least computed work are preempted until they
+do. Then the running sequences, in service order, each with what it has to compute (one token in decoding, a chunk in a
+prompt). What is left of the token budget goes to the waiting, first come, first served; who was preempted is in its old
+place there.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler.allocator import Allocator
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.integrity import check_integrity
+from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
+from spmd_worker.replica.scheduler.policy import WaitingQueue
+from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.scheduler.stop import StopChecker
+from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
+from spmd_worker.replica.sequence.events import (
+    Abort,
+    Admit,
+    CommitWeights,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
+from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampled import FORM_FAILED, NON_FINITE, SampledIds, sample_indices
+from spmd_worker.replica.sequence.sequence import (
+    FinishReason,
+    Sequence,
+    SequenceGroup,
+    SequenceKey,
+    SequenceStatus,
+    fork_of,
+    new_group,
+    split_off,
+)
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+
+
+class Scheduler:
+    """The replica. Call `schedule`, then (once the devices answered) `apply`; events between steps go to `handle`.
+
+    `queues` is for reading: those in `running` hold blocks of `cache`, the others hold none there.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
+        self.counters = SchedulerCounters()
+        self.cache = cache
+        self.queues = Queues()
+        self.limits, self._stop_checker = limits, stop_checker
+        self._allocator = Allocator(
+            cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
+        )
+        self._planner = Planner(limits, self.queues, cache, self._allocator, self._split)
+        self._in_flight: deque[Decisions] = deque()
+        self._ended_sequences: list[SequenceKey] = []
+        self._ended_requests: list[RequestId] = []
+        self._step = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is not answered yet."""
+        return bool(self.queues.groups)
+
+    @property
+    def waits_for_ids(self) -> bool:
+        """Whether steps are decided ahead of their ids, and none could compute anything before there are some."""
+        return self.limits.num_steps_ahead > 0 and not self._planner.has_ready()
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that hold blocks, in service order."""
+        return self.queues.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Those that wait for room, in service order."""
+        return self.queues.waiting
+
+    @property
+    def num_swapped(self) -> int:
+        """Of the sequences that wait, how many have their blocks on the host."""
+        return self._allocator.num_swapped
+
+    def handle(self, event: Event) -> SequenceGroup | None:
+        """Take an event in. Returns the group an abort ended."""
+        if isinstance(event, Admit):
+            self._admit(event.request)
+        elif isinstance(event, Abort):
+            return self._abort(event.request_id)
+        elif isinstance(event, ResetPrefixCache):
+            self._allocator.reset_prefix_cache(self.queues.groups.values())
+        elif isinstance(event, SetWeightVersion | CommitWeights):
+            self._allocator.set_weight_version(event.version, self.queues.groups.values())
+        elif isinstance(event, FinishTransfers):
+            for number in event.numbers:
+                self.cache.finish_transfer(number)
+            self.queues.finish_loading(event.numbers)
+        return None
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step and account for it; `apply` must be called for each plan with rows, in order, before as
+        many more are decided as may be in flight (`SchedulerLimits.num_in_flight`).
+        """
+        self._step += 1
+        self.counters.num_steps += 1
+        decisions = self._planner.decide()
+        num_tokens = decisions.num_tokens
+        if num_tokens:
+            self._in_flight.append(decisions)
+        self.counters.num_computed_tokens += num_tokens
+        block_ops = self.cache.take_block_ops()
+        continuing, continuing_blocks = decisions.all_continuing()
+        continuing_ids, continuing_num_ids = given_ids(decisions)
+        self.counters.num_stored_blocks += len(block_ops.store)
+        self.counters.num_loaded_blocks += len(block_ops.load)
+        plan = StepPlan(
+            step=self._step,
+            groups=group_updates(decisions.others),
+            block_ops=block_ops,
+            finished_sequences=tuple(self._ended_sequences),
+            finished_request_ids=tuple(self._ended_requests),
+            num_tokens=num_tokens,
+            continuing=tuple([sequence.key for sequence in continuing]),
+            continuing_token_ids=continuing_ids,
+            continuing_num_ids=continuing_num_ids,
+            continuing_blocks=tuple(continuing_blocks),
+            num_ahead=len(decisions.ahead),
+        )
+        self._ended_sequences.clear()
+        self._ended_requests.clear()
+        return plan
+
+    def apply(self, result: StepResult) -> list[SequenceGroup]:
+        """Append what was sampled, fork, finish. Returns the groups that ended, in plan order.
+
+        A sequence whose logits were not finite, or whose form has no next token, ends; others of its request go on, so
+        that the request's error does not depend on the order of steps.
+        Of several ids, those after the one that ends a sequence are dropped, and so is what a step samples for a
+        sequence that has gone ahead of the id that ended it. A sequence that was given none computes its last token
+        again.
+        """
+        ended: list[SequenceGroup] = []
+        token_ids, logprobs = result.token_ids, result.logprobs
+        for request_id, first, entries in result.prompt_logprobs:
+            if request_id in self.queues.groups:
+                self.queues.groups[request_id].place_prompt_logprobs(first, entries)
+        for request_id, vector in result.vectors:
+            if request_id in self.queues.groups:
+                self.queues.groups[request_id].vector = vector
+        decisions = self._in_flight.popleft()
+        # In the order of `sampled.sampling_keys`, by the sequences themselves.
+        sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
+        reported = logprobs or (None,) * len(token_ids)
+        if result.num_token_ids:
+            ids = SampledIds(token_ids, result.num_token_ids)
+            for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.shared_out(reported), strict=True):
+                self._append_row(sequence, row_ids, row_logprobs, ended)
+        else:
+            for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
+                if sequence.status is not SequenceStatus.RUNNING:
+                    self.counters.num_output_tokens -= 1
+                    continue
+                # The hot line: nearly every token is one more of an answer that goes on.
+                outputs = sequence.output_token_ids
+                may_end = len(outputs) + 1 >= sequence.num_outputs_plain or token_id in sequence.end_ids
+                if may_end or token_id < 0 or token_logprobs is not None:
+                    self._append(sequence, token_id, token_logprobs, ended)
+                else:
+                    outputs.append(token_id)
+        self.counters.num_output_tokens += len(token_ids)
+        self.queues.drop_ended()
+        return ended
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
+        check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
+
+    # Applying: values.
+
+    def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
+        """Whom the rows sample for: each for itself, and for its forks, which are made now; for nobody else in place of
+        the forks of one that has ended.
+        """
+        for sequence, _, _, num_samples, _ in decisions:
+            if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
+                yield from [sequence] * num_samples
+                continue
+            group = self.queues.group_of(sequence)
+            indices = sample_indices(sequence.sample_index, num_samples)[1:]
+            sequence.num_samples = 1
+            yield from [sequence, *[self._fork(group, sequence, index) for index in indices]]
+
+    def _append_row(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        ended: list[SequenceGroup],
+    ) -> None:
+        """Zero, one or several ids of one sequence, up to the one that ends it."""
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            if sequence.status is not SequenceStatus.RUNNING:
+                self.counters.num_output_tokens -= 1
+                continue
+            self._append(sequence, token_id, entry, ended)
+        if not token_ids and sequence.status is SequenceStatus.RUNNING:
+            sequence.num_computed_tokens -= 1
+            sequence.num_named_blocks = min(
+                sequence.num_named_blocks, sequence.num_computed_tokens // self.cache.block_size
+            )
+            sequence.repeats_last = True
+
+    def _append(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]
+    ) -> None:
+        if token_id in (NON_FINITE, FORM_FAILED):
+            self.counters.num_output_tokens -= 1
+            sequence.finish_reason = FinishReason.ERROR if token_id == NON_FINITE else FinishReason.FORM_ERROR
+            self._stop_checker.forget(sequence)
+            has_ended = True
+        elif sequence.request.pooling is not None:
+            # The id is its vector's digest.
+            self.counters.num_output_tokens -= 1
+            sequence.finish_reason = FinishReason.STOP
+            has_ended = True
+        else:
+            sequence.output_token_ids.append(token_id)
+            if logprobs is not None:
+                sequence.cumulative_logprob += logprobs[token_id].logprob
+                if sequence.request.sampling.logprobs is not None:
+                    sequence.logprobs.append(logprobs)
+            has_ended = self._stop_checker.has_ended(sequence)
+        if has_ended:
+            self._finish(sequence)
+            group = self.queues.group_of(sequence)
+            if group.is_finished:
+                ended.append(self._end(group))
+
+    def _fork(self, group: SequenceGroup, parent: Sequence, sample_index: int) -> Sequence:
+        assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"
+        fork = fork_of(parent, sample_index, self.cache.fork(parent.table))
+        parent.shares_tail = True
+        parent.num_outputs_ahead = fork.num_outputs_ahead = self._num_outputs_ahead(group.request)
+        self._stop_checker.prepare(fork)
+        group.add(fork)
+        position = self.running.index(parent) + sample_index - parent.sample_index
+        self.running.insert(position, fork)
+        return fork
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.status is not SequenceStatus.RUNNING:
+            self.queues.stop_waiting(sequence)
+        self._allocator.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._ended_sequences.append(sequence.key)
+
+    def _end(self, group: SequenceGroup) -> SequenceGroup:
+        del self.queues.groups[group.request.request_id]
+        self._ended_requests.append(group.request.request_id)
+        self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
+        self.counters.num_finished += 1
+        return group
+
+    def _admit(self, request: Request) -> None:
+        assert request.request_id not in self.queues.groups, request.request_id
+        group = new_group(request)
+        self.queues.groups[request.request_id] = group
+        if group.is_forked:
+            group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
+        self._stop_checker.prepare(group.sequences[0])
+        self.queues.waiting.arrive(group.sequences[0])
+
+    def _split(self, sequence: Sequence, num_samples: int) -> None:
+        """A request of more samples than may run at once: the others wait, and find its prompt in the cache."""
+        others = split_off(sequence, num_samples)
+        for part in (sequence, others):
+            # One that stands for itself alone does not fork.
+            if part.num_samples == 1:
+                part.num_outputs_ahead = self._num_outputs_ahead(part.request)
+        self._stop_checker.prepare(others)
+        self.queues.group_of(sequence).add(others)
+        self.queues.waiting.give_back(others)
+
+    def _num_outputs_ahead(self, request: Request) -> int:
+        """Of each of a request's sequences, once they have forked: see `Sequence`. Who is pooled samples once."""
+        if not self.limits.num_steps_ahead or request.sampling.needs_output_ids or request.pooling is not None:
+            return 0
+        # With its last token a sequence ends, whichever it is.
+        return self._stop_checker.most_output_tokens(request) - 1
+
+    def _abort(self, request_id: RequestId) -> SequenceGroup | None:
+        group = self.queues.groups.get(request_id)
+        if group is None:
+            return None
+        for sequence in group.sequences:
+            if sequence.status is not SequenceStatus.FINISHED:
+                sequence.finish_reason = FinishReason.ABORT
+                self._stop_checker.forget(sequence)
+                self._finish(sequence)
+        self.queues.drop_ended()
+        return self._end(group)

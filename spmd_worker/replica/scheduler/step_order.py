@@ -1,0 +1,41 @@
+"""When a step in flight ends, and what follows from it: the order that every replica keeps, in an engine and a replay.
+
+A pipeline of d stages has d steps in flight, and an engine that decides one step ahead has two. What a step sampled,
+and then its events, are applied when the oldest has to end: before as many are followed by another, and at once where
+nobody waits for what is in flight, where nothing can go on without it, or where workers change after the newest.
+"""
+
+from collections.abc import Callable, Iterable
+
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.sequence.events import Event, concern_workers
+from spmd_worker.replica.sequence.sequence import SequenceGroup
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+
+
+def must_end_oldest(
+    num_in_flight: int, is_full: bool, newest_events: tuple[Event, ...], scheduler: Scheduler, is_closed: bool
+) -> bool:
+    """Whether the oldest step in flight has to end before another is decided; ask again once it has. `is_full`: as many
+    are in flight as may be. `newest_events`: of the newest in flight.
+    """
+    is_idle = is_closed or not scheduler.has_unfinished or scheduler.waits_for_ids
+    return is_full or (num_in_flight > 0 and (is_idle or concern_workers(newest_events)))
+
+
+def end_step(
+    scheduler: Scheduler,
+    plan: StepPlan,
+    result: StepResult,
+    events: Iterable[Event],
+    handle: Callable[[Event], SequenceGroup | None],
+) -> list[SequenceGroup]:
+    """Apply what the step sampled, then its events, which `handle` passes on to the scheduler. Returns the groups that
+    ended, in order.
+    """
+    ended = scheduler.apply(result) if plan.has_rows else []
+    for event in events:
+        aborted = handle(event)
+        if aborted is not None:
+            ended.append(aborted)
+    return ended

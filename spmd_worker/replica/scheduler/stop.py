@@ -1,0 +1,126 @@
+"""When a sequence ends: end-of-sequence ids, stop ids, stop strings, length.
+
+A pure function of a sequence's own tokens, so every replica decides alike. Stop strings are looked for in the text as
+it grows, also across token boundaries; only sequences that have them are decoded here.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceKey
+
+
+class TextDecoder(Protocol):
+    """Turns tokens into text as they come (`tokenizer.IncrementalDecoder`)."""
+
+    def append(self, token_ids: list[int]) -> str:
+        """Add tokens, return the text they complete."""
+
+    def held(self) -> str:
+        """What is held back, as it would be given now."""
+
+    def flush(self) -> str:
+        """Return what was held back."""
+
+
+DecoderFactory = Callable[[Sequence], TextDecoder]
+
+
+class StopChecker:
+    """Decides after each token whether its sequence has ended, and sets `finish_reason`, `stop_reason` and `text`.
+
+    `max_model_len` is in tokens, prompt included. Without a decoder factory stop strings must not be asked for.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], max_model_len: int, new_decoder: DecoderFactory | None) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._new_decoder = new_decoder
+        self._decoders: dict[SequenceKey, TextDecoder] = {}
+
+    def most_output_tokens(self, request: Request) -> int:
+        """How many tokens an answer can have."""
+        most, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
+        return most if max_tokens is None else min(most, max_tokens)
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Work out once what `Sequence.num_outputs_plain` and `end_ids` say: `has_ended` need not be asked of a token
+        that they rule out.
+        """
+        request, sampling = sequence.request, sequence.request.sampling
+        if sampling.stop or sampling.structured_outputs is not None or request.pooling is not None:
+            return
+        sequence.num_outputs_plain = self.most_output_tokens(request)
+        eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids
+        sequence.end_ids = (*eos_token_ids, *sampling.stop_token_ids)
+
+    def has_ended(self, sequence: Sequence) -> bool:
+        """Look at the last token. Call once for each token, in order."""
+        sampling, outputs = sequence.request.sampling, sequence.output_token_ids
+        num_outputs, token_id = len(outputs), outputs[-1]
+        found = False
+        # The sampler gives a form's end before `min_tokens` only where nothing else can follow.
+        if num_outputs >= sampling.min_tokens or sampling.structured_outputs is not None:
+            if token_id in self._eos_token_ids and not sampling.ignore_eos:
+                found = _finish(sequence, FinishReason.STOP, None)
+            elif token_id in sampling.stop_token_ids and num_outputs >= sampling.min_tokens:
+                found = _finish(sequence, FinishReason.STOP, token_id)
+        # As with a stop string, what a token spells that ends the sequence is no part of its text unless asked for.
+        if sampling.stop and (not found or sampling.include_stop_str_in_output):
+            found = self._check_text(sequence) or found
+        if not found:
+            is_at_end = sequence.num_prompt_tokens + num_outputs >= self._max_model_len
+            if not is_at_end and num_outputs != sampling.max_tokens:
+                return False
+            _finish(sequence, FinishReason.LENGTH, None)
+        self.forget(sequence)
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the decoder of a sequence that ended or was aborted; its held-back text joins its text."""
+        decoder = self._decoders.pop(sequence.key, None)
+        if decoder is not None and not isinstance(sequence.stop_reason, str):
+            sequence.text = (sequence.text or "") + decoder.flush()
+
+    def _check_text(self, sequence: Sequence) -> bool:
+        sampling = sequence.request.sampling
+        decoder = self._decoder(sequence)
+        # What is held back counts as it is now: a newline that is a fallback byte is held until the next word.
+        num_searched = len(sequence.text or "") + len(decoder.held())
+        sequence.text = (sequence.text or "") + decoder.append(sequence.output_token_ids[-1:])
+        text = sequence.text + decoder.held()
+        # As in vLLM: the first token that may complete a stop string is the one behind the first `min_tokens`.
+        if len(text) <= num_searched or len(sequence.output_token_ids) <= sampling.min_tokens:
+            return False
+        match = first_match(text, sampling.stop, num_searched)
+        if match is None:
+            return False
+        start, stop_string = match
+        sequence.text = text[: start + len(stop_string) * sampling.include_stop_str_in_output]
+        return _finish(sequence, FinishReason.STOP, stop_string)
+
+    def _decoder(self, sequence: Sequence) -> TextDecoder:
+        decoder = self._decoders.get(sequence.key)
+        if decoder is None:
+            assert self._new_decoder is not None, "stop strings need a tokenizer; admission must refuse them without"
+            decoder = self._decoders[sequence.key] = self._new_decoder(sequence)
+        return decoder
+
+
+def first_match(text: str, stop_strings: tuple[str, ...], num_searched: int) -> tuple[int, str] | None:
+    """Where the earliest stop string begins, and which; ties go to the longest.
+
+    Only matches that end after the first `num_searched` characters are new, so the search begins just before them.
+    """
+    best: tuple[int, str] | None = None
+    for stop_string in stop_strings:
+        start = text.find(stop_string, max(0, num_searched - len(stop_string) + 1))
+        if start >= 0 and (best is None or (start, -len(stop_string)) < (best[0], -len(best[1]))):
+            best = (start, stop_string)
+    return best
+
+
+def _finish(sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> bool:
+    sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+    return True

@@ -1,0 +1,132 @@
+"""What a step sends to the workers' mirrors: snapshots of what they do not know, deltas of what they do.
+
+The one place where a plan takes token values from sequences.
+"""
+
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kv_cache.block import BlockId
+from kv_cache.block_table import TableChange
+from spmd_worker.replica.sequence.metadata import (
+    GroupUpdate,
+    SequenceData,
+    SequenceDataDelta,
+    SequenceGroupMetadata,
+    SequenceGroupMetadataDelta,
+)
+from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sequence import Sequence
+
+
+class Decision(NamedTuple):
+    """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed.
+
+    `change` is what became of its block table.
+    """
+
+    sequence: Sequence
+    first_token: int
+    num_tokens: int
+    num_samples: int
+    change: TableChange
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """A whole step: sequences that go ahead of their ids, those that continue by the ids they were given, the blocks
+    some of either took (index in its list, block), and all others. `uneven` says, by index, how many ids those of the
+    continuing were given that were not given one.
+    """
+
+    ahead: list[Sequence] = field(default_factory=list)
+    ahead_blocks: list[tuple[int, BlockId]] = field(default_factory=list)
+    continuing: list[Sequence] = field(default_factory=list)
+    blocks: list[tuple[int, BlockId]] = field(default_factory=list)
+    others: list[Decision] = field(default_factory=list)
+    uneven: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        num_more = sum([max(num_ids - 1, 0) for num_ids in self.uneven.values()])
+        num_others = sum(decision.num_tokens for decision in self.others)
+        return len(self.ahead) + len(self.continuing) + num_more + num_others
+
+    def all_continuing(self) -> tuple[list[Sequence], list[tuple[int, BlockId]]]:
+        """`StepPlan.continuing`, those that go ahead first, and the blocks that they take."""
+        if not self.ahead:
+            return self.continuing, self.blocks
+        num_ahead = len(self.ahead)
+        blocks = [(num_ahead + index, block_id) for index, block_id in self.blocks]
+        return self.ahead + self.continuing, self.ahead_blocks + blocks
+
+
+def given_ids(decisions: Decisions) -> SampledIds:
+    """What each continuing sequence appends that does not go ahead. Marks it as sent, and what those append that do:
+    the mirrors have it from the devices.
+    """
+    for sequence in decisions.ahead:
+        sequence.num_sent_tokens += 1
+    if decisions.uneven:
+        rows = [sequence.output_token_ids[sequence.num_sent_tokens :] for sequence in decisions.continuing]
+        for sequence, row in zip(decisions.continuing, rows):
+            sequence.num_sent_tokens += len(row)
+        return SampledIds.of(rows)
+    for sequence in decisions.continuing:
+        sequence.num_sent_tokens += 1
+    return SampledIds(tuple([sequence.output_token_ids[-1] for sequence in decisions.continuing]))
+
+
+def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:
+    """One update a group, in the order of its first decision. Marks what is sent as known."""
+    by_request: dict[RequestId, list[Decision]] = {}
+    for decision in decisions:
+        by_request.setdefault(decision.sequence.request.request_id, []).append(decision)
+    return tuple(_update_of(group) for group in by_request.values())
+
+
+def _update_of(decisions: list[Decision]) -> GroupUpdate:
+    """A snapshot when the mirrors do not hold the group with its blocks, else a delta."""
+    sequences = [decision.sequence for decision in decisions]
+    request = sequences[0].request
+    # A fork is not known either, but a delta can carry it: everything of it is appended.
+    must_snapshot = any(not sequence.is_known and not sequence.is_new_fork for sequence in sequences)
+    update: GroupUpdate
+    if must_snapshot:
+        update = SequenceGroupMetadata(request, tuple(_whole(decision) for decision in decisions))
+    else:
+        update = SequenceGroupMetadataDelta(request.request_id, tuple(_changed(decision) for decision in decisions))
+    for sequence in sequences:
+        sequence.is_known, sequence.is_new_fork = True, False
+        sequence.num_sent_tokens = len(sequence.output_token_ids)
+    return update
+
+
+def _whole(decision: Decision) -> SequenceData:
+    sequence, first_token, num_tokens, num_samples, _ = decision
+    return SequenceData(
+        sample_index=sequence.sample_index,
+        output_token_ids=tuple(sequence.output_token_ids),
+        block_ids=tuple(sequence.table.block_ids),
+        num_computed_tokens=first_token,
+        num_scheduled_tokens=num_tokens,
+        num_samples=num_samples,
+    )
+
+
+def _changed(decision: Decision) -> SequenceDataDelta:
+    sequence, first_token, num_tokens, num_samples, change = decision
+    if not sequence.is_known:
+        change = TableChange(0, tuple(sequence.table.block_ids))
+    return SequenceDataDelta(
+        sample_index=sequence.sample_index,
+        appended_token_ids=tuple(sequence.output_token_ids[sequence.num_sent_tokens :]),
+        num_kept_blocks=change.first_index,
+        appended_block_ids=change.block_ids,
+        num_computed_tokens=first_token,
+        num_scheduled_tokens=num_tokens,
+        num_samples=num_samples,
+    )

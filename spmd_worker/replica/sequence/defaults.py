@@ -1,0 +1,26 @@
+"""Sampling parameters of rows that do not say: the run's configuration, then the model's own advice, then vLLM's
+defaults.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from spmd_worker.base.config.schema import SamplingConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+_ADVISED_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def default_sampling(config: SamplingConfig, generation_config: Mapping[str, Any]) -> SamplingParams:
+    """`do_sample: false` in generation_config.json means greedy. Raises ConfigError for a value out of range."""
+    advised = {key: generation_config[key] for key in _ADVISED_KEYS if generation_config.get(key) is not None}
+    if generation_config.get("do_sample") is False:
+        # Hugging Face ignores temperature and filters then, and so must we.
+        advised = {key: value for key, value in advised.items() if key == "repetition_penalty"} | {"temperature": 0.0}
+    if generation_config.get("max_new_tokens") is not None:
+        advised["max_tokens"] = generation_config["max_new_tokens"]
+    try:
+        return SamplingParams(**{**advised, **config.given()})
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error} (or generation_config.json, where sampling does not set it)") from None

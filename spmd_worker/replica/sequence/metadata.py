@@ -1,0 +1,81 @@
+"""What a worker is sent of a sequence group: everything once, then only what changed.
+
+A snapshot (`SequenceGroupMetadata`) introduces a group or replaces what was known of the sequences it lists (after they
+were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. A sequence that continues
+needs neither: see `StepPlan.continuing`. `replica/lockstep/wire/codec.py` packs these records,
+`replica/mirror/mirror.py` applies them.
+"""
+
+from dataclasses import dataclass
+
+from kv_cache.block import BlockId
+from spmd_worker.replica.sequence.request import Request, RequestId
+
+
+def _check_num_samples(num_samples: int) -> None:
+    if num_samples < 0:
+        raise ValueError(f"num_samples={num_samples} must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceData:
+    """One scheduled sequence, whole: the step computes `num_scheduled_tokens` tokens from `num_computed_tokens` on.
+
+    `num_samples` tokens are sampled from the logits of the last one: 0 inside a prompt, 1 at its end and in decoding,
+    n where n sequences are about to fork from this one.
+    """
+
+    sample_index: int
+    output_token_ids: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        _check_num_samples(self.num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDataDelta:
+    """One scheduled sequence that the mirror knows: tokens to append, and blocks to append after the first
+    `num_kept_blocks`.
+
+    The other fields mean what they mean in `SequenceData`. `num_kept_blocks` is below the length of the known table
+    only where copy-on-write replaced the table's tail.
+    """
+
+    sample_index: int
+    appended_token_ids: tuple[int, ...]
+    num_kept_blocks: int
+    appended_block_ids: tuple[BlockId, ...]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        _check_num_samples(self.num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroupMetadata:
+    """Snapshot: the request and, whole, the sequences of it that this step computes."""
+
+    request: Request
+    sequences: tuple[SequenceData, ...]
+
+    @property
+    def request_id(self) -> RequestId:
+        """The group's name."""
+        return self.request.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroupMetadataDelta:
+    """What changed in a known group, for the sequences of it that this step computes."""
+
+    request_id: RequestId
+    sequences: tuple[SequenceDataDelta, ...]
+
+
+GroupUpdate = SequenceGroupMetadata | SequenceGroupMetadataDelta

@@ -1,0 +1,96 @@
+"""One admitted request: what a replica needs to know of a row, and nothing of where the row came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NewType
+
+from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.record_checks import Integer65, check_fields
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+RequestId = NewType("RequestId", int)
+"""Number of a request in order of admission: the same on every rank, never reused within an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`).
+
+    `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
+    so that whatever becomes of the row, its keys are made one way and its cached blocks named for it. With `pooling`,
+    as `taken_pooling` leaves it, nothing is sampled, and `sampling` is what `pooled_sampling` stands for it.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stream: Integer65
+    rope_regime: int = 0
+    pooling: PoolingParams | None = None
+
+    def __post_init__(self) -> None:
+        """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
+        object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
+        check_sampling(self.sampling)
+        object.__setattr__(self, "sampling", self.sampling.frozen())
+        check_fields(self)
+        if self.pooling is not None and not self.pooling.is_taken:
+            raise ValueError(f"Request.pooling={self.pooling} leaves something open: see taken_pooling")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value` as Python's own int: numpy's and torch's integers are whole numbers, True is none.
+
+    Raises TypeError, and ValueError for what does not fit 64 bits.
+    """
+    number = plain_int(value)
+    if number is None:
+        raise TypeError(f"{name}={shown(value)} is a {type(value).__name__}: give a whole number")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}={shown(number)} must fit 64 bits")
+    return number
+
+
+def as_token_ids(values: Any) -> tuple[int, ...]:
+    """A prompt's token ids, from a sequence of whole numbers. Raises TypeError or ValueError as `whole_number` does."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        raise TypeError(f"prompt_token_ids is a {type(values).__name__}: give a list of whole numbers")
+    # Long prompts pass without a call a token.
+    is_plain = list(map(type, values)).count(int) == len(values)
+    if is_plain and (not values or -(2**63) <= min(values) <= max(values) < 2**63):
+        return tuple(values)
+    return tuple([whole_number(f"prompt_token_ids[{index}]", value) for index, value in enumerate(values)])
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raise TypeError for anything but SamplingParams."""
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling is a {type(sampling).__name__}: give SamplingParams")
+
+
+def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int, call: int = 0) -> int:
+    """Key of a row's random stream: its own seed when it has one, else the job's seed with its custom id or index.
+
+    `call` counts the calls in which an engine is given lists of rows: the rows of the first draw what a job's rows
+    draw, those of a later one what no other call's rows do. Returns an unsigned 64-bit integer. The kinds of name never
+    collide, because the kind is part of what is hashed.
+    """
+    if sampling_seed is not None:
+        return _stream_named(f"seed:{sampling_seed}")
+    if custom_id is not None:
+        return _stream_named(f"id:{job_seed}:{custom_id}")
+    return _stream_named(f"call:{job_seed}:{call}:{index}" if call else f"index:{job_seed}:{index}")
+
+
+def unnamed_stream(job_seed: int, sampling_seed: int | None, number: int) -> int:
+    """As `random_stream`, of a row that has neither custom id nor index: `number` counts such rows."""
+    if sampling_seed is not None:
+        return random_stream(job_seed, sampling_seed, None, 0)
+    return _stream_named(f"request:{job_seed}:{number}")
+
+
+def _stream_named(name: str) -> int:
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"spmd-stream").digest()
+    return int.from_bytes(digest, "little")

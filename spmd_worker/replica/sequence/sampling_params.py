@@ -1,0 +1,530 @@
+"""What a row asks of the sampler, checked on construction and again when a request takes it.
+
+Knows nothing about logits, tokenizers or ranks: whether a token id lies inside the vocabulary is checked at admission,
+where the vocabulary is known (`check_vocabulary`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, Final, cast
+
+from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.base.names import explain_keywords, hint
+from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""At or below this temperature sampling is greedy: dividing by less would overflow float32 logits."""
+
+MAX_LOGPROBS: Final = 64
+"""The most alternatives `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""
+
+ALL_LOGPROBS: Final = -1
+"""In the place of a number of alternatives: the whole vocabulary."""
+
+_MAX_SAMPLES: Final = 1024
+_MAX_SALT: Final = 1024
+
+
+class RequestOutputKind(IntEnum):
+    """What a step gives of a request that has not ended: all of it so far, what is new of it, or nothing."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
+    "n": "at most 1024; a greedy row may have several, which are equal",
+    "best_of": "only here, as in older vLLM: so many samples run, and the likeliest `n` are returned",
+    "seed": "-1 is a seed like any other",
+    "logprobs": f"at most {MAX_LOGPROBS}, or -1; the same of `prompt_logprobs`",
+    "temperature": "has no upper end, and below 1e-5 is greedy",
+    "stop": "kept as a tuple, as all lists are; as in vLLM it ends reasoning too, and `content` is null then",
+    "bad_words": "forbidden also where they begin in the prompt, as in transformers",
+    "bad_words_ids": "only here: bad words as token ids",
+    "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
+    "skip_reading_prefix_cache": "`prompt_logprobs` implies it",
+    "cache_salt": "only here; in prompts and bodies too, as in vLLM",
+    "structured_outputs": "a mapping too; needs the extra `structured`; the answer ends with an end-of-sequence token, "
+    "allowed exactly where the form can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
+    "`structural_tag` is refused",
+    "guided_decoding": "the older name of `structured_outputs`, which it becomes",
+    "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
+}
+"""What a field does otherwise than in vLLM, in words."""
+
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "extra_args": "kept for code of yours: nothing here reads it",
+    "flat_logprobs": "log-probabilities are a list with a dict for each position",
+    "spaces_between_special_tokens": "the tokenizers library decides, as in vLLM with a fast tokenizer",
+    "stream_interval": "every step that has new tokens gives an output, where `output_kind` asks for it",
+    "skip_clone": "a request always takes a copy",
+}
+"""Fields that a request does not read, and why."""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "logits_processors": (
+        "ranks must agree on every logit and a log must replay it, which code of the caller's cannot promise: use "
+        "allowed_token_ids, bad_words or logit_bias"
+    ),
+    "use_beam_search": "beams are searched by LLM.beam_search: leave it out",
+    "thinking_token_budget": "nothing here knows where thinking ends: use max_tokens or stop",
+    "repetition_detection": "nothing here ends a row that repeats itself: use repetition_penalty or frequency_penalty",
+    "logprob_token_ids": "log-probabilities are those of the likeliest tokens: logprobs=-1 gives all",
+    "prompt_logprob_token_ids": "log-probabilities are those of the likeliest tokens: prompt_logprobs=-1 gives all",
+    "prompt_logprob_start": "prompt_logprobs reports the whole prompt: take the end of what it returns",
+    "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
+    "routed_experts_prompt_start": "which experts a token met is not returned: leave it out",
+    "watermarking": "answers are not watermarked: leave it out",
+}
+"""Fields that may not ask for anything, and the reason and the way out."""
+
+
+class _Freezable:
+    """Assignable until it is frozen; `_CONVERTERS` say how a field's value is kept."""
+
+    __slots__ = ("_is_frozen",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_is_frozen", False):
+            raise FrozenInstanceError(
+                f"{name}={shown(value)}: a request has taken these parameters; change a clone() of them"
+            )
+        convert = _CONVERTERS.get(name)
+        try:
+            object.__setattr__(self, name, value if convert is None else convert(value))
+        except AttributeError:
+            known = [spec.name for spec in fields(SamplingParams)]
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint(name, known)}") from None
+
+
+@explain_keywords()
+@dataclass(slots=True)
+class SamplingParams(_Freezable):
+    """How the tokens of one row are chosen and when they end. Names and meanings follow vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's
+    own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
+    sampled token and of the k likeliest, -1 of all.
+
+    `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first; of equal ones
+    the earlier sample is better. None, or the same number as `n`, chooses nothing: `n` samples in their own order.
+
+    `allowed_token_ids` are the only tokens that may be sampled. `bad_words` never appear: neither alone nor after a
+    space, as the model's tokenizer spells them; `bad_words_ids` are the same as token ids, each a sequence whose last
+    token is forbidden where prompt and output end in those before it. What would leave no token at all to sample is not
+    forbidden. `truncate_prompt_tokens` k keeps the last k tokens of the prompt, -1 as many as leave room for
+    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache. With `cache_salt`
+    only what rows of the same salt have left there is found. `structured_outputs` is the form that the whole answer
+    has; no other parameter makes a token possible that the form forbids.
+
+    Fields may be assigned: a request takes a frozen copy, in which everything is checked again. What `WITHOUT_EFFECT`
+    and `REFUSED` name is here so that scripts for vLLM run, or say why not.
+    """
+
+    # In vLLM's order, which counts where values are given by place; then what is only here, or older.
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: Integer65 | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
+    logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = field(default=True, metadata=NOT_SENT)
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = field(default=RequestOutputKind.FINAL_ONLY, metadata=NOT_SENT)
+    stream_interval: int | None = field(default=None, metadata=NOT_SENT)
+    skip_clone: bool = field(default=False, metadata=NOT_SENT)
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    extra_args: dict[str, Any] | None = field(default=None, metadata=NOT_SENT)
+    bad_words: tuple[str, ...] = ()
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
+    repetition_detection: Any = field(default=None, metadata=NOT_SENT)
+    routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
+    trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    watermarking: Any = field(default=None, metadata=NOT_SENT)
+    best_of: int | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    logits_processors: Any = field(default=None, metadata=NOT_SENT)
+    guided_decoding: Any = field(default=None, metadata=NOT_SENT)
+    use_beam_search: Any = field(default=False, metadata=NOT_SENT)
+
+    __struct_fields__: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @staticmethod
+    def from_optional(*given: Any, **named: Any) -> "SamplingParams":
+        """Parameters in which None means the default."""
+        by_place = dict(zip(SamplingParams.__struct_fields__, given))
+        twice = next((name for name in named if name in by_place), None)
+        if twice is not None or len(given) > len(by_place):
+            raise TypeError(f"from_optional: {twice or 'a value'} is given twice, or there are more than fields")
+        values = {**by_place, **named}
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that may be changed. Raises ValueError where a field was assigned what breaks a rule."""
+        return replace(self, extra_args=deepcopy(self.extra_args))
+
+    def frozen(self) -> "SamplingParams":
+        """A copy that nobody can change, of what a request needs of this one; itself where it is one. Raises ValueError
+        where a field was assigned what breaks a rule.
+        """
+        if getattr(self, "_is_frozen", False):
+            return self
+        self.check()
+        copy = object.__new__(SamplingParams)
+        for name, value in [*_LOCAL_DEFAULTS, *[(name, getattr(self, name)) for name in _SENT]]:
+            object.__setattr__(copy, name, value)
+        object.__setattr__(copy, "_is_frozen", True)
+        return copy
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
+        """For `copy` and `pickle`: what comes out may be changed."""
+        return _from_fields, ({spec.name: getattr(self, spec.name) for spec in fields(self)},)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken and no random number is drawn."""
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def needs_largest_alone(self) -> bool:
+        """Whether the largest logit is all there is to know, once there are `min_tokens`."""
+        is_free = self.structured_outputs is None and not self.has_masks and not self.has_penalties
+        return self.is_greedy and is_free and not self.logit_bias and not self.needs_logprobs
+
+    @property
+    def num_sequences(self) -> int:
+        """How many samples run."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more samples run than are returned, so that their log-probabilities choose."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the log-probabilities of sampled tokens are computed: to be returned, or to rank the samples."""
+        return self.logprobs is not None or self.is_ranked
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def needs_output_ids(self) -> bool:
+        """Whether what is sampled next depends on which tokens the answer has, not only on how many."""
+        return self.has_penalties or bool(self.bad_words_ids) or self.structured_outputs is not None
+
+    @property
+    def forbids_tokens(self) -> bool:
+        """Whether some tokens may not be sampled, or are made less likely, at some place of the answer."""
+        waits = self.min_tokens > 0 and bool(self.stop_token_ids)
+        return self.has_masks or waits or any(bias < 0 for _, bias in self.logit_bias)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some tokens are forbidden, here or there."""
+        return self.allowed_token_ids is not None or bool(self.bad_words_ids)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether what is cached of the prompt may be taken. Log-probabilities of a prompt come from computing it."""
+        return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p cut the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError where a token id lies outside `[0, vocab_size)`."""
+        named = (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words_ids", [token_id for sequence in self.bad_words_ids for token_id in sequence]),
+        )
+        for name, ids in named:
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} tokens")
+
+    def check(self) -> None:
+        """Check every rule; ValueError names key, value and rule. What is frozen has been checked."""
+        if getattr(self, "_is_frozen", False):
+            return
+        self._take_older_name()
+        self._check_types()
+        self._check_ranges()
+        for name, reason in REFUSED.items():
+            value = getattr(self, name)
+            # 0, False and what is empty ask for nothing, as None does.
+            if asks(value):
+                raise ValueError(f"{name}={shown(value)} is refused: {reason}")
+
+    def _take_older_name(self) -> None:
+        if self.guided_decoding is None:
+            return
+        if self.structured_outputs not in (None, self.guided_decoding):
+            raise ValueError("structured_outputs and guided_decoding, its older name, differ: give one")
+        self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+
+    def _check_types(self) -> None:
+        for name in _INTEGERS + _OPTIONAL_INTEGERS:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_INTEGERS:
+                continue
+            if type(value) is not int:
+                raise ValueError(f"{name}={shown(value)} must be a whole number")
+            if value not in (INT65 if name == "seed" else INT64):
+                raise ValueError(f"{name}={shown(value)} must fit 64 bits")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false")
+        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            raise ValueError(
+                f"skip_reading_prefix_cache={shown(self.skip_reading_prefix_cache)} must be true, false or null"
+            )
+
+    def _check_ranges(self) -> None:
+        for name, is_valid, rule in self._rules():
+            if not is_valid:
+                raise ValueError(f"{name}={getattr(self, name)} {rule}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={list(self.stop)!r} needs detokenize=true: stop strings are found in the text")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise ValueError(
+                "ignore_eos=True with structured_outputs: an answer in a given form ends with an end-of-sequence "
+                "token; leave one out"
+            )
+
+    def _rules(self) -> tuple[tuple[str, bool, str], ...]:
+        return (
+            ("n", 1 <= self.n <= _MAX_SAMPLES, f"must be from 1 to {_MAX_SAMPLES}"),
+            ("best_of", self.num_sequences >= self.n, f"must be at least n={self.n}: {_BEST_OF_HINT}"),
+            ("best_of", self.num_sequences <= _MAX_SAMPLES, f"must be at most {_MAX_SAMPLES}"),
+            ("temperature", self.temperature >= 0.0, "must be 0 (greedy) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
+            ("top_k", self.top_k >= -1, "must be -1 or 0 (off) or a positive number"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be from 0 to 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be 1 or more"),
+            ("min_tokens", self.min_tokens >= 0, "must be 0 or more"),
+            ("logprobs", self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS, _LOGPROBS_RULE),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                _LOGPROBS_RULE,
+            ),
+            (
+                "truncate_prompt_tokens",
+                self.truncate_prompt_tokens in (None, -1) or (self.truncate_prompt_tokens or 0) >= 1,
+                "must be a number of tokens, or -1 for as many as leave room for max_tokens",
+            ),
+            ("stream_interval", self.stream_interval is None or self.stream_interval >= 1, "must be 1 or more"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be from -2 to 2"),
+            ("repetition_penalty", self.repetition_penalty > 0.0, "must be above 0"),
+        )
+
+
+_LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}, or -1 for the whole vocabulary"
+_BEST_OF_HINT: Final = "raise best_of, lower n, or leave best_of out, which runs n samples and returns them all"
+
+_INTEGERS: Final = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS: Final = (
+    *("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "stream_interval"),
+)
+_FLAGS: Final = (
+    *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
+    *("flat_logprobs", "spaces_between_special_tokens", "skip_clone"),
+)
+
+SAMPLING_KEYS: Final = tuple(
+    dict.fromkeys(("n", "best_of", *[spec.name for spec in sent_fields(SamplingParams)])),
+)
+"""Every key of a row that is a sampling parameter, in the order of declaration but for `best_of`."""
+
+_SENT: Final = SAMPLING_KEYS
+_LOCAL_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(SamplingParams) if spec.name not in _SENT)
+
+SamplingParams.__struct_fields__ = tuple(spec.name for spec in fields(SamplingParams))
+
+
+def _from_fields(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
+
+
+def _as_float(name: str, value: Any) -> float:
+    number = plain_float(value)
+    if number is None:
+        raise ValueError(f"{name}={shown(value)} must be a number")
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={shown(value)} must be a finite number")
+    return number
+
+
+def _as_stop_strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value if value is not None else ()
+    if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
+        raise ValueError(f"stop={shown(value)} must be a non-empty string or a list of non-empty strings")
+    return _plain_texts("stop", strings)
+
+
+def _plain_texts(name: str, texts: Sequence[str]) -> tuple[str, ...]:
+    plain = tuple([str.__str__(item) for item in texts])
+    for item in plain:
+        try:
+            item.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
+    return plain
+
+
+def _as_salt(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_SALT:
+        raise ValueError(f"cache_salt={shown(value)} must be text of 1 to {_MAX_SALT} characters")
+    return _plain_texts("cache_salt", (value,))[0]
+
+
+def _as_bad_words(value: Any) -> tuple[str, ...]:
+    """Each once, in order."""
+    words = (value,) if isinstance(value, str) else value if value is not None else ()
+    if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
+        raise ValueError(f"bad_words={shown(value)} must be a list of words, none of which is empty")
+    return tuple(dict.fromkeys(_plain_texts("bad_words", words)))
+
+
+def _as_bad_words_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    sequences = value if value is not None else ()
+    if not isinstance(sequences, list | tuple) or not all(
+        isinstance(item, list | tuple) and item for item in sequences
+    ):
+        raise ValueError(f"bad_words_ids={shown(value)} must be a list of lists of token ids, none of which is empty")
+    return tuple(dict.fromkeys([_as_token_ids("bad_words_ids", item) for item in sequences]))
+
+
+def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    """In ascending order, each once."""
+    if value is None:
+        return None
+    ids = _as_token_ids("allowed_token_ids", value)
+    if not ids:
+        raise ValueError("allowed_token_ids is empty: no token could be sampled; leave it out to allow all")
+    return tuple(sorted(dict.fromkeys(ids)))
+
+
+def _as_output_kind(value: Any) -> RequestOutputKind:
+    """Also of another library's enumeration with the same names."""
+    if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
+        return RequestOutputKind[value.name]
+    number = plain_int(value)
+    if number is None or number not in list(RequestOutputKind):
+        known = ", ".join(RequestOutputKind.__members__)
+        raise ValueError(f"output_kind={shown(value)} must be a RequestOutputKind: {known}")
+    return RequestOutputKind(number)
+
+
+def _as_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = value if value is not None else ()
+    if not isinstance(ids, list | tuple):
+        raise ValueError(f"{name}={shown(value)} must be a list of token ids")
+    plain = tuple([plain_int(item) for item in ids])
+    for item, number in zip(ids, plain, strict=True):
+        if number is None or not 0 <= number <= INT64[-1]:
+            raise ValueError(f"{name}: {shown(item)} must be a token id, a whole number from 0 to {INT64[-1]}")
+    return cast("tuple[int, ...]", plain)
+
+
+def _as_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs sorted by token id; OpenAI's form has the ids as strings."""
+    if value is None:
+        return ()
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError(f"logit_bias={shown(value)} must map token ids to numbers from -100 to 100")
+    biases: dict[int, float] = {}
+    for key, bias in pairs:
+        token_id = _as_bias_token(key)
+        number = _as_float(f"logit_bias[{token_id}]", bias)
+        if not -100.0 <= number <= 100.0:
+            raise ValueError(f"logit_bias[{token_id}]={shown(bias)} must be from -100 to 100")
+        biases[token_id] = number
+    return tuple(sorted(biases.items()))
+
+
+def _as_bias_token(key: Any) -> int:
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+        return int(key)
+    return _as_token_ids("logit_bias", (key,))[0]
+
+
+def _plain_or_same(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What is no such value is kept, and `check` says so."""
+
+    def convert(value: Any) -> Any:
+        found = plain(value)
+        return value if found is None else found
+
+    return convert
+
+
+def _float_of(name: str) -> Callable[[Any], float]:
+    return lambda value: _as_float(name, value)
+
+
+_CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "stop": _as_stop_strings,
+    "stop_token_ids": lambda value: _as_token_ids("stop_token_ids", value),
+    "logit_bias": lambda value: _as_logit_bias(value),
+    "bad_words": _as_bad_words,
+    "bad_words_ids": _as_bad_words_ids,
+    "allowed_token_ids": _as_allowed_token_ids,
+    "cache_salt": _as_salt,
+    "output_kind": _as_output_kind,
+    "structured_outputs": as_structured_outputs,
+    "guided_decoding": as_structured_outputs,
+    **dict.fromkeys(_INTEGERS + _OPTIONAL_INTEGERS, _plain_or_same(plain_int)),
+    **dict.fromkeys((*_FLAGS, "skip_reading_prefix_cache"), _plain_or_same(plain_bool)),
+    **{
+        name: _float_of(name)
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    },
+}
+"""Lists and mappings become tuples, numbers floats, where a field is set."""

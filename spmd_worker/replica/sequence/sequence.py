@@ -1,0 +1,194 @@
+"""One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
+
+A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its sequences, of which
+one computes the prompt and the others fork from it when the first tokens are sampled. Of a request of more samples than
+run at once, the sequence that joins takes as many as there are places, and another computes the prompt for the rest.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kv_cache.block import BlockHash
+from kv_cache.block_table import BlockTable
+from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.request import Request, RequestId
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. PREEMPTED has lost its blocks and waits, in its old place, to be computed again; SWAPPED
+    waits there too, with its blocks in host memory; LOADING waits for a transfer that brings its beginning.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    LOADING = "loading"
+    FINISHED = "finished"
+
+
+class SequenceKey(NamedTuple):
+    """Names a sequence on every rank; the order of keys is the order of service."""
+
+    request_id: RequestId
+    sample_index: int
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite; FORM_ERROR:
+    its form let no token follow.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    FORM_ERROR = "form_error"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens [0, num_computed_tokens) have their keys and values in the blocks of `table`, or of `host_table` while the
+    sequence is swapped out.
+
+    `num_sent_tokens` is how many of `output_token_ids` the workers' mirrors hold; `is_known` whether they hold the
+    sequence at all, with its tokens. `block_hashes` are the names of its leading full blocks as far as they are worked
+    out, None where nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs.
+    `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
+    it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
+    `repeats_last`: it sampled and was given no id, so its last token is computed again, though the mirrors have it.
+    `is_new_fork`: it forked and the mirrors were never sent it. `begins_form`: its answer has a form, which the workers
+    compile when it next samples. While it has fewer output tokens than `num_outputs_ahead`, the step after the one that
+    samples for it may compute the token before anybody has read it: then `num_computed_tokens` counts one token more
+    than it has. While it has fewer than `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it stands
+    for `num_samples` samples of its request, from its own on.
+    """
+
+    request: Request
+    sample_index: int
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    host_table: BlockTable = field(default_factory=BlockTable)
+    block_hashes: list[BlockHash] | None = field(default_factory=list)
+    num_named_blocks: int = 0
+    num_lost_tokens: int = 0
+    shares_tail: bool = False
+    has_loaded: bool = False
+    repeats_last: bool = False
+    status: SequenceStatus = SequenceStatus.WAITING
+    is_known: bool = False
+    is_new_fork: bool = False
+    num_sent_tokens: int = 0
+    num_outputs_ahead: int = 0
+    num_outputs_plain: int = 0
+    end_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    text: str | None = None
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_samples: int = 1
+    key: SequenceKey = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    begins_form: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begins_form = self.request.sampling.structured_outputs is not None
+        self.key = SequenceKey(self.request.request_id, self.sample_index)
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while it decodes, 0 while its next token is being
+        sampled, and -1 where that token is computed already (`num_outputs_ahead`).
+        """
+        return self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens at positions [start, stop) of prompt and output together."""
+        num_prompt_tokens = self.num_prompt_tokens
+        prompt = self.request.prompt_token_ids[start:stop]
+        if stop <= num_prompt_tokens:
+            return prompt
+        outputs = self.output_token_ids[max(start - num_prompt_tokens, 0) : stop - num_prompt_tokens]
+        return (*prompt, *outputs)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request and its sequences, in sample order. Before the first fork there is one, sample 0."""
+
+    request: Request
+    sequences: list[Sequence]
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
+    vector: bytes | None = None
+    """What a row that is pooled has come to, little-endian float32. A replay of a log knows its digest alone."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether every sample that the request runs has its sequence."""
+        return len(self.sequences) == self.request.sampling.num_sequences
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Another of its sequences."""
+        insort(self.sequences, sequence, key=_sample_index)
+
+    def place_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
+        """Entries of positions from `first` on. A recomputed prompt reports positions again, so they are placed."""
+        self.prompt_logprobs[first : first + len(entries)] = entries
+
+
+def new_group(request: Request) -> SequenceGroup:
+    """The group of a request that was just admitted: one sequence, nothing computed."""
+    first = Sequence(request=request, sample_index=0, num_samples=request.sampling.num_sequences)
+    return SequenceGroup(request=request, sequences=[first])
+
+
+def split_off(sequence: Sequence, num_samples: int) -> Sequence:
+    """Leave `sequence`, which has not forked, the first `num_samples` of its samples. Returns one for the others, of
+    which nothing is computed.
+    """
+    assert 0 < num_samples < sequence.num_samples, (sequence.key, num_samples, sequence.num_samples)
+    others = Sequence(
+        request=sequence.request,
+        sample_index=sequence.sample_index + num_samples,
+        num_samples=sequence.num_samples - num_samples,
+        block_hashes=None if sequence.block_hashes is None else list(sequence.block_hashes),
+    )
+    sequence.num_samples = num_samples
+    return others
+
+
+def _sample_index(sequence: Sequence) -> int:
+    return sequence.sample_index
+
+
+def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
+    """Another sample of the same prompt, computed as far as `parent`, over `table`, which shares its blocks."""
+    return Sequence(
+        request=parent.request,
+        sample_index=sample_index,
+        num_computed_tokens=parent.num_computed_tokens,
+        table=table,
+        shares_tail=True,
+        block_hashes=None if parent.block_hashes is None else list(parent.block_hashes),
+        num_named_blocks=parent.num_named_blocks,
+        is_new_fork=True,
+        status=SequenceStatus.RUNNING,
+    )

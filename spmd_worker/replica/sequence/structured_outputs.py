@@ -1,0 +1,231 @@
+"""The form that a row's answer must have: a JSON Schema, a regular expression, a list of choices or a grammar.
+
+Knows nothing of how a form is enforced (`spmd_worker/replica/grammar`): whether a schema or an expression can be
+is checked where the engine's grammars are. Fields are text, so that a record is what goes over the wire and into a
+digest.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from spmd_worker.base.config.plain_values import asks, plain_bool, plain_text, shown
+from spmd_worker.base.files import JsonError, parse_json_object
+from spmd_worker.base.names import explain_keywords
+from spmd_worker.replica.sequence.record_checks import NOT_SENT, sent_fields
+
+MAX_GRAMMAR_BYTES: Final = 64 * 1024
+"""The most bytes that a form may have as text: it travels to every rank with its row."""
+
+LEAST_COMPILE_BYTES: Final = 1024
+"""What compiling a form counts for, however short it is."""
+
+KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
+"""The fields of which exactly one is given."""
+
+STRUCTURAL_TAG_REFUSED: Final = (
+    "tags inside free text are not enforced here: use grammar, or the tools of a chat row, whose calls are read out of "
+    "the text"
+)
+
+_MAX_NESTING: Final = 200
+VALUE_KEYS: Final = ("const", "enum", "default", "examples")
+SCHEMAS_BY_NAME: Final = (
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependencies"),
+)
+
+
+@explain_keywords()
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """Exactly one of these fields, by vLLM's names:
+
+    `json`: a JSON Schema, as a mapping, as text, or a class that has `model_json_schema`; kept as compact text, with
+    its keys in their order, which is that of the answer's. `regex`: the whole answer matches it. `choice`: the answer
+    is one of these texts. `grammar`: in Lark's syntax or as EBNF / GBNF (`root ::= ...`). `json_object`: any JSON
+    object.
+
+    Of a JSON answer, `disable_any_whitespace` allows no space between its parts, else `whitespace_pattern`, a regular
+    expression, says what may stand there, by default a few of any kind; `disable_additional_properties` allows an
+    object with `properties` no others, unless its schema says something of them. `disable_fallback` and `backend` are
+    without effect: there is one engine. `structural_tag` is refused. `around` is a grammar in Lark's syntax in which
+    `@form` is the form: what an answer has besides, as reasoning before it.
+
+    Raises ValueError naming the field and the rule, also for a text of more than 64 KiB.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: Any = field(default=None, metadata=NOT_SENT)
+    around: str | None = None
+    disable_fallback: Any = field(default=None, metadata=NOT_SENT, compare=False)
+    backend: Any = field(default=None, metadata=NOT_SENT, compare=False)
+
+    def __post_init__(self) -> None:
+        if asks(self.structural_tag):
+            raise ValueError(f"structural_tag={shown(self.structural_tag)} is refused: {STRUCTURAL_TAG_REFUSED}")
+        # Empty asks for nothing, as None does; kept, an empty mapping could not be hashed.
+        _keep(self, "structural_tag", None)
+        for name, default in (("disable_any_whitespace", False), ("disable_additional_properties", False)):
+            _keep(self, name, _flag(name, getattr(self, name), default))
+        _keep(self, "json_object", _flag("json_object", self.json_object, False))
+        _keep(self, "choice", _choices(self.choice))
+        for name in ("regex", "grammar", "whitespace_pattern", "around"):
+            _keep(self, name, _text(name, getattr(self, name)))
+        if self.json is not None:
+            _keep(self, "json", schema_text(self.json, is_closed=self.disable_additional_properties))
+        if self.around is not None and "@form" not in self.around:
+            raise ValueError(f"around={self.around[:80]!r} must say where the form stands: @form")
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = "none is given" if not given else f"{' and '.join(given)} are given"
+            raise ValueError(f"one of {', '.join(KINDS)} says which form an answer has: {found}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise ValueError("whitespace_pattern and disable_any_whitespace are both given: leave one out")
+        if self.num_bytes > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"{given[0]} has {self.num_bytes} bytes, more than the {MAX_GRAMMAR_BYTES} a row may have")
+
+    @staticmethod
+    def from_optional(**given: Any) -> "StructuredOutputsParams | None":
+        """With None for what is not wanted; None where nothing is."""
+        wanted = {name: value for name, value in given.items() if value not in (None, False)}
+        return StructuredOutputsParams(**wanted) if any(name in wanted for name in (*KINDS, "structural_tag")) else None
+
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` is given."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its texts, in UTF-8."""
+        texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, self.around, *(self.choice or ())]
+        return sum([len(each.encode("utf-8")) for each in texts if each is not None])
+
+    @property
+    def compile_bytes(self) -> int:
+        """What compiling it counts for, wherever it is compiled: `num_bytes`, at least `LEAST_COMPILE_BYTES`."""
+        return max(self.num_bytes, LEAST_COMPILE_BYTES)
+
+    @property
+    def text(self) -> str:
+        """All of it in one line of JSON: equal texts, equal forms."""
+        given = {spec.name: getattr(self, spec.name) for spec in sent_fields(self)}
+        return json.dumps({name: value for name, value in given.items() if value not in (None, False)})
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""The older name."""
+
+
+def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """From the record, a mapping, another library's object with these fields, or None.
+
+    Raises ValueError as the record does, with the name of the sampling parameter before it.
+    """
+    # Empty asks for nothing, as None does.
+    if value is None or value is False or value == {}:
+        return None
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    known = [spec.name for spec in fields(StructuredOutputsParams)]
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name not in known]
+        if unknown:
+            raise ValueError(f"structured_outputs: unknown key {unknown[0]!r}. Known keys: {', '.join(known)}")
+        given = dict(value)
+    elif any(hasattr(value, name) for name in KINDS) and not isinstance(value, type):
+        given = {name: getattr(value, name) for name in known if hasattr(value, name)}
+    else:
+        raise ValueError(f"structured_outputs={shown(value)} must have one of {', '.join(KINDS)}")
+    try:
+        return StructuredOutputsParams(**given)
+    except ValueError as error:
+        raise ValueError(f"structured_outputs: {error}") from None
+
+
+def schema_text(schema: Any, *, is_closed: bool = False) -> str:
+    """A JSON Schema as compact text. `is_closed`: objects with `properties` have no others, unless it says.
+
+    Raises ValueError for what is no JSON object.
+    """
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, Mapping):
+        try:
+            schema = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"json is not a JSON Schema: {error}") from None
+    if not isinstance(schema, str):
+        raise ValueError(f"json={shown(schema)} must be a JSON Schema: an object, or text that holds one")
+    try:
+        parsed = parse_json_object(_text("json", schema).encode("utf-8"), max_nesting=_MAX_NESTING)
+    except JsonError as error:
+        raise ValueError(f"json {error}") from None
+    if is_closed:
+        _close(parsed)
+    # One that was written by its number comes out as itself.
+    return str(_text("json", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))))
+
+
+def _close(schema: Any) -> None:
+    """Of objects with `properties`, however deep; what is a value and not a schema is left alone."""
+    if isinstance(schema, list):
+        for each in schema:
+            _close(each)
+    if not isinstance(schema, dict):
+        return
+    says = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in says):
+        schema["additionalProperties"] = False
+    for name, each in schema.items():
+        if name in SCHEMAS_BY_NAME and isinstance(each, dict):
+            # The names in it are the user's own: one that is a word of JSON Schema means nothing.
+            for named in each.values():
+                _close(named)
+        elif name not in VALUE_KEYS:
+            _close(each)
+
+
+def _keep(record: StructuredOutputsParams, name: str, value: Any) -> None:
+    object.__setattr__(record, name, value)
+
+
+def _flag(name: str, value: Any, default: bool) -> bool:
+    if value is None:
+        return default
+    flag = plain_bool(value)
+    if flag is None:
+        raise ValueError(f"{name}={shown(value)} must be true or false")
+    return flag
+
+
+def _text(name: str, value: Any) -> Any:
+    """None, or text that UTF-8 can say."""
+    if value is None:
+        return None
+    text = plain_text(value)
+    if not text:
+        raise ValueError(f"{name}={shown(value)} must be text that is not empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} holds half of a surrogate pair, which UTF-8 cannot say") from None
+    return text
+
+
+def _choices(value: Any) -> tuple[str, ...] | None:
+    """Each once, in order."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"choice={shown(value)} must be a list of texts")
+    return tuple(dict.fromkeys([_text("choice", each) for each in value]))

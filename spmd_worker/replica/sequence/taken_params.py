@@ -1,0 +1,48 @@
+"""Sampling parameters as a request takes them: frozen, and in terms of token ids alone, so that no worker needs a
+tokenizer.
+"""
+
+from dataclasses import replace
+
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+
+def taken_params(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> SamplingParams:
+    """Raises ValueError where a field was assigned what breaks a rule, and for `bad_words` without a tokenizer."""
+    frozen = sampling.frozen()
+    if not frozen.bad_words and frozen.truncate_prompt_tokens is None:
+        return frozen
+    sequences = [*frozen.bad_words_ids]
+    for word in frozen.bad_words:
+        sequences += spellings(word, tokenizer)
+    # A tokenizer may have tokens that the model has not, which cannot be sampled anyway.
+    possible = [each for each in sequences if max(each) < vocab_size]
+    return replace(frozen, bad_words=(), bad_words_ids=tuple(possible), truncate_prompt_tokens=None).frozen()
+
+
+def spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """The token ids of a word at the beginning of a text, and inside one where a space before it makes another first
+    token of it: vLLM's rule.
+    """
+    if tokenizer is None:
+        raise ValueError("bad_words need a tokenizer.json in the model folder: use bad_words_ids")
+    text = word.lstrip()
+    alone = tuple(tokenizer.encode(text, add_special_tokens=False))
+    if not alone:
+        raise ValueError(f"bad_words: {word!r} is no token at all to this model's tokenizer")
+    spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
+    is_other = len(spaced) == len(alone) and spaced[0] != alone[0]
+    return [alone, spaced] if is_other else [alone]
+
+
+def truncated_prompt(
+    prompt_token_ids: tuple[int, ...], sampling: SamplingParams, max_model_len: int
+) -> tuple[int, ...]:
+    """The tokens of a prompt that `truncate_prompt_tokens` leaves: the last ones."""
+    length = sampling.truncate_prompt_tokens
+    if length is None:
+        return prompt_token_ids
+    if length == -1:
+        length = max(max_model_len - (sampling.max_tokens or 1), 1)
+    return prompt_token_ids[-length:]

@@ -1,0 +1,194 @@
+"""Scheduled sequences -> the tensors of one forward pass.
+
+A batch is flat: the tokens of all sequences one after another, in plan order, with no padding.
+
+    token_ids   a0 a1 a2 | b7 | c3 c4      sequence a computes its prompt, b decodes, c computes a chunk
+    positions    0  1  2 |  7 |  3  4
+    sample_rows        2 |  3 |            c is not at its end yet, so nothing is sampled from it
+
+T: tokens of the step; S: sequences; R: rows that sample.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import attrgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kv_cache.block import num_blocks_for
+from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.replica.grammar.step_masks import ConstrainedRow
+from spmd_worker.replica.mirror.mirror import ScheduledSequence
+from spmd_worker.replica.sequence.sampled import sample_indices
+from spmd_worker.replica.sequence.sequence import SequenceKey
+
+Integers = NDArray[np.int64]
+
+_IS_PLAIN = attrgetter("sequence.is_plain")
+_LEAST_LEFT_OUT = 32
+"""Tokens: to leave out fewer costs more calls than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]; `rows`: one entry a sample, and
+    none where of each the largest logit is all there is to know. `token_types` None: all are of the first type.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    rope_regimes: Tensor
+    attention: AttentionMetadata
+    sample_rows: Tensor
+    rows: tuple[SampleRow, ...]
+    token_types: Tensor | None = None
+
+
+def build_batch(
+    scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device, *, is_encoder: bool = False
+) -> Batch:
+    """Lay out a step. `scheduled` comes from the mirror, in plan order. Rows of an encoder have blocks for this step
+    alone, one row's after another's.
+    """
+    counts = [each.num_scheduled_tokens for each in scheduled]
+    firsts = [each.sequence.num_computed_tokens for each in scheduled]
+    starts = (0, *accumulate(counts))
+    positions = _positions(firsts, counts, starts[-1])
+    rope_regimes = np.repeat([each.sequence.request.rope_regime for each in scheduled], counts)
+    block_ids = _step_blocks(counts, block_size) if is_encoder else [each.sequence.block_ids for each in scheduled]
+    tables = _block_tables(block_ids)
+    sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
+    attention = AttentionMetadata(
+        query_starts=starts,
+        context_lengths=tuple(first + count for first, count in zip(firsts, counts, strict=True)),
+        block_tables=_to(tables, device),
+        token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
+        token_offsets=_to(positions % block_size, device),
+        sees_later=is_encoder,
+    )
+    types = _token_types(scheduled, counts) if is_encoder else None
+    return Batch(
+        token_ids=_to(token_ids(scheduled), device),
+        positions=_to(positions, device),
+        rope_regimes=_to(rope_regimes.astype(np.int64), device),
+        attention=attention,
+        sample_rows=_to(np.repeat(np.array(starts[1:]) - 1, [each.num_samples for each in scheduled]), device),
+        rows=rows_to_sample(scheduled),
+        token_types=None if types is None else _to(types, device),
+    )
+
+
+def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple[WantedTokens, Tensor] | None:
+    """The tokens that rows sample from, and which of these each sample is from, int64 [R]. None where more is wanted of
+    a step, or few tokens would be left out.
+    """
+    attention = batch.attention
+    sampling = [index for index, each in enumerate(scheduled) if each.num_samples]
+    num_left_out = attention.query_starts[-1] - len(sampling)
+    if num_left_out < _LEAST_LEFT_OUT:
+        return None
+    if any(each.sequence.request.sampling.prompt_logprobs is not None for each in scheduled):
+        return None
+    device = batch.token_ids.device
+    rows = _to(np.array([attention.query_starts[index + 1] - 1 for index in sampling], dtype=np.int64), device)
+    chosen = _to(np.array(sampling, dtype=np.int64), device)
+    metadata = AttentionMetadata(
+        query_starts=tuple(range(len(sampling) + 1)),
+        context_lengths=tuple(attention.context_lengths[index] for index in sampling),
+        block_tables=attention.block_tables.index_select(0, chosen),
+        token_blocks=attention.token_blocks.index_select(0, rows),
+        token_offsets=attention.token_offsets.index_select(0, rows),
+    )
+    samples = np.arange(len(sampling)).repeat([scheduled[index].num_samples for index in sampling])
+    return WantedTokens(rows, metadata), _to(samples, device)
+
+
+def _step_blocks(counts: Sequence[int], block_size: int) -> list[range]:
+    ends = [*accumulate(num_blocks_for(count, block_size) for count in counts)]
+    return [range(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) -> Integers | None:
+    """int64 [T]: 0 in the first text of a pair, 1 in the second; None where no row is a pair with types."""
+    poolings = [each.sequence.request.pooling for each in scheduled]
+    firsts = [None if pooling is None else pooling.num_first_tokens for pooling in poolings]
+    if all(first is None for first in firsts):
+        return None
+    types = [np.arange(count) >= (count if first is None else first) for first, count in zip(firsts, counts)]
+    return np.concatenate(types).astype(np.int64)
+
+
+def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:
+    """Those of `Batch.rows` whose answers have a form."""
+    found, index = [], 0
+    for sequence, _, num_samples in scheduled:
+        request = sequence.request
+        form = request.sampling.structured_outputs
+        if form is not None:
+            for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
+                key = SequenceKey(request.request_id, sample_index)
+                sampling, outputs = request.sampling, sequence.output_token_ids
+                ways = (not sampling.forbids_tokens, not sampling.needs_logprobs)
+                found.append(ConstrainedRow(index + number, key, form, outputs, *ways))
+        index += num_samples
+    return found
+
+
+def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, ...]:
+    """See `Batch.rows`. Sequences often share their parameters, so that it is cheap to find that none is needed."""
+    if all(map(_IS_PLAIN, scheduled)):
+        return ()
+    samplings = [each.sequence.request.sampling for each in scheduled if each.num_samples]
+    kinds = {id(sampling): sampling for sampling in samplings}.values()
+    may_need_one = any(kind.min_tokens or not kind.needs_largest_alone for kind in kinds)
+    rows = tuple(_sample_rows(scheduled)) if may_need_one else ()
+    return () if all(row.is_plainly_greedy for row in rows) else rows
+
+
+def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
+    """One row a sample; several where sequences are about to fork."""
+    for sequence, _, num_samples in scheduled:
+        request = sequence.request
+        for sample_index in sample_indices(sequence.sample_index, num_samples):
+            yield SampleRow(
+                request.sampling,
+                request.stream,
+                sample_index,
+                sequence.num_tokens,
+                request.prompt_token_ids,
+                sequence.output_token_ids,
+            )
+
+
+def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> Integers:
+    """int64 [T]: each sequence counts on from its first uncomputed token."""
+    starts = np.cumsum([0, *counts[:-1]])
+    offsets: Integers = np.repeat(np.array(firsts, dtype=np.int64) - starts, counts)
+    return np.arange(num_tokens, dtype=np.int64) + offsets
+
+
+def token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
+    """What a step computes, int64 [T]."""
+    found: list[int] = []
+    for each in scheduled:
+        first = each.sequence.num_computed_tokens
+        found += each.sequence.token_ids(first, first + each.num_scheduled_tokens)
+    return np.array(found, dtype=np.int64)
+
+
+def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
+    """int64 [S, blocks of the longest], padded with zeros."""
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), dtype=np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = list(chain.from_iterable(tables))
+    return padded
+
+
+def _to(array: Integers, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

@@ -1,0 +1,257 @@
+"""One step on one rank's device: batch, forward pass, logits of the rows that sample, token ids.
+
+The forward pass and the choice of tokens are two calls; the masks of rows whose answers have a form are computed from
+the beginning of the one to the beginning of the other.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kv_cache.cache_engine import CacheEngine
+from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.native.threads import torch_together
+from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
+from spmd_worker.ops.sampling.sampler import LaunchedSample, Sampler
+from spmd_worker.ops.sampling.token_masks import TokenMasks
+from spmd_worker.ranks.communicator import GroupHandle, Transfer
+from spmd_worker.replica.grammar.step_masks import GrammarMasks, StepMasks
+from spmd_worker.replica.mirror.mirror import ScheduledSequence
+from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.runner.batch import Batch, build_batch, constrained_rows, wanted_tokens
+from spmd_worker.worker.runner.batch_state import BatchState
+from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
+from spmd_worker.worker.runner.pooling import RowPooling, Vectors
+from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, PromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.step_graphs import StepGraphs
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`.
+    `pooled` are digests and vectors of rows that are pooled, of which nothing is chosen. `read_back` has what is read
+    beside the tokens. On a stage that sends its hidden states on, `is_sent`.
+    """
+
+    step: int
+    scheduled: Sequence[ScheduledSequence]
+    batch: Batch
+    logits: Tensor | None
+    largest: tuple[Tensor, Tensor] | None
+    prompt_logprobs: tuple[LaunchedPromptLogprobs, ...]
+    pooled: tuple[tuple[int, ...], Vectors] = ((), ())
+    read_back: ReadBack = field(default_factory=ReadBack)
+    is_sent: bool = False
+
+    def collected(self) -> tuple[PromptLogprobs, ...]:
+        """After the read-back."""
+        return tuple(each.collect() for each in self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose result the host can read: `masks` are those of rows whose answers have a form."""
+
+    forwarded: _Forwarded
+    sample: LaunchedSample | None
+    masks: StepMasks | None
+    clock: StageClock
+    chosen: ChosenTokens
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Waits for the device, once."""
+        forwarded, step = self.forwarded, self.forwarded.step
+        forwarded.read_back.read()
+        if not forwarded.is_sent:
+            self.clock.end()
+        digests, vectors = forwarded.pooled
+        if vectors:
+            return StepResult(step, digests, vectors=vectors)
+        if self.sample is None:
+            return StepResult(step, digests, prompt_logprobs=forwarded.collected())
+        sampled, masks = self.sample.collect(), self.masks
+        self.chosen.note_read(step)
+        ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
+        if masks is not None and masks.forced:
+            ids = SampledIds.of(masks.taken(sampled.token_ids))
+            # Rows that asked for some take one token a step.
+            logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
+        return StepResult(
+            step,
+            ids.token_ids,
+            logprobs,
+            forwarded.collected(),
+            num_token_ids=ids.num_ids,
+            mask_checksums=() if masks is None else (masks.checksum,),
+        )
+
+
+class ModelRunner:
+    """`forward`, then `sample`, once each a step.
+
+    `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
+    and go to the one behind; only the last stage has a sampler and samples, or a pooler and pools. `clock` is told when
+    this stage computes. `model` takes new weights between steps. `grammars` has the states of the rows whose answers
+    have a form, where this stage samples. `keeps_state`: the device keeps what the next step has in common with this
+    one (`batch_state.py`); None: where copies to it are not free, so everywhere but on the CPU.
+    """
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        cache_engine: CacheEngine,
+        sampler: Sampler | None,
+        block_size: int,
+        pipeline: GroupHandle,
+        clock: StageClock | None = None,
+        grammars: GrammarMasks | None = None,
+        *,
+        keeps_state: bool | None = None,
+    ) -> None:
+        self._grammars = grammars
+        self._clock = clock or StageClock(pipeline.rank)
+        self.model, self._cache_engine, self._sampler = model, cache_engine, sampler
+        self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
+        self._block_size, self._pipeline = block_size, pipeline
+        self._device = next(model.parameters()).device
+        is_kept = self._device.type != "cpu" if keeps_state is None else keeps_state
+        self._state = BatchState(block_size, self._device) if is_kept and not model.model_config.is_encoder else None
+        self._leaves_out = self._state is None and self._pooling is None and model.takes_wanted
+        self._chosen = ChosenTokens(self._device)
+        self.graphs: StepGraphs | None = None
+        """What steps are launched by, where it is there; None: kernel by kernel."""
+        self._pending: _Forwarded | None = None
+        self._sending: Transfer | None = None
+        self._expected: deque[Transfer] = deque()
+
+    def expect(self, num_tokens: int) -> None:
+        """Have what the stage before sends of the next unexpected step, of `num_tokens`, received meanwhile."""
+        self._expected.append(self._receiving(num_tokens))
+
+    @torch.inference_mode()
+    def forward(
+        self, step: int, scheduled: Sequence[ScheduledSequence], num_ahead: int = 0, *, is_fused: bool = True
+    ) -> None:
+        """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample.
+
+        The first `num_ahead` rows compute what the last step chose for them. `is_fused`, the same on every rank of a
+        step: see `DecoderStack.forward`.
+        """
+        assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
+        self._clock.begin(step)
+        is_encoder = self.model.model_config.is_encoder
+        if self._state is not None:
+            has_ids = not self._chosen.are_all(scheduled, num_ahead)
+            batch = self._state.build(scheduled, has_ids=has_ids)
+        else:
+            batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
+        batch = self._chosen.filled(batch, scheduled, num_ahead)
+        if self._grammars is not None:
+            self._grammars.begin(constrained_rows(scheduled) if batch.rows else [])
+        cache = self._cache_engine.device_cache
+        if is_encoder:
+            # What a layer writes, it alone reads, in this step: all use the same memory.
+            cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
+        incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
+        graphs = self.graphs if self.graphs is not None and is_fused and self.graphs.takes(batch) else None
+        if graphs is not None:
+            hidden = graphs.forward(batch, cache, incoming)
+        else:
+            tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
+            types, wanted = batch.token_types, None
+            if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
+                wanted, sample_rows = found
+                batch = replace(batch, sample_rows=sample_rows)
+            hidden = self.model(
+                *tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types, wanted=wanted
+            )
+        if self._pooling is not None:
+            pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
+            self._pending = _Forwarded(step, scheduled, batch, None, None, (), pooled)
+            return
+        if self._sampler is None:
+            # A graph's own is the next step's too, which may come before the tensor has left.
+            self._send(hidden if graphs is None else hidden.clone())
+            self._clock.end()
+            self._pending = _Forwarded(step, scheduled, batch, None, None, (), is_sent=True)
+            return
+        logits = largest = None
+        if batch.rows:
+            logits = self.model.compute_logits(hidden[batch.sample_rows])
+        elif graphs is not None:
+            largest = graphs.argmax(hidden, batch.sample_rows)
+        else:
+            largest = self.model.argmax_logits(hidden[batch.sample_rows])
+        with torch_together():
+            read_back = ReadBack()
+            report = partial(self._report, read_back)
+            reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
+        self._pending = _Forwarded(step, scheduled, batch, logits, largest, reported, read_back=read_back)
+
+    def sample(self) -> StepResult:
+        """Choose the tokens of the last forward pass, and read them."""
+        return self.launch().collect()
+
+    @torch.inference_mode()
+    def launch(self) -> "LaunchedStep":
+        """Choose the tokens of the last forward pass. The next may be launched before they are read: a sequence in it
+        whose last token is `NOT_READ` computes what is chosen now.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None, "launch follows forward"
+        sample, masks = None, None
+        if self._sampler is not None and self._pooling is None and len(pending.batch.sample_rows):
+            if pending.largest is not None:
+                sample = self._sampler.launch_argmax(*pending.largest, pending.read_back)
+            else:
+                assert pending.logits is not None, pending.step
+                masks = self._grammars.end() if self._grammars is not None else None
+                token_masks = TokenMasks.of_step(masks, self._device)
+                sample = self._sampler.launch(pending.logits, list(pending.batch.rows), token_masks, pending.read_back)
+            self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
+        pending.read_back.launch()
+        return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
+
+    def forget(self, plan: StepPlan) -> None:
+        """The sequences and requests that the plan says have ended."""
+        if self._state is not None:
+            self._state.forget(plan.finished_sequences, plan.finished_request_ids)
+        if self._grammars is not None:
+            self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
+        if self._pooling is not None:
+            self._pooling.forget(plan.finished_request_ids)
+
+    def _send(self, hidden: Tensor) -> None:
+        """On to the next stage, which may still compute the step before: only that one's tensor must have left."""
+        if self._sending is not None:
+            self._sending.wait()
+        self._sending = self._pipeline.send_next(hidden)
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        """See `DecoderStack.forward`: [T, hidden]."""
+        self._clock.end()
+        incoming = self._expected.popleft() if self._expected else self._receiving(num_tokens)
+        incoming.wait()
+        self._clock.begin()
+        assert len(incoming.tensor) == num_tokens, (incoming.tensor.shape, num_tokens)
+        return incoming.tensor
+
+    def _receiving(self, num_tokens: int) -> Transfer:
+        shape = (num_tokens, self.model.model_config.hidden_size)
+        dtype = self._cache_engine.device_cache.dtype
+        return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
+
+    def _report(
+        self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_likeliest: int
+    ) -> list[Awaited[list[TokenLogprobs]]]:
+        assert self._sampler is not None, "log-probabilities are the last stage's"
+        logits = self.model.compute_logits(hidden)
+        return self._sampler.launch_report(logits, token_ids, num_likeliest, read_back)

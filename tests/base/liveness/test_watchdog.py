@@ -1,0 +1,840 @@
+"""Watchdogs that share a heartbeat store: one report with the right diagnosis, and no rank left
+running. Ranks are threads here, in driven time.
+
+`tests/test_fault_matrix.py` breaks real ranks.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from driven_time import DrivenTime
+from made_up_store import MadeUpStore
+from our_logger import logger_as_it_was
+from waiting import NotInTime, wait_until
+
+from spmd_worker.base.errors import ConfigError, RankFailedError, ReplicaDivergedError
+from spmd_worker.base.liveness import coordinated_shutdown as ending
+from spmd_worker.base.liveness import heartbeat_store as exchange
+from spmd_worker.base.liveness import stall_clock, watchdog
+from spmd_worker.base.liveness.coordinated_shutdown import CoordinatedShutdown
+from spmd_worker.base.liveness.error_file import read_records, write_elastic_file
+from spmd_worker.base.liveness.failure_diagnosis import SETTLE_S
+from spmd_worker.base.liveness.heartbeat import RankHeartbeat
+from spmd_worker.base.liveness.heartbeat_store import HeartbeatStore
+from spmd_worker.base.liveness.watchdog import Watchdog, Watched
+from spmd_worker.base.process import node_name, start_time_of
+
+LONG_S, LIMIT_S = 1000.0, 300.0
+
+# The end of a process is played by the end of a thread.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+HEADING = "rank status at the last heartbeats:"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # In driven time nobody computes: what this thread really does between two moments is no measure.
+    monkeypatch.setattr(stall_clock, "cpu_seconds_of", lambda native_id: 0.0)
+    with logger_as_it_was() as logger:
+        logger.propagate = True
+        yield
+
+
+class Ranks:
+    """`num_ranks` watchdogs over one store, in driven time. `exits` are the codes with which processes would have
+    ended, by rank.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, folder: Path, **options) -> None:
+        self.store = MadeUpStore()
+        self.time = DrivenTime()
+        self.exits: dict[int, int] = {}
+        ranks = tuple(range(num_ranks))
+        options = {"timeout_s": LONG_S, "run_dir": folder, "exits": True} | options
+        self.all = [
+            Watchdog(Watched(rank, ranks, **options), lambda: HeartbeatStore(self.store, "watch"), self.time.clock())
+            for rank in ranks
+        ]
+        monkeypatch.setattr(watchdog, "exit_now", self._exit)
+
+    def start(self, ranks: tuple[int, ...]) -> None:
+        self.begin(*(self.all[rank] for rank in ranks))
+        self.wait_until(lambda: all(f"watch/heartbeat/{rank}" in self.store.values for rank in ranks))
+
+    def begin(self, *watchdogs: Watchdog) -> None:
+        """Start them, and return when their threads take part in time, which else would pass without them."""
+        for each in watchdogs:
+            each.start()
+        threads = [thread for each in watchdogs for thread in (each._thread, each._exchange._thread)]
+        try:
+            wait_until(lambda: all(self.time.takes_part(thread) for thread in threads))
+        except NotInTime as error:
+            faulthandler.dump_traceback(all_threads=True)
+            missing = [thread for thread in threads if not self.time.takes_part(thread)]
+            raise NotInTime(f"threads that have not waited: {missing} (their stacks are above)") from error
+
+    def stop(self) -> None:
+        for each in self.all:
+            each.stop()
+
+    def wait_until(self, is_so: Callable[[], object]) -> None:
+        assert self.time.wait_until(is_so, LIMIT_S)
+
+    def wait_for_exits(self, num_exits: int) -> dict[int, int]:
+        self.wait_until(lambda: len(self.exits) == num_exits)
+        return self.exits
+
+    def _exit(self, code: int) -> None:
+        for each in self.all:
+            if each._thread is threading.current_thread():
+                self.exits[each.watched.rank] = code
+        # What ends the process ends its thread.
+        raise SystemExit
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make_ranks(num_ranks: int, **options) -> Ranks:
+        made.append(Ranks(monkeypatch, num_ranks, tmp_path, **options))
+        return made[-1]
+
+    yield make_ranks
+    for each in made:
+        each.stop()
+
+
+def test_an_exception_of_one_rank_ends_all_with_one_report(make, tmp_path: Path, capsys):
+    ranks = make(3)
+    ranks.start((0, 1, 2))
+    for each in ranks.all:
+        each.heartbeat.enter("execute", 812)
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(3) == {0: 1, 1: 1, 2: 1}
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert text.count("error: rank 1 raised ValueError at step 812: boom\n") == 1
+    assert [line.split("  ")[1:3] for line in text.splitlines() if line.startswith("  rank")] == [
+        ["rank 0", "step 812"],
+        ["rank 1", "step 812"],
+        ["rank 2", "step 812"],
+    ]
+    records = read_records(tmp_path)
+    assert [record.rank for record in records] == [0, 1, 2]
+    assert all(record.diagnosis.ranks == (1,) for record in records)
+    assert 'ValueError("boom")' in records[1].traceback or "ValueError: boom" in records[1].traceback
+    assert records[0].traceback == ""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.2, 0.3, 0.6])
+def test_rank_0_reports_whenever_another_rank_fails(make, after_s: float):
+    """It reads an alarm up to a period after it was raised; the rank that failed once took over just before."""
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.time.advance(5.0 + after_s)
+    ranks.all[1].fail(ValueError("boom"))
+    ranks.wait_for_exits(2)
+    assert [each._exchange.is_reporter for each in ranks.all] == [True, False]
+
+
+def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(RankFailedError("rank 1 is gone"))
+    ranks.all[1].fail(KeyError("w"), "loading the model")
+    ranks.wait_for_exits(2)
+    assert "error: rank 1 raised KeyError while loading the model: 'w'\n" in capsys.readouterr().err
+
+
+def test_the_lowest_living_rank_reports_where_rank_0_is_dead(make, capsys):
+    ranks = make(3)
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, start_time_of(dead.pid), 1, 5, "execute"))
+    ranks.start((1, 2))
+    ranks.wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
+    dead.kill()
+    dead.wait()
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
+
+
+def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(make, monkeypatch, capsys):
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(ending.os, "kill", lambda *arguments: killed.append(arguments))
+    ranks = make(2, timeout_s=4.0)
+    silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
+    publish(ranks.store, RankHeartbeat(1, node_name(), silent.pid, start_time_of(silent.pid), 1, 5, "execute"))
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("between steps")
+    ranks.wait_for_exits(1)
+    assert 4.0 < ranks.time.now_s < 12.0
+    assert "error: rank 1 is silent: last seen in step 5, phase execute, " in capsys.readouterr().err
+    assert killed == [(silent.pid, 9)]
+    silent.communicate(b"\n")
+
+
+def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
+    """Its number came over the network; only a sibling with the same birth is ended."""
+    killed: list[int] = []
+    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    own = os.getpid()
+    for last_heartbeat in (
+        RankHeartbeat(1, node_name(), 1, start_time_of(1), 1, 5, "execute"),
+        RankHeartbeat(1, node_name(), own, start_time_of(own) + 1, 1, 5, "execute"),
+        RankHeartbeat(1, "another node", own, start_time_of(own), 1, 5, "execute"),
+    ):
+        statuses = [
+            ending.RankStatus(0, RankHeartbeat(0, node_name(), own, start_time_of(own), 1, 5, "execute")),
+            ending.RankStatus(1, last_heartbeat, 60.0),
+        ]
+        ending.end_silent(statuses, ending.Diagnosis((1,), "rank 1 is silent"), 0)
+    assert killed == []
+    sibling = RankHeartbeat(1, node_name(), own, start_time_of(own), 1, 5, "execute")
+    ending.end_silent([statuses[0], ending.RankStatus(1, sibling)], ending.Diagnosis((1,), "x"), 0)
+    assert killed == [own]
+
+
+def test_a_rank_that_stopped_before_its_first_heartbeat_is_ended_by_what_it_was_started_as(monkeypatch):
+    killed: list[int] = []
+    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    # This process stands for the launcher, or for a shell from which two jobs were started: its children are ranks.
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    ranks = {
+        (rank, port): subprocess.Popen(
+            [sys.executable, "-c", "input()"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "MASTER_PORT": port},
+        )
+        for rank, port in ((0, "29500"), (1, "29500"), (11, "29500"), (1, "29501"))
+    }
+    try:
+        own = ranks[0, "29500"].pid
+        last_heartbeat = RankHeartbeat(0, node_name(), own, start_time_of(own), 1, 5, "execute")
+        statuses = [ending.RankStatus(0, last_heartbeat), ending.RankStatus(1, None), ending.RankStatus(11, None)]
+        diagnosis = ending.Diagnosis((1,), "rank 1 is silent: no heartbeat since the start")
+        ending.end_silent(statuses, diagnosis, 0)
+        assert killed == [ranks[1, "29500"].pid]
+    finally:
+        for process in ranks.values():
+            process.communicate(b"\n")
+
+
+def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
+    make, tmp_path, caplog, capsys
+):
+    ranks = make(1, timeout_s=20.0)
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("execute", 7)
+    assert ranks.wait_for_exits(1) == {0: 1}
+    assert 20.0 < ranks.time.now_s < 25.0
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 7 makes no progress in phase execute for 4.0 s now, at ")
+    assert f"stacks are in {tmp_path / 'stacks.rank0.txt'}" in warnings[0]
+    assert "test_watchdog.py" in (tmp_path / "stacks.rank0.txt").read_text()
+    assert "error: rank 0 is stuck: step 7, phase execute, for " in capsys.readouterr().err
+    [record] = read_records(tmp_path)
+    assert record.statuses[0].last_heartbeat.failure.text.startswith("rank 0 is stuck: step 7")
+
+
+def test_the_test_sees_a_watchdog_to_which_no_main_thread_stands_still(
+    make, tmp_path, caplog, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control."""
+    never = property(lambda self: 0.0, lambda self, value: None)
+    monkeypatch.setattr(stall_clock.StallClock, "stalled_s", never, raising=False)
+    with pytest.raises(AssertionError):
+        test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
+            make, tmp_path, caplog, capsys
+        )
+
+
+def test_a_main_thread_that_moves_is_left_alone(make, caplog):
+    ranks = make(1, timeout_s=4.0)
+    ranks.start((0,))
+    for step in range(20):
+        ranks.all[0].heartbeat.enter("execute", step)
+        ranks.time.advance(1.0)
+    ranks.all[0].heartbeat.enter("between steps")
+    ranks.time.advance(30.0)
+    assert caplog.records == []
+    assert ranks.exits == {}
+
+
+@pytest.mark.finding(number="B8")
+def test_stacks_go_to_stderr_at_the_hard_limit_only(make, caplog, capfd):
+    """A step that took a fifth of the limit once printed the stacks of all threads, and then went on."""
+    ranks = make(1, timeout_s=60.0, run_dir=None)
+    ranks.all[0].watched = Watched(0, (0,), 20.0)
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.start((0,))
+    ranks.wait_until(lambda: bool(caplog.records))
+    ranks.time.advance(10.0)
+    assert "step 7 makes no progress in phase execute for 4.0 s now" in caplog.text
+    assert "stacks" not in caplog.text + capfd.readouterr().err
+    ranks.time.advance(10.0)
+    assert "[rank 0] stacks:" in capfd.readouterr().err
+
+
+@pytest.mark.finding(number="B8")
+def test_second_start_is_a_start(make, caplog, capfd):
+    """Worker processes that an engine starts after its first step once made its watchdog print stacks."""
+    ranks = make(1, timeout_s=20.0, run_dir=None)
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.all[0].heartbeat.enter("joining the other ranks", 0)
+    ranks.time.advance(19.0)
+    assert (caplog.text, capfd.readouterr().err, ranks.exits) == ("", "", {})
+
+
+def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, monkeypatch):
+    seen = []
+    report = CoordinatedShutdown.report
+    monkeypatch.setattr(
+        CoordinatedShutdown,
+        "report",
+        lambda self, *found: (seen.append((self._rank, ranks.all[self._rank].is_reporting)), report(self, *found)),
+    )
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].signalled()
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
+    # Signals look at it: no process ends while it tells why.
+    assert sorted(seen) == [(0, True), (1, True)]
+    assert not any(each.is_reporting for each in ranks.all)
+    assert "error: rank 1 received SIGTERM from outside the job\n" in capsys.readouterr().err
+
+
+def test_a_signalled_rank_which_saves_since_the_signal_is_not_held_long_by_a_disk(make, monkeypatch):
+    """The launcher's SIGTERM after a kill: with a commit that hung the others took 5.3 s to end."""
+    limits: dict[int, float] = {}
+
+    def within(limit_s: float, action: Callable[[], object]) -> object:
+        if getattr(action, "__name__", "") == "_run_before_exit":
+            limits[action.__self__.watched.rank] = limit_s
+        return action()
+
+    monkeypatch.setattr(watchdog, "within", within)
+    ranks = make(3)
+    ranks.start((0, 1, 2))
+    ranks.all[1].signalled()
+    assert ranks.wait_for_exits(3) == {0: 1, 1: 143, 2: 1}
+    assert limits == {0: ending.LEAVE_S, 1: watchdog._SAVE_ANEW_S, 2: ending.LEAVE_S}
+    # A signal of this moment: what it saves has had no time yet.
+    ranks.all[2].signalled()
+    assert ranks.all[2]._saving_s() > ending.LEAVE_S - 0.5
+
+
+def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.signalled()
+    ranks.stop()
+    assert ranks.exits == {}
+    assert capsys.readouterr().err == ""
+    assert RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).has_ended
+
+
+@pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
+def test_what_rank_0_prints_itself_gets_no_report(make, tmp_path, capsys, error):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(error)
+    code = 70 if isinstance(error, ReplicaDivergedError) else 1
+    assert ranks.wait_for_exits(2) == {0: code, 1: code}
+    assert capsys.readouterr().err == ""
+    assert read_records(tmp_path) == []
+
+
+def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch, capsys):
+    """A rank that was silent for long sends heartbeats again before there was a diagnosis."""
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1]._exchange.alarm()
+    ranks.wait_until(lambda: all(each._exchange.is_alarmed for each in ranks.all))
+    ranks.wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
+    assert ranks.exits == {}
+    # Silent for longer than would count during an alarm.
+    monkeypatch.setattr(exchange, "PERIOD_S", 4.0)
+    ranks.time.advance(10.0)
+    assert ranks.exits == {}
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
+
+
+def test_a_stuck_rank_that_the_launcher_signalled_ends_as_one_that_failed(make):
+    ranks = make(2, timeout_s=4.0)
+    ranks.start((0, 1))
+    # This thread, which waits, is the main thread of both.
+    for each in ranks.all:
+        each.heartbeat.enter("execute", 7)
+    ranks.wait_until(lambda: all(each._failure is not None for each in ranks.all))
+    ranks.all[1].signalled()
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+
+
+def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monkeypatch, caplog, capfd):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(watchdog, "location_of", lambda thread_id: ("channel.py:4 receive", True))
+    ranks = make(1, timeout_s=60.0, run_dir=None)
+    ranks.all[0].watched = Watched(0, (0,), 2.0)
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.start((0,))
+    ranks.wait_until(lambda: bool(caplog.records))
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith("step 7 waits for other ranks in phase execute for ")
+    assert record.getMessage().endswith(" s now, at channel.py:4 receive")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_guest_knows_the_cause_of_an_error_that_tells_of_another_rank(make):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[1].fail(ValueError("boom"))
+    ranks.all[0].fail(secondary)
+    assert ranks.all[0].find_cause(secondary) == "rank 1 raised ValueError while starting: boom"
+    # The rank that failed has a better error of its own.
+    assert ranks.all[1].find_cause(ValueError("boom")) is None
+    assert ranks.all[1].find_cause(secondary) is None
+
+
+def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
+    alone = make(1, exits=False, run_dir=None)
+    alone.start((0,))
+    assert alone.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
+    program = make(2)
+    program.start((0, 1))
+    assert program.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
+
+
+def check_a_failure_ends_nothing(ranks: Ranks) -> None:
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    ranks.wait_until(lambda: all(each._diagnosis is not None for each in ranks.all))
+    ranks.time.advance(10.0)
+    assert ranks.exits == {}
+
+
+def test_the_check_sees_guests_whose_processes_are_ended(make):
+    """Negative control: they are watched as ranks of a program of ours are."""
+    ranks = make(2, exits=True, run_dir=None)
+    with pytest.raises(AssertionError):
+        check_a_failure_ends_nothing(ranks)
+    assert ranks.exits == {0: 1, 1: 1}
+
+
+def test_a_guest_logs_the_diagnosis_and_ends_nothing(make, caplog, capsys):
+    check_a_failure_ends_nothing(make(2, exits=False, run_dir=None))
+    assert capsys.readouterr().err == ""
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("rank 1 raised ValueError while starting: boom; rank status at the last heartbeats:")
+
+
+def test_ranks_whose_store_is_gone_report_for_themselves(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all))
+    assert ranks.exits == {}
+    ranks.all[0].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(1) == {0: 1}
+    assert "error: rank 0 raised ValueError while starting: boom\n" in capsys.readouterr().err
+
+
+def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_them_reports(make, capsys):
+    """A store in rank 0's process, as without torchrun. No rank reported once, as rank 0 had just been heard."""
+    ranks = make(3)
+    host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    publish(ranks.store, RankHeartbeat(0, node_name(), host.pid, start_time_of(host.pid), 1, 5, "execute"))
+    ranks.start((1, 2))
+    ranks.wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
+    host.kill()
+    host.wait()
+    ranks.store.is_gone = True
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
+
+
+def test_where_the_store_was_never_reached_rank_0_is_named_by_one_of_the_others(make, capsys):
+    """Rank 0 kept it, and ended before the others came: each left the report to rank 0 once, and none was made."""
+
+    def connect() -> HeartbeatStore:
+        raise ConnectionError("Connection refused")
+
+    ranks = make(3)
+    for each in ranks.all[1:]:
+        each._exchange._connect = connect
+        ranks.begin(each)
+    ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all[1:]))
+    for each in ranks.all[1:]:
+        each.fail(ConnectionError("Connection refused"))
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: ranks 0, 2 are silent: no heartbeat since the start" in text
+
+
+def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
+    """They would end each other."""
+    ranks = make(2, timeout_s=4.0)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.store.is_gone = True
+    ranks.time.advance(20.0)
+    assert ranks.exits == {}
+    assert not any(each.is_silent for each in ranks.all[0]._exchange.statuses())
+
+
+def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_it(make, monkeypatch):
+    monkeypatch.setattr(exchange, "MAX_RANKS_THAT_SEE_ALL", 2)
+    ranks = make(3, timeout_s=4.0)
+    ranks.start((0, 1, 2))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.all[2]._exchange.alarm()
+    ranks.wait_until(lambda: ranks.all[1]._exchange.is_alarmed)
+    ranks.wait_until(lambda: ranks.all[1]._exchange.statuses()[2].last_heartbeat is not None)
+    ranks.wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
+    ranks.time.advance(20.0)
+    assert ranks.exits == {}
+    assert ranks.all[1]._exchange.statuses()[2].last_heartbeat is None
+
+
+def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
+    for rank in range(2):
+        (tmp_path / f"error.rank{rank}.json.partial").mkdir()
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "the error record could not be written" in caplog.text
+    assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"] * 2
+
+
+def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(RankFailedError("rank 1 is gone"))
+    assert not path.exists()
+    ranks.all[1].fail(ValueError("boom"))
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == "rank 1 raised ValueError while starting: boom"
+    assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom\n")
+    # Seconds since 1970, by which torchrun finds the earliest.
+    assert len(message["extraInfo"]["timestamp"]) == 10
+    write_elastic_file("text", "", 1234567.8, {"TORCHELASTIC_ERROR_FILE": str(path)})
+    assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"] == "1234567"
+
+
+def test_a_rank_that_computes_while_another_waits_in_vain_is_named_to_torchrun_too(make, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].heartbeat.enter("execute", 7)
+    # So long that it cannot have begun after the wait.
+    ranks.wait_until(lambda: ranks.all[1]._stall.age_s > SETTLE_S + 1)
+    ranks.all[0].fail(RuntimeError("gloo: Timed out waiting 5000ms"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "error: rank 1 is busy while others waited for too long: step 7, phase execute, " in capsys.readouterr().err
+    assert json.loads(path.read_text())["message"]["message"].startswith("rank 1 is busy while")
+
+
+def test_the_main_thread_leaves_when_all_know_why(make):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(ValueError("boom"))
+    # The process ends in the watchdog's thread; this one, which waits for it, is left over here.
+    with pytest.raises(SystemExit):
+        ranks.all[0].leave(3)
+    assert ranks.exits[0] == 3
+    # Before it ended, so that no other rank waits for the word.
+    assert ranks.all[0]._exchange.is_reported
+
+
+def test_a_guest_that_left_without_close_is_named_by_those_that_wait_for_it(make, monkeypatch):
+    """Its program once seemed to have been killed."""
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].heartbeat.enter("closing", 3)
+    ranks.all[1].leave_unclosed()
+    # Before its groups are taken down, which may take a while.
+    began_s = ranks.time.now_s
+    ranks.wait_until(lambda: RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).failure is not None)
+    assert ranks.time.now_s == began_s
+    ranks.all[1].stop()
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    cause = ranks.all[0].find_cause(secondary)
+    assert cause.startswith(
+        "rank 1 has left without close(): its program ended, or its LLM was deleted; last seen in step 3, phase closing"
+    )
+
+
+def test_an_exception_that_ended_a_guest_is_named(make, monkeypatch):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    monkeypatch.setattr(sys, "last_value", KeyError("x"), raising=False)
+    ranks.all[1].leave_unclosed()
+    ranks.all[1].stop()
+    secondary = RankFailedError("rank 1 is gone: no answer to step 3")
+    ranks.all[0].fail(secondary)
+    assert (
+        ranks.all[0]
+        .find_cause(secondary)
+        .startswith("rank 1 has left without close() after KeyError: 'x': its program")
+    )
+
+
+def test_a_guest_that_closed_while_others_go_on_is_named(make):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].stop()
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    assert ranks.all[0].find_cause(secondary).startswith("rank 1 has ended while others went on: last seen in step 0, ")
+
+
+def test_guests_that_all_leave_without_close_are_no_failure(make, caplog, capsys):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.all[1].leave_unclosed()
+    ranks.all[1].stop()
+    ranks.time.advance(20.0)
+    ranks.all[0].leave_unclosed()
+    ranks.stop()
+    assert caplog.records == []
+    assert capsys.readouterr().err == ""
+
+
+def test_stopping_leaves_no_thread(make):
+    # One that an earlier test has left may end meanwhile.
+    before = threading.enumerate()
+    ranks = make(2)
+    ranks.start((0, 1))
+    assert sum(thread not in before for thread in threading.enumerate()) == 4
+    ranks.stop()
+    ranks.stop()
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+
+
+def named_apart(ranks: Ranks, *ours: int) -> None:
+    """Each rank found a first name of its own."""
+    for rank in ours:
+        ranks.all[rank]._exchange._connect = lambda rank=rank: HeartbeatStore(
+            ranks.store, f"watch/heartbeat/{rank}/run"
+        )
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_ranks_whose_first_names_differ_meet_under_the_name_they_agree_on(make, joins: bool):
+    """A rank that had made an attempt more was never heard, and its failure was told as no heartbeat since the start.
+    The second is the control.
+    """
+    ranks = make(2, exits=False, run_dir=None)
+    named_apart(ranks, 0, 1)
+    for each in ranks.all:
+        ranks.begin(each)
+    ranks.wait_until(lambda: all(each._exchange.is_connected for each in ranks.all))
+    if joins:
+        for each in ranks.all:
+            each.join_run("r")
+        ranks.wait_until(lambda: all(len(each._exchange._published) == 1 for each in ranks.all))
+    ranks.all[1].fail(ValueError("boom"))
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    expected = "rank 1 raised ValueError while starting: boom" if joins else None
+    cause = ranks.all[0].find_cause(secondary)
+    assert cause == (expected or "rank 1 is silent: no heartbeat since the start")
+
+
+def test_an_attempt_of_another_rank_that_failed_is_forgotten_when_the_next_one_joins(make, caplog):
+    """Rank 1 failed, and tried again, while rank 0 waited for it: rank 0's watchdog had ended by then."""
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ConfigError("seed=x"))
+    ranks.wait_until(lambda: ranks.all[0]._diagnosis is not None)
+    ranks.all[1].stop()
+    again = Watchdog(Watched(1, (0, 1), LONG_S), lambda: HeartbeatStore(ranks.store, "watch/again"), ranks.time.clock())
+    ranks.all.append(again)
+    ranks.begin(again)
+    for each in (ranks.all[0], again):
+        each.join_run("r")
+    ranks.wait_until(lambda: ranks.all[0]._exchange._published == {1})
+    ranks.time.advance(10.0)
+    assert (ranks.all[0]._diagnosis, again._diagnosis, caplog.records) == (None, None, [])
+    again.fail(ValueError("boom"))
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    assert ranks.all[0].find_cause(secondary) == "rank 1 raised ValueError while starting: boom"
+
+
+def test_a_failure_from_before_the_ranks_joined_is_known_under_the_new_name_too(make):
+    """A program's: a signal, say. Its process ends anyway."""
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].signalled()
+    for each in ranks.all:
+        each.join_run("r")
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
+    assert int(ranks.store.values["spmd_worker/watch/run r/alarms"]) >= 1
+
+
+def test_an_attempt_that_failed_marks_its_first_name_and_a_run_that_joined_too(make):
+    ranks = make(3, exits=False, run_dir=None)
+    for rank, each in enumerate(ranks.all):
+        each._exchange._connect = lambda rank=rank: HeartbeatStore(ranks.store, f"watch/first{rank}")
+        ranks.begin(each)
+    ranks.wait_until(lambda: all(f"watch/first{rank}/heartbeat/{rank}" in ranks.store.values for rank in range(3)))
+    ranks.all[0].stop()
+    ranks.all[1].join_run("r")
+    ranks.wait_until(lambda: "spmd_worker/watch/run r/heartbeat/1" in ranks.store.values)
+    assert [f"watch/first{rank}/over" in ranks.store.values for rank in range(3)] == [True, True, False]
+
+
+def test_a_store_that_answers_again_is_used_again_under_the_name_of_the_run(make, caplog):
+    """One error ended the exchange for good, and the other ranks took this one for silent and killed it."""
+    ranks = make(2, timeout_s=20.0)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+        each.join_run("r")
+    ranks.time.advance(5.0)
+    ranks.store.is_gone = True
+    ranks.time.advance(18.0)
+    assert all(each._exchange.is_lost for each in ranks.all)
+    counts = [each._count for each in ranks.all]
+    ranks.store.is_gone = False
+    ranks.wait_until(lambda: not any(each._exchange.is_lost for each in ranks.all))
+    ranks.time.advance(30.0)
+    assert ranks.exits == {}
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == 2 * [
+        "the heartbeat store does not answer (Broken pipe): until it does, other ranks may take this one for silent"
+    ]
+    for rank, count in enumerate(counts):
+        last = RankHeartbeat.unpack(ranks.store.values[f"spmd_worker/watch/run r/heartbeat/{rank}"])
+        assert last.count > count
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+
+
+def test_ranks_on_other_nodes_are_not_silent_for_the_time_in_which_there_was_no_store(make):
+    ranks = make(2, timeout_s=20.0)
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("between steps")
+    far = RankHeartbeat(1, "another node", 7, 8, 1, 5, "between steps")
+    publish(ranks.store, far)
+    ranks.wait_until(lambda: ranks.all[0]._exchange.statuses()[1].last_heartbeat == far)
+    ranks.time.advance(10.0)
+    ranks.store.is_gone = True
+    ranks.time.advance(7.0)
+    ranks.store.is_gone = False
+    ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
+    assert ranks.all[0]._exchange.statuses()[1].heard_ago_s < 1.0
+    # Long after what would have been its silence.
+    ranks.time.advance(15.0)
+    assert (ranks.exits, ranks.all[0]._diagnosis) == ({}, None)
+    # Control: it is silent all the same.
+    assert ranks.wait_for_exits(1) == {0: 1}
+
+
+def test_a_rank_that_ends_while_the_store_is_lost_says_so_where_it_answers_again(make):
+    """It left without a word, and the others missed its process."""
+    ranks = make(2, timeout_s=20.0)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all))
+    ranks.store.is_gone = False
+    ranks.all[1].stop()
+    assert RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).has_ended
+    ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
+    # Where it does not answer the end waits for nothing.
+    ranks.store.is_gone = True
+    ranks.wait_until(lambda: ranks.all[0]._exchange.is_lost)
+    ranks.all[0].stop()
+    assert not ranks.all[0]._exchange._thread.is_alive()
+
+
+def test_a_store_that_is_lost_twice_is_said_twice(make, caplog):
+    ranks = make(2, timeout_s=200.0)
+    ranks.start((0,))
+    for num_losses in (1, 2):
+        ranks.store.is_gone = True
+        ranks.time.advance(10.0)
+        ranks.store.is_gone = False
+        ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
+        assert len(caplog.records) == num_losses
+
+
+def test_a_rank_whose_process_of_before_is_gone_is_not_missed_when_the_next_one_joins(make, monkeypatch, caplog):
+    """Rank 1 was started again on the same node. Rank 0 raised an alarm in the new run, and looked for a heartbeat."""
+    ranks = make(2, timeout_s=20.0, exits=False)
+    is_there = monkeypatch.setattr
+    ranks.start((0, 1))
+    ranks.all[1].fail(ConfigError("seed=x"))
+    ranks.wait_until(lambda: ranks.all[0]._diagnosis is not None)
+    ranks.all[1].stop()
+    is_there(ranks.all[0]._exchange, "_has_no_process", lambda last_heartbeat: True)
+    ranks.wait_until(lambda: ranks.all[0]._exchange._gone.get(1) is not None)
+    ranks.all[0].join_run("r")
+    ranks.wait_until(lambda: not ranks.all[0]._exchange.is_moving)
+    assert ranks.all[0]._exchange._gone.get(1) is None
+    ranks.time.advance(5.0)
+    assert ranks.all[0]._thread.is_alive()
+    assert not ranks.all[0]._exchange.is_alarmed
+
+
+def test_an_alarm_that_did_not_reach_the_store_is_raised_when_it_answers_again(make):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    ranks.all[1]._exchange.alarm()
+    ranks.wait_until(lambda: ranks.all[1]._exchange.is_lost)
+    assert ranks.store.values["watch/alarms"] == b"0"
+    ranks.store.is_gone = False
+    ranks.wait_until(lambda: ranks.store.values["watch/alarms"] == b"1")
+
+
+def test_the_store_is_asked_less_and_less_often_while_it_does_not_answer_and_no_more_after_the_end(make):
+    asked_s: list[float] = []
+    ranks = make(2)
+
+    def connect() -> HeartbeatStore:
+        asked_s.append(ranks.time.now_s)
+        raise ConnectionError("Connection refused")
+
+    ranks.all[0]._exchange._connect = connect
+    ranks.begin(ranks.all[0])
+    ranks.wait_until(lambda: len(asked_s) == 6)
+    assert asked_s == [0.0, 0.5, 1.5, 3.5, 7.5, 11.5]
+    ranks.stop()
+    assert not ranks.all[0]._exchange._thread.is_alive()
+
+
+def publish(store: MadeUpStore, last_heartbeat: RankHeartbeat) -> None:
+    store.set(f"watch/heartbeat/{last_heartbeat.rank}", last_heartbeat.pack().decode())

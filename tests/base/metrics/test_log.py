@@ -1,0 +1,76 @@
+"""Who is heard: everything of rank 0, warnings of the others with their rank; what a host set up is left alone."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.base.metrics.log import LOGGER_NAME, configure_logging
+from spmd_worker.model_config.model_config import model_config_of
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 90,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def say_all(rank: int, world_size: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    configure_logging(rank, world_size)
+    logger = logging.getLogger(f"{LOGGER_NAME}.worker.worker")
+    logger.debug("a detail")
+    logger.info("loaded %d tensors", 38)
+    logger.warning("memory is short")
+    logger.error("it is gone")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_rank_0_says_everything_but_details_and_no_tag(capsys: pytest.CaptureFixture[str]):
+    expected = ["INFO loaded 38 tensors", "WARNING memory is short", "ERROR it is gone"]
+    assert say_all(0, 1, capsys) == expected
+    assert say_all(0, 4, capsys) == expected
+
+
+def test_another_rank_says_warnings_and_worse_with_its_tag(capsys: pytest.CaptureFixture[str]):
+    assert say_all(3, 4, capsys) == ["[rank 3] WARNING memory is short", "[rank 3] ERROR it is gone"]
+
+
+@pytest.mark.parametrize(("rank", "num_lines"), [(0, 1), (3, 0)])
+def test_what_all_ranks_read_rank_0_says_for_them(capsys: pytest.CaptureFixture[str], rank: int, num_lines: int):
+    configure_logging(rank, 4)
+    model_config_of({"architectures": ["LlamaForCausalLM"], **SIZES, "dtype": "float8"}, Path("config.json"))
+    assert capsys.readouterr().err.count("takes float32") == num_lines
+    # Negative control: a line that is not marked.
+    logging.getLogger(f"{LOGGER_NAME}.model_config").warning("takes float32")
+    assert capsys.readouterr().err.count("takes float32") == 1
+
+
+def test_configuring_again_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]):
+    configure_logging(0, 1)
+    assert len(say_all(0, 1, capsys)) == 3
+
+
+def test_the_hosts_own_logging_is_left_alone(capsys: pytest.CaptureFixture[str]):
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level, logging.getLogger("torch").level)
+    configure_logging(1, 2)
+    assert (list(root.handlers), root.level, logging.getLogger("torch").level) == before
+    seen: list[str] = []
+
+    class Host(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    handler = Host()
+    root.addHandler(handler)
+    try:
+        logging.getLogger(f"{LOGGER_NAME}.engine").warning("ours")
+        logging.getLogger("host").warning("theirs")
+    finally:
+        root.removeHandler(handler)
+    assert seen == ["theirs"]
+    assert "[rank 1] WARNING ours" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""Outputs that travelled are what they were: types, order and the last bit."""
+
+import math
+
+from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
+from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
+
+LOGPROBS = [{7: Logprob(-0.1, 2, " a"), 3: Logprob(1e-300, 1, None)}, {3: Logprob(-math.inf, 9, "\ud83d")}]
+
+
+def test_outputs_are_equal_after_travelling():
+    outputs = {
+        5: RequestOutput(
+            "5",
+            "a prompt\u2028 of \U0001f600",
+            [1, 2, 3],
+            [
+                CompletionOutput(0, "text", [7, 3], -1.25, LOGPROBS, "stop", "\n"),
+                CompletionOutput(1, "", [4], None, None, "length", 4),
+            ],
+            finished=True,
+            prompt_logprobs=[None, *LOGPROBS],
+            num_cached_tokens=16,
+        ),
+        0: RequestOutput("0", None, [], finished=True, error="refused"),
+    }
+    decoded = decode_outputs(encode_outputs(outputs))
+    assert decoded == outputs
+    assert list(decoded) == [5, 0]
+    completion = decoded[5].outputs[0]
+    assert completion.logprobs is not None
+    assert list(completion.logprobs[0]) == [7, 3]
+    assert isinstance(completion.logprobs[0][7], Logprob)
+    assert math.copysign(1.0, completion.logprobs[1][3].logprob) == -1.0
+
+
+def test_no_outputs_travel_too():
+    assert decode_outputs(encode_outputs({})) == {}

@@ -1,0 +1,306 @@
+"""Chat rows with tools and response formats: hand-written answers of every family as lines of a batch, and a job whose
+model, of random weights, has to answer in form.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_checkpoints import write_chat_model
+from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+from content_templates import WALKING
+from jobs_of_rows import answers_of_job, openai_row
+from openai.types.chat import ChatCompletion
+from pydantic import TypeAdapter
+from tokenizer_folders import write_byte_level
+from transformers import PreTrainedTokenizerFast
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.row import EncodedRow, RowError
+from spmd_worker.frontends.openai.row_parser import parse_row, resolve
+from spmd_worker.frontends.openai.row_writer import format_result
+from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+PARSER = TypeAdapter(ChatCompletion)
+USER = [{"role": "user", "content": "hello"}]
+NAMED = {"type": "function", "function": {"name": "add"}}
+EOS = 1
+
+
+class Chat:
+    """The two ends of a row, without a model: `answers` writes the line of an answer with this text."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.tokenizer = Tokenizer.open(write_chat_tokenizer(folder, name))
+        self.format = chat_format_of("auto", "auto", self.tokenizer.chat_template_source)
+
+    def row(self, custom_id: str = "a", **body: Any) -> EncodedRow | RowError:
+        body = {"messages": USER, "max_tokens": 100, **body}
+        row = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        parsed = parse_row(0, json.dumps(row).encode(), SamplingParams())
+        if isinstance(parsed, RowError):
+            return parsed
+        limits = RequestLimits(self.tokenizer.vocab_size, 65536, has_tokenizer=True)
+        return resolve(parsed, self.tokenizer, limits, RowLimits(), self.format)
+
+    def completion(self, text: str, index: int = 0) -> CompletionOutput:
+        token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), EOS]
+        shown = self.tokenizer.decode(token_ids[:-1])
+        return CompletionOutput(index, shown, token_ids, finish_reason="stop")
+
+    def answer(self, row: EncodedRow, *completions: CompletionOutput) -> ChatCompletion:
+        prompt = list(row.prompt_token_ids)
+        line = format_result(row, RequestOutput("0", row.prompt, prompt, list(completions), finished=True), "m")
+        return PARSER.validate_python(json.loads(line)["response"]["body"], strict=True)
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_a_call_written_by_hand_comes_back_as_openai_has_it(name: str, tmp_path: Path):
+    chat = Chat(tmp_path, name)
+    text = CHAT_MODELS[name].call
+    row = chat.row(tools=TOOLS, n=2)
+    assert isinstance(row, EncodedRow), row
+    assert '"add"' in (row.prompt or "")
+    first, second = chat.answer(row, chat.completion(text), chat.completion(text, 1)).choices
+    for choice in (first, second):
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (call,) = choice.message.tool_calls or ()
+        assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
+        assert re.fullmatch(r"[0-9a-f]{9}" if "mistral" in name else r"call_[0-9a-f]{24}", call.id)
+    reasons = {"harmony": "I add.", "hermes with reasoning": "hm, a < b", "mistral with names": "so"}
+    assert getattr(first.message, "reasoning_content", None) == reasons.get(name)
+    # Ids say whose call it is, and nothing else.
+    assert first.message.tool_calls[0].id != second.message.tool_calls[0].id
+    assert chat.answer(row, chat.completion(text)).choices[0].message == first.message
+    other = chat.answer(replace(row, custom_id="b"), chat.completion(text)).choices[0].message
+    assert other.tool_calls[0].id != first.message.tool_calls[0].id
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_what_breaks_a_call_or_is_not_asked_for_stays_content(name: str, tmp_path: Path):
+    chat = Chat(tmp_path, name)
+    text = CHAT_MODELS[name].call
+    broken = text.replace('{"a": 1}', '{"a": 1')
+    row = chat.row(tools=TOOLS)
+    assert isinstance(row, EncodedRow), row
+    (choice,) = chat.answer(row, chat.completion(broken)).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert '{"a": 1' in (choice.message.content or "")
+    assert text.endswith((choice.message.content or "").replace('{"a": 1', '{"a": 1}'))
+    for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        row = chat.row(**body)
+        assert isinstance(row, EncodedRow), row
+        (choice,) = chat.answer(row, chat.completion(text)).choices
+        assert choice.message.tool_calls is None
+        assert '"a": 1' in (choice.message.content or "")
+
+
+def test_an_answer_that_is_cut_off_has_no_call_that_was_not_whole(tmp_path: Path):
+    chat = Chat(tmp_path, "mistral")
+    row = chat.row(tools=TOOLS, stop=["}"])
+    assert isinstance(row, EncodedRow), row
+    whole = chat.completion(CHAT_MODELS["mistral"].call)
+    stopped = replace(whole, text=whole.text.partition("}")[0], stop_reason="}")
+    (choice,) = chat.answer(row, stopped).choices
+    # The special token is shown, because it was no call.
+    assert choice.message.content == '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1'
+    (choice,) = chat.answer(row, replace(whole, finish_reason="length", stop_reason=None)).choices
+    assert choice.finish_reason == "length"
+
+
+def test_what_is_special_and_no_marker_stays_out_of_the_content(tmp_path: Path):
+    chat = Chat(tmp_path, "mistral")
+    row = chat.row(tools=TOOLS)
+    assert isinstance(row, EncodedRow), row
+    (choice,) = chat.answer(row, chat.completion("<|im_start|>hello</s> x")).choices
+    assert choice.message.content == "hello x"
+
+
+def test_tools_that_the_template_does_not_read_are_an_error_row(tmp_path: Path):
+    chat = Chat(tmp_path, "hermes")
+    chat.format = ChatFormat()
+    row = chat.row(tools=TOOLS)
+    assert isinstance(row, RowError)
+    assert (row.code, row.message[:43]) == ("tools_unsupported", "the model's chat template does not read too")
+    row = chat.row(tools=TOOLS, chat_template_kwargs={"tools": []})
+    assert isinstance(row, RowError)
+    assert row.code == "conflicting_keys"
+    many = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(2000)]
+    chat.format = ChatFormat("hermes", "none", True)
+    row = chat.row(tools=many, tool_choice="required")
+    assert isinstance(row, RowError)
+    assert row.message.startswith("tools: grammar has ")
+    row = chat.row(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
+    assert isinstance(row, RowError)
+    assert row.message.startswith("structured_outputs and response_format both say")
+
+
+@pytest.mark.finding(number="A1")
+@pytest.mark.parametrize("shape", ["chat", "plain"])
+def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path, shape: str):
+    folder = write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"])
+    own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    limits = RequestLimits(own.vocab_size, 4096, has_tokenizer=True)
+    for texts in (["hi"], ["long " * 90], ["first", "second"]):
+        parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+        expected = theirs.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+        given: Any = [{"type": "input_text", "text": texts[0]}, *texts[1:]]
+        forms = [parts[0]["content"], given, *(texts if len(texts) == 1 else [])]
+        for content in forms:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
+            row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            line = json.dumps(row if shape == "chat" else body).encode()
+            parsed = parse_row(0, line, SamplingParams())
+            assert not isinstance(parsed, RowError), parsed
+            encoded = resolve(parsed, own, limits)
+            assert isinstance(encoded, EncodedRow), encoded
+            assert encoded.prompt == expected, content
+
+
+@pytest.mark.finding(number="A2")
+def test_tools_choose_the_template_that_is_for_them(tmp_path: Path):
+    chat = Chat(tmp_path, "hermes")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": config["chat_template"]}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    chat.tokenizer = Tokenizer.open(tmp_path)
+    chat.format = chat_format_of("auto", "auto", chat.tokenizer.chat_template_source)
+    with_tools, without = chat.row(tools=TOOLS), chat.row()
+    assert isinstance(with_tools, EncodedRow), with_tools
+    assert isinstance(without, EncodedRow), without
+    assert '"add"' in (with_tools.prompt or "")
+    assert without.prompt == "plain"
+
+
+def test_calls_that_come_back_are_objects_to_the_template(tmp_path: Path):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    row = Chat(tmp_path, "hermes").row(messages=[*USER, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert isinstance(row, EncodedRow), row
+    assert 'add{"a": 1}' in (row.prompt or "")
+
+
+# A job. The model's weights are random: what has a form has it from the sampler alone.
+
+PERSON = {
+    "type": "object",
+    "properties": {"sex": {"enum": ["f", "m"]}, "adult": {"type": "boolean"}},
+    "required": ["sex", "adult"],
+    "additionalProperties": False,
+}
+AS_PERSON = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": PERSON}}
+BODIES: dict[str, dict[str, Any]] = {
+    "required": {"tools": TOOLS, "tool_choice": "required"},
+    "one": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "n": 2},
+    "named": {"tools": TOOLS, "tool_choice": NAMED},
+    "schema": {"response_format": AS_PERSON},
+    "schema or call": {"response_format": AS_PERSON, "tools": TOOLS, "parallel_tool_calls": False},
+    "object": {"response_format": {"type": "json_object"}},
+    "auto": {"tools": TOOLS},
+    "none": {"tools": TOOLS, "tool_choice": "none"},
+    "text": {"response_format": {"type": "text"}},
+    "bad tool": {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}]},
+    "bad schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "no"}}}},
+    "bad parameters": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}],
+        "tool_choice": "required",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat"), "hermes")
+
+
+@pytest.fixture(scope="module")
+def answers(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("job")
+    rows = [
+        openai_row(
+            f"{name} {seed}", "/v1/chat/completions", {"messages": USER, "max_tokens": 150, "seed": seed, **body}
+        )
+        for name, body in BODIES.items()
+        for seed in range(4)
+    ]
+    return {answer["custom_id"]: answer for answer in answers_of_job(folder, chat_folder, rows)}
+
+
+def choices(answers: dict[str, Any], name: str) -> Iterator[Any]:
+    for seed in range(4):
+        answer = answers[f"{name} {seed}"]
+        assert answer["error"] is None, answer
+        yield from PARSER.validate_python(answer["response"]["body"], strict=True).choices
+
+
+def is_person(value: Any) -> bool:
+    return list(value) == ["sex", "adult"] and value["sex"] in ("f", "m") and isinstance(value["adult"], bool)
+
+
+def check_call(call: Any) -> None:
+    arguments = json.loads(call.function.arguments)
+    assert list(arguments) == (["a"] if call.function.name == "add" else [])
+    assert all(type(value) is int for value in arguments.values())
+
+
+def test_a_call_that_is_required_is_made(answers: dict[str, Any]):
+    for name, most in (("required", 50), ("one", 1)):
+        ended = [choice for choice in choices(answers, name) if choice.finish_reason != "length"]
+        assert ended
+        for choice in ended:
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            assert 1 <= len(choice.message.tool_calls) <= most
+            for call in choice.message.tool_calls:
+                check_call(call)
+    assert {call.function.name for choice in choices(answers, "one") for call in choice.message.tool_calls or ()} <= {
+        *("add", "stop")
+    }
+
+
+def test_a_named_function_is_called_and_the_answer_stops(answers: dict[str, Any]):
+    ended = [choice for choice in choices(answers, "named") if choice.finish_reason != "length"]
+    assert ended
+    for choice in ended:
+        assert (choice.finish_reason, choice.message.content) == ("stop", None)
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "add"
+        check_call(call)
+
+
+def test_an_answer_has_the_schema_it_was_asked_for(answers: dict[str, Any]):
+    for choice in choices(answers, "schema"):
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert is_person(json.loads(choice.message.content))
+    for choice in choices(answers, "schema or call"):
+        if choice.finish_reason != "length":
+            assert choice.message.tool_calls or is_person(json.loads(choice.message.content))
+    for choice in choices(answers, "object"):
+        assert choice.message.content.startswith("{")
+        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+
+
+def test_without_a_form_such_a_model_makes_no_call_and_no_json(answers: dict[str, Any]):
+    """The control."""
+    for name in ("auto", "none", "text"):
+        for choice in choices(answers, name):
+            assert choice.message.tool_calls is None
+            with pytest.raises(ValueError):
+                json.loads(choice.message.content)
+
+
+def test_what_no_answer_can_have_is_an_error_row_in_words(answers: dict[str, Any]):
+    for name, code, words in (
+        ("bad tool", "invalid_value", "tools[0].function.parameters="),
+        ("bad schema", "grammar_refused", "response_format: json"),
+        ("bad parameters", "grammar_refused", "tools: grammar"),
+    ):
+        error = answers[f"{name} 0"]["error"]
+        assert (error["code"], error["message"][: len(words)]) == (code, words)

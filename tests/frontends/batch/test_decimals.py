@@ -1,0 +1,132 @@
+"""Numbers of vectors are written as numpy writes a float32 by itself, and read again from lines as JSON reads them."""
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import native_libraries
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spmd_worker.frontends.batch.output_file import parquet_row
+from spmd_worker.frontends.openai import decimals
+from spmd_worker.frontends.openai.decimals import SpelledNumbers, read_decimals, shortest_decimals, shortest_text
+from spmd_worker.native import library as native_library
+
+
+@pytest.fixture(autouse=True, params=["compiled", "numpy"])
+def speller(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of this file is of both, which are to be told apart by nothing."""
+    functions = native_libraries.native().functions if request.param == "compiled" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decimals, "loaded_function", functions.get)
+        yield
+
+
+def one_by_one(vector: list[float]) -> list[float]:
+    return [float(str(each)) for each in np.array(vector, dtype=np.float32)]
+
+
+def bits(values: list[float]) -> bytes:
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8))
+@example([0.0, -0.0, 1.0, -1.0, 0.1, -0.1, 0.3, 1e-5, 1e-13, 9.9999998e-14, 1e6, 999999.94, 16777216.0, 3.4e38, 1e-45])
+@example([0.5, 0.25, 2.0**-20, 2.0**-40, 2.0**19, 2.0**20, 0.49999997, 9.99999e-05, 0.001, 0.00099999999])
+@settings(max_examples=50)
+def test_any_float32_is_spelled_as_by_itself(vector: list[float]):
+    assert bits(shortest_decimals(vector)) == bits(one_by_one(vector))
+    assert shortest_text(vector) == json.dumps(one_by_one(vector))
+
+
+def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
+    chance = np.random.default_rng(5)
+    values = np.concatenate(
+        [
+            chance.standard_normal(6000) * 0.05,
+            chance.standard_normal(2000) * 10.0 ** chance.integers(-14, 8, 2000),
+            # Of few digits, and their neighbours.
+            np.round(chance.standard_normal(1000), 3),
+            np.nextafter(np.round(chance.standard_normal(1000), 4).astype(np.float32), np.float32(9)),
+        ]
+    ).astype(np.float32)
+    assert bits(shortest_decimals(values.tolist())) == bits(one_by_one(values.tolist()))
+    assert shortest_text(values.tolist()) == json.dumps(one_by_one(values.tolist()))
+    finite = chance.integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+    finite = finite[np.isfinite(finite)]
+    assert shortest_text(finite.tolist()) == json.dumps(one_by_one(finite.tolist()))
+    # The control: as many digits for all is another spelling.
+    assert [float(f"{each:.9g}") for each in values[:6000]] != one_by_one(values[:6000].tolist())
+
+
+def test_decimals_are_read_to_the_last_bit_and_only_where_there_are_as_many_as_asked_for():
+    chance = np.random.default_rng(7)
+    values = chance.integers(0, 2**32, 5000, dtype=np.uint32).view(np.float32)
+    values = values[np.isfinite(values)]
+    text = shortest_text(values.tolist())[1:-1].encode("ascii")
+    numbers = read_decimals(text, len(values))
+    assert numbers is not None
+    assert numbers.tobytes() == values.tobytes()
+    assert read_decimals(text, len(values) + 1) is None
+    assert read_decimals(text, len(values) - 1) is None
+    neighbour = np.nextafter(values[:1], np.float32(0))
+    assert read_decimals(shortest_text(neighbour.tolist())[1:-1].encode(), 1) != values[:1], "the control"
+
+
+def test_what_is_no_finite_number_is_left_to_numpy():
+    assert shortest_text([1.0, float("inf"), float("nan")]) == "[1.0, inf, nan]"
+
+
+def test_functions_are_those_of_the_library_that_is_loaded_and_nothing_is_built_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    own, built = native_libraries.native(), []
+    monkeypatch.setattr(native_library, "build", lambda architecture: built.append(architecture) or "no compiler")
+    names = ("spell_decimals", "read_decimals")
+    assert [native_library.loaded_function(name) for name in names] == [own.functions[name] for name in names]
+    # That of an older compiler has none, as the sources say.
+    assert native_library.loaded_function("no such function") is None
+    monkeypatch.setattr(native_library, "_LIBRARIES", {})
+    assert native_library.loaded_function("spell_decimals") is None
+    assert built == []
+    # Asked for in vain.
+    assert native_library.native_library() == "no compiler"
+    assert native_library.loaded_function("spell_decimals") is None
+
+
+def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():
+    chance = np.random.default_rng(6)
+    vectors = (chance.standard_normal((4, 6)) * 10.0 ** chance.integers(-9, 3, (4, 6))).astype(np.float32)
+    usage = {"prompt_tokens": 3, "total_tokens": 3}
+    for vector in vectors:
+        numbers = shortest_decimals(vector.tolist())
+        data: list[Any] = [{"object": "embedding", "index": 0, "embedding": numbers}]
+        shapes = (
+            {"custom_id": '"embedding": [1]', "index": 7, "embedding": numbers, "usage": usage, "error": None},
+            {"custom_id": "a", "response": {"body": {"data": data, "usage": usage}}, "error": None},
+        )
+        for answer in shapes:
+            line = f"{json.dumps(answer)}\n".encode()
+            row = parquet_row(7, line, ("embedding", 6))
+            assert np.array(row["embedding"], dtype=np.float32).tobytes() == vector.tobytes()
+            assert (row["json"], row["custom_id"]) == (line.decode().rstrip(), answer["custom_id"])
+            assert row["prompt_tokens"] == 3
+            # Of another length, or several of them, there is none; without the column nothing is cut.
+            assert parquet_row(7, line, ("embedding", 5))["embedding"] is None
+            assert "embedding" not in parquet_row(7, line)
+        two = {"custom_id": "a", "response": {"body": {"data": data * 2, "usage": usage}}, "error": None}
+        assert parquet_row(7, json.dumps(two).encode(), ("embedding", 6))["embedding"] is None
+
+
+def test_the_numbers_of_a_line_stand_where_their_marks_were_unless_a_row_has_the_mark_too():
+    vectors = [[0.25, -0.125], [1e-7]]
+    for name, fills in (("a", True), ("\0numbers", True), ("\0numbers\0", False)):
+        numbers = SpelledNumbers()
+        marked = {"custom_id": name, "data": [numbers.mark(each) for each in vectors], "end": 1}
+        filled = numbers.fill(json.dumps(marked).encode())
+        assert filled == (json.dumps({**marked, "data": vectors}).encode() if fills else None)
+    assert SpelledNumbers().fill(b"{}") == b"{}"

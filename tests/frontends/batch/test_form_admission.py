@@ -1,0 +1,178 @@
+"""Rows are admitted until forms of so many bytes were compiled for them: then a step is due, and the others follow."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.engine import between_steps
+from spmd_worker.engine.between_steps import Turn
+from spmd_worker.frontends.batch import shared_job
+from spmd_worker.frontends.batch.job import _admit
+from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
+from spmd_worker.frontends.batch.shared_job import ReplicaWork
+from spmd_worker.frontends.openai.row import RowError
+from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+FORM_BYTES = MOST_FORM_BYTES // 4
+
+
+class Runner:
+    """Takes rows, of which each has a form of `form_bytes`; a step answers them all. `refuses`: none is taken."""
+
+    def __init__(self, form_bytes: int, refuses: bool = False) -> None:
+        self.num_form_bytes, self.form_bytes, self.refuses = 0, form_bytes, refuses
+        self.admitted: list[Any] = []
+        self.steps: list[int] = []
+        self.num_requests = self.num_rows = self.num_sequences = 0
+
+    def admit(self, row: Any) -> Any:
+        self.num_form_bytes += self.form_bytes
+        self.admitted.append(row)
+        self.num_rows += not self.refuses
+        return SimpleNamespace(num_output_tokens=0) if self.refuses else None
+
+    def step(self) -> list[Any]:
+        self.steps.append(self.num_rows)
+        self.num_rows = 0
+        return []
+
+
+class Rows:
+    def __init__(self, num_rows: int) -> None:
+        self._rows = [SimpleNamespace(row=number) for number in range(num_rows)]
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._rows
+
+    def next_row(self) -> Any:
+        return self._rows.pop(0)
+
+
+@pytest.mark.parametrize(("form_bytes", "counts"), [(FORM_BYTES, [4, 4, 2]), (0, [10, 0, 0])])
+def test_a_job_takes_some_forms_between_two_steps(form_bytes: int, counts: list[int]):
+    rows, runner, found = Rows(10), Runner(form_bytes), []
+    for _ in counts:
+        before = len(runner.admitted)
+        _admit(rows, runner, SimpleNamespace(), 100, Turn(1e9))  # type: ignore[arg-type]  # what is asked of them
+        found.append(len(runner.admitted) - before)
+    assert found == counts
+    assert runner.admitted == list(range(10))
+
+
+def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: int = 1) -> ReplicaWork:
+    """Of a replica that draws so many chunks of ten rows, and then is told that there are no more."""
+    monkeypatch.setattr(shared_job, "RowRunner", lambda engine, name: runner)
+    monkeypatch.setattr(shared_job, "num_wanted", lambda engine, num_unfinished: 1)
+    chunks = [[NumberedLine(index, b'{"prompt": "a"}') for index in range(10)] for _ in range(num_chunks)]
+    drawer = SimpleNamespace(has_ended=False)
+
+    def draw() -> list[NumberedLine]:
+        drawer.has_ended = not chunks
+        return chunks.pop() if chunks else []
+
+    drawer.draw = draw
+    engine: Any = SimpleNamespace(
+        default_sampling=SamplingParams(),
+        config=SimpleNamespace(limits=RowLimits(), executor=SimpleNamespace(timeout_s=1e9)),
+        counters=SimpleNamespace(num_output_tokens=0),
+        channel=SimpleNamespace(size=1),
+        close_followers=lambda: None,
+    )
+    round_: Any = SimpleNamespace(send_heartbeat=lambda: False, count=lambda number: None)
+    return ReplicaWork(engine, round_, drawer, "model", lambda answers: None)  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.parametrize(("form_bytes", "steps"), [(FORM_BYTES, [4, 4, 2]), (0, [10])])
+def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, form_bytes: int, steps: list[int]
+):
+    runner = Runner(form_bytes)
+    work = replica_work(monkeypatch, runner)
+    while not work.has_ended:
+        work.advance()
+    assert runner.steps == steps
+    assert [row.index for row in runner.admitted] == list(range(10))
+
+
+def test_a_replica_pauses_only_where_it_was_given_no_row(monkeypatch: pytest.MonkeyPatch):
+    """It paused after each chunk whose rows were all refused, also with more of it to admit."""
+    runner, num_admitted_at_pauses = Runner(FORM_BYTES, refuses=True), []
+
+    def sleep(seconds: float) -> None:
+        num_admitted_at_pauses.append(len(runner.admitted))
+
+    monkeypatch.setattr(shared_job, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    work = replica_work(monkeypatch, runner, num_chunks=2)
+    num_turns = 0
+    while not work.has_ended:
+        work.advance()
+        num_turns += 1
+    # Of each chunk four rows, four, two; then it is told that there are no more.
+    assert (len(runner.admitted), num_turns, num_admitted_at_pauses) == (20, 7, [])
+    assert work.counts.rows == 20
+    # Negative control: with nothing drawn, and more to come, it pauses.
+    drawer: Any = work._drawer
+    work.has_ended = drawer.has_ended = False
+    drawer.draw = list
+    work.advance()
+    assert num_admitted_at_pauses == [20]
+
+
+class SlowRows:
+    """Rows that are all refused; each takes `row_s` of a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_rows: int, row_s: float) -> None:
+        self.now_s, self.row_s, self.num_left = 0.0, row_s, num_rows
+        monkeypatch.setattr(between_steps, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.num_left
+
+    def next_row(self) -> Any:
+        self.now_s += self.row_s
+        self.num_left -= 1
+        return InputRow(b"", RowError(self.num_left, None, "plain", "prompt_too_long", ""))
+
+
+@pytest.mark.finding(number="B1")
+@pytest.mark.parametrize(("timeout_s", "counts"), [(300.0, [4, 4, 2]), (2.0, [1, 1, 1])])
+def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s: float, counts: list[int]):
+    """420 rows that took a second each were all looked at before the next step, for which the other ranks waited."""
+    rows, found, taken = SlowRows(monkeypatch, 10, 0.3), [], []
+    output: Any = SimpleNamespace(take=taken.append)
+    for _ in counts:
+        before = rows.num_left
+        _admit(rows, Runner(0), output, 512, Turn(timeout_s))  # type: ignore[arg-type]  # as above
+        found.append(before - rows.num_left)
+    assert found == counts
+    assert len(taken) == sum(counts)
+
+
+@pytest.mark.finding(number="B1")
+def test_a_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
+    rows, refused = SlowRows(monkeypatch, 10, 0.3), []
+    window, turn = RowWindow(rows, refused.append), Turn(300.0)
+    window.read_on(lambda: turn.is_over)
+    assert len(refused) == 4
+
+
+@pytest.mark.finding(number="B1")
+def test_a_replica_admits_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
+    runner, rows = Runner(0), SlowRows(monkeypatch, 0, 0.3)
+
+    def admit(row: Any) -> None:
+        rows.now_s += rows.row_s
+        runner.num_rows += 1
+
+    monkeypatch.setattr(runner, "admit", admit)
+    work = replica_work(monkeypatch, runner)
+    work._last_step_s = 0.0
+    while not work.has_ended:
+        work.advance()
+    assert runner.steps == [4, 4, 2]

@@ -1,0 +1,336 @@
+import gzip
+import json
+import os
+import sys
+import tracemalloc
+from types import SimpleNamespace
+
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.input import input_files, row_reader
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.openai.row import RowError
+from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+ROWS = [{"prompt": f"row {number} é"} for number in range(5)]
+CONTENT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+
+
+def rows_of(name):
+    return [json.loads(line) for _, line in RowReader.of(str(name))]
+
+
+def test_compressed_files_are_read_as_what_they_hold(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(CONTENT))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(CONTENT))
+    assert rows_of(tmp_path / "a.jsonl.gz") == rows_of(tmp_path / "a.jsonl.zst") == ROWS
+    assert RowReader.of(str(tmp_path / "a.jsonl.zst")).count() == 5
+
+
+def test_a_compressed_file_may_have_several_parts(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(CONTENT[:30]) + gzip.compress(CONTENT[30:]))
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(CONTENT[:30]) + zstandard.compress(CONTENT[30:]))
+    assert rows_of(tmp_path / "a.gz") == rows_of(tmp_path / "a.zst") == ROWS
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_large_files_of_many_pieces(tmp_path, suffix):
+    content = b"".join(json.dumps({"prompt": os.urandom(40).hex()}).encode() + b"\n" for _ in range(5000))
+    pack = gzip.compress if suffix == "gz" else zstandard.compress
+    (tmp_path / f"a.{suffix}").write_bytes(pack(content) + pack(content))
+    assert [line for _, line in RowReader.of(str(tmp_path / f"a.{suffix}"))] == (content + content).splitlines()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_file_cut_off_anywhere_is_an_error_and_never_fewer_rows(tmp_path, suffix):
+    whole = (gzip.compress if suffix == "gz" else zstandard.compress)(CONTENT)
+    path = tmp_path / f"a.{suffix}"
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(OSError, match="cut off"):
+            rows_of(path)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_file_that_is_not_compressed_is_an_error_that_says_so(tmp_path, suffix):
+    (tmp_path / f"a.{suffix}").write_bytes(CONTENT)
+    with pytest.raises(OSError, match="is damaged"):
+        rows_of(tmp_path / f"a.{suffix}")
+
+
+def test_a_pattern_reads_all_files_in_order_of_their_names_and_numbers_rows_on(tmp_path):
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf"3"\n"4"')
+    (tmp_path / "a.jsonl").write_bytes(b'"0"\n\n"1"')
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'"2"'))
+    (tmp_path / "c.jsonl").mkdir()
+    reader = RowReader.of(str(tmp_path / "*.jsonl*"))
+    assert list(reader) == [(0, b'"0"'), (1, b'"1"'), (2, b'"2"'), (3, b'"3"'), (4, b'"4"')]
+    assert reader.count() == 5
+
+
+def test_a_name_with_brackets_is_a_file_where_there_is_one(tmp_path):
+    (tmp_path / "a[1].jsonl").write_bytes(b"0")
+    assert list(RowReader.of(str(tmp_path / "a[1].jsonl"))) == [(0, b"0")]
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="matches no file"):
+        RowReader.of(str(tmp_path / "*.jsonl"))
+    with pytest.raises(ConfigError, match="is not a file"):
+        RowReader.of(str(tmp_path))
+
+
+def test_parquet_rows_are_objects_without_what_is_null(tmp_path):
+    rows = [
+        {"prompt": "é", "max_tokens": 3, "logit_bias": None, "stop": ["a"]},
+        {"prompt": None, "messages": [{"role": "user", "content": "x", "name": None}], "temperature": 0.5},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows + [{"messages": None}] * 2), tmp_path / "a.parquet")
+    # The columns are those of the first row: a table has one schema.
+    assert rows_of(tmp_path / "a.parquet")[0] == {"prompt": "é", "max_tokens": 3, "stop": ["a"]}
+    schema = pyarrow.schema(
+        {
+            "prompt": pyarrow.large_string(),
+            "messages": pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "name": pyarrow.string()})),
+            "temperature": pyarrow.float32(),
+        }
+    )
+    table = pyarrow.Table.from_pylist(
+        [{"messages": [{"role": "user"}, None], "temperature": 0.5}, {"prompt": "x"}], schema=schema
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=1)
+    assert rows_of(tmp_path / "b.parquet") == [
+        {"messages": [{"role": "user"}, None], "temperature": 0.5},
+        {"prompt": "x"},
+    ]
+    assert RowReader.of(str(tmp_path / "*.parquet")).count() == 6
+
+
+FRAME = pandas.DataFrame({"prompt": ["a", "b", "c", "d"], "max_tokens": [1, 2, 3, 4]})
+FILTERED = FRAME[FRAME.max_tokens != 2]
+LEFT = [{"prompt": prompt, "max_tokens": number} for prompt, number in (("a", 1), ("c", 3), ("d", 4))]
+
+
+@pytest.mark.finding(number="D13")
+@pytest.mark.parametrize(
+    ("frame", "options", "rows"),
+    [
+        (FILTERED, {}, LEFT),
+        (FILTERED, {"row_group_size": 2}, LEFT),
+        (FILTERED.set_index(pandas.Index([5, 6, 7], name="row")), {}, LEFT),
+        (FILTERED.set_index(pandas.date_range("2024-01-01", periods=3)), {}, LEFT),
+        (FILTERED.set_index([pandas.Index([3, 1, 2]), pandas.Index(list("xyz"), name="k")]), {}, LEFT),
+        # Its name is a row's key.
+        (FILTERED.set_index("prompt"), {}, LEFT),
+        (FRAME[FRAME.max_tokens > 9], {}, []),
+        (pandas.DataFrame(), {}, []),
+        # pandas makes floats of whole numbers with nulls.
+        (
+            pandas.DataFrame({"prompt": ["a", "b"], "max_tokens": [5, None], "temperature": [None, 0.5]}),
+            {"index": True},
+            [{"prompt": "a", "max_tokens": 5}, {"prompt": "b", "temperature": 0.5}],
+        ),
+        (
+            pandas.DataFrame({"prompt": pandas.Categorical(["a", "b"]), "stop": [["x"], None]}, index=[4, 9]),
+            {},
+            [{"prompt": "a", "stop": ["x"]}, {"prompt": "b"}],
+        ),
+    ],
+)
+def test_frames_of_pandas_are_rows_without_their_index(tmp_path, frame, options, rows):
+    frame.to_parquet(tmp_path / "a.parquet", **options)
+    assert rows_of(tmp_path / "a.parquet") == rows
+    for _, line in RowReader.of(str(tmp_path / "a.parquet")):
+        assert not isinstance(parse_row(0, line, SamplingParams()), RowError)
+
+
+@pytest.mark.finding(number="D13")
+def test_columns_beside_a_frames_index_are_keys(tmp_path, caplog):
+    """As in JSONL: one that no row has is an error row; and what is left out is said once."""
+    FILTERED.assign(topic="x").to_parquet(tmp_path / "a.parquet")
+    with caplog.at_level("INFO", logger="spmd_worker"):
+        lines = [line for _, line in RowReader.of(str(tmp_path / "a.parquet"))]
+    assert [message.count("__index_level_0__: the index of a pandas frame") for message in caplog.messages] == [1]
+    for line in lines:
+        error = parse_row(0, line, SamplingParams())
+        assert isinstance(error, RowError)
+        assert error.message.startswith("unknown key 'topic'")
+    # A file that pandas wrote and another program wrote anew has no word of the index.
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "__index_level_0__": [5]}), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [{"prompt": "a"}]
+
+
+@pytest.mark.finding(number="D13")
+def test_columns_of_one_name_are_refused(tmp_path):
+    """A row would have the last of them."""
+    strings = pyarrow.array(["a"])
+    inner = pyarrow.StructArray.from_arrays([strings, strings], names=["role", "role"])
+    tables = {
+        "two columns have the name 'prompt'": pyarrow.table([strings, strings], names=["prompt", "prompt"]),
+        "two fields of sampling have the name 'role'": pyarrow.table({"sampling": inner}),
+    }
+    for words, table in tables.items():
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(ConfigError, match=f"{words}: rename one"):
+            rows_of(tmp_path / "a.parquet")
+
+
+def test_columns_that_json_cannot_hold_are_refused_by_name(tmp_path):
+    table = pyarrow.table({"prompt": ["a"], "extra": pyarrow.array([{"when": b"x"}])})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"column extra.when has type binary.*cast it"):
+        rows_of(tmp_path / "a.parquet")
+
+
+def test_what_is_no_parquet_file_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(CONTENT)
+    with pytest.raises(ConfigError, match="is no Parquet file"):
+        rows_of(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"), [("a.zst", "zstandard", "zstd"), ("a.parquet", "pyarrow", "parquet")]
+)
+def test_without_its_package_a_format_is_refused_with_the_way_to_get_it(tmp_path, monkeypatch, name, package, extra):
+    (tmp_path / name).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"job.input=.*{name} needs {package}.*spmd-worker\[{extra}\]"):
+        rows_of(tmp_path / name)
+
+
+def dictionary_of(text, num_rows):
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num_rows, pyarrow.int32()), [text])
+
+
+def peak_bytes_of(path, num_rows, **limits):
+    """Of Python's objects and pyarrow's buffers, while the first rows are read."""
+    tracemalloc.start()
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for _, _ in zip(range(num_rows), RowReader((path,), **limits)):
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak + most
+
+
+TEXT = "x" * 100_000
+
+
+@pytest.mark.parametrize("shape", ["text", "list", "struct"])
+def test_a_text_that_a_dictionary_repeats_takes_the_memory_of_a_few_rows(tmp_path, monkeypatch, shape):
+    """1,000 rows of 100 kB in a file of some hundred bytes: a batch of them would be 100 MB."""
+    column = dictionary_of(TEXT, 1000)
+    if shape == "list":
+        column = pyarrow.ListArray.from_arrays(list(range(1001)), column)
+    if shape == "struct":
+        column = pyarrow.StructArray.from_arrays([column], ["content"])
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 5_000
+    assert peak_bytes_of(tmp_path / "a.parquet", 50) < 8 << 20
+    index, line = next(iter(RowReader((tmp_path / "a.parquet",))))
+    expected = {"text": TEXT, "list": [TEXT], "struct": {"content": TEXT}}[shape]
+    assert (index, json.loads(line)) == (0, {"prompt": expected})
+    # Negative control.
+    monkeypatch.setattr(input_files.ParquetRows, "_size_of", lambda self, batch: 0)
+    assert peak_bytes_of(tmp_path / "a.parquet", 50) > 50 << 20
+
+
+def test_a_row_that_is_longer_than_a_line_may_be_is_never_put_together(tmp_path):
+    """One row of 100,000 times the same 100 kB: 10 GB."""
+    column = pyarrow.ListArray.from_arrays([0, 1, 100_000], dictionary_of(TEXT, 100_000))
+    pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
+    assert peak_bytes_of(tmp_path / "a.parquet", 2) < 64 << 20
+    lines = [line for _, line in RowReader((tmp_path / "a.parquet",), max_line_bytes=1 << 20)]
+    assert json.loads(lines[0]) == {"stop": [TEXT]}
+    assert lines[1] == b" " * ((1 << 20) + 1)
+
+
+def test_rows_of_more_values_than_a_line_has_bytes_are_refused_before_they_are_read(tmp_path):
+    column = pyarrow.ListArray.from_arrays([0, 5000], pyarrow.array([1] * 5000, pyarrow.int8()))
+    pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
+    reader = RowReader((tmp_path / "a.parquet",), max_line_bytes=4000)
+    with pytest.raises(ConfigError, match=r"row group 0 has 5,000 values in 1 rows.*limits.max_line_bytes=4,000"):
+        list(reader)
+
+
+def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
+    texts = [f"{number:06}" + "x" * 100_000 for number in range(200)]
+    table = pyarrow.table({"prompt": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=1)
+    assert peak_bytes_of(tmp_path / "a.parquet", 200) < 12 << 20
+    assert [json.loads(line)["prompt"] for _, line in RowReader((tmp_path / "a.parquet",))] == texts
+    # Negative control: kept in dictionaries they grow with the group.
+    monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 30)
+    assert peak_bytes_of(tmp_path / "a.parquet", 200) > 20 << 20
+
+
+def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatch):
+    texts = [f"{number:06}" + "x" * 100_000 for number in range(100)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), tmp_path / "a.parquet", use_dictionary=False)
+    reader = input_files.ParquetRows(tmp_path / "a.parquet", 1 << 20)
+    says = SimpleNamespace(num_columns=0, num_rows=100, total_byte_size=1000)
+    monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
+    reader._whole = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
+    with pytest.raises(ConfigError, match=r"row group 0 says that it has 1,000 bytes, and has more than"):
+        list(reader)
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["a small group", "row by row"])
+@pytest.mark.parametrize("shape", ["text", "list"])
+def test_a_text_that_is_not_utf_8_is_that_rows_error_alone(tmp_path, monkeypatch, shape, is_large):
+    """Writers of Parquet do not look."""
+    if is_large:
+        monkeypatch.setattr(input_files, "_GROUP_BYTES", 1)
+    texts = pyarrow.array([b"one", b"\xff\xfe", b"three"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    column = pyarrow.ListArray.from_arrays([0, 1, 2, 3], texts) if shape == "list" else texts
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "a.parquet")
+    lines = [line for _, line in RowReader((tmp_path / "a.parquet",))]
+    one, three = (["one"], ["three"]) if shape == "list" else ("one", "three")
+    assert [json.loads(lines[0]), json.loads(lines[2])] == [{"prompt": one}, {"prompt": three}]
+    row = parse_row(1, lines[1], SamplingParams(), RowLimits())
+    assert isinstance(row, RowError)
+    assert row.code == "invalid_utf8"
+
+
+def test_a_damaged_page_is_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"{number}" * 50 for number in range(100)]}), path)
+    content = bytearray(path.read_bytes())
+    content[60:200] = bytes(140)
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"parquet|[Cc]orrupt|snappy|damaged|page"):
+        list(RowReader((path,)))
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" \t\r\n", b"\r\n"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_blank_lines_are_skipped_by_the_buffer(tmp_path, monkeypatch, suffix, blank):
+    content = b"1\n" + blank * 300_000 + b" 2 \n" + blank * 70_000 + b"3\n" + blank
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    calls = []
+    bounded = row_reader._bounded_lines
+    monkeypatch.setattr(
+        row_reader, "_bounded_lines", lambda *given: (calls.append(1) or line for line in bounded(*given))
+    )
+    assert list(RowReader((path,))) == [(0, b"1"), (1, b" 2 "), (2, b"3")]
+    assert len(calls) < 2_000
+    # Negative control.
+    calls.clear()
+    monkeypatch.setattr(row_reader, "_skip_blank_lines", lambda *_: None)
+    assert list(RowReader((path,))) == [(0, b"1"), (1, b" 2 "), (2, b"3")]
+    assert len(calls) > 370_000
+
+
+def test_a_blank_line_that_is_too_long_is_a_row_among_others_that_are_none(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n" + b" " * 20 + b"\n\n" + b" " * 8 + b"\n1\n")
+    lines = [line for _, line in RowReader((tmp_path / "a.jsonl",), max_line_bytes=8)]
+    assert lines == [b" " * 9, b"1"]

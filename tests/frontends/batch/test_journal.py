@@ -1,0 +1,354 @@
+"""The journal: commits in order, torn tails at every byte, disks that fill and syncs that fail."""
+
+import linecache
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from spmd_worker.base import files
+from spmd_worker.base.errors import JournalError
+from spmd_worker.frontends.batch.run_dir import journal as journal_module
+from spmd_worker.frontends.batch.run_dir.journal import (
+    JOURNAL_NAME,
+    LINES_NAME,
+    JournalRecord,
+    RowJournal,
+    read_journal,
+)
+from spmd_worker.frontends.openai.row_answer import RowAnswer
+
+RECORD_BYTES = journal_module._RECORD_BYTES
+HEADER_BYTES = len(journal_module._HEADER)
+
+
+def answer(index: int) -> RowAnswer:
+    code = "not_json" if index % 3 == 0 else None
+    return RowAnswer(index, f'{{"index": {index}, "text": "{"x" * index}"}}\n'.encode(), code, index, index // 2, 7)
+
+
+def opened(folder: Path, commit_rows: int = 1000, **settings) -> RowJournal:
+    return RowJournal(folder, commit_rows, settings.pop("commit_s", 1e9), **settings)
+
+
+def filled(folder: Path, indices: list[int], **settings) -> None:
+    journal = opened(folder, **settings)
+    for index in indices:
+        journal.append(100 + index, answer(index))
+    journal.close()
+
+
+def test_what_was_committed_is_there_again_with_its_counts(tmp_path: Path):
+    filled(tmp_path, [2, 0, 1])
+    journal = opened(tmp_path)
+    assert [record.row for record in journal.records()] == [2, 0, 1]
+    assert [record.error_code for record in journal.records()] == [None, "not_json", None]
+    assert next(journal.records())[5:8] == (2, 1, 7)
+    assert [journal.key_of(index) for index in range(3)] == [100, 101, 102]
+    assert (journal.has(2), journal.has(3), journal.num_rows) == (True, False, 3)
+    assert list(journal.lines()) == [answer(index).line for index in range(3)]
+
+
+def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
+    """Whether Ctrl-C came in the middle of a call, after so many lines of it that are of this file or the journal's."""
+    left = num_lines
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal left
+        if frame.f_code.co_filename not in (journal_module.__file__, __file__):
+            return None
+        # Python looks for signals behind calls: not between a lock that is taken, or given back, and its block.
+        is_lock = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        left -= event == "line" and not is_lock
+        if left < 0 and not is_lock:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(former)
+    return False
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_interruption_before_any_line_of_an_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool):
+    """Control: a row that is pending before it has a place took all others with it."""
+
+    def append(journal: RowJournal, key: int, made: RowAnswer) -> None:
+        with journal._lock:
+            journal._pending.append((key, made))
+            journal._note(made.index, key, 0, len(made.line))
+
+    lost = []
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        journal = opened(folder)
+        journal.append(105, answer(5))
+        add = partial(append, journal) if is_broken else journal.append
+        is_interrupted = interrupted_after(number, partial(add, 109, answer(9)))
+        try:
+            journal.close()
+        except IndexError:
+            lost.append(number)
+            continue
+        kept = [index for index, _ in read_journal(folder)]
+        assert kept in ([5], [5, 9])
+        if not is_interrupted:
+            break
+    assert kept == [5, 9]
+    assert number > 8
+    assert bool(lost) == is_broken
+
+
+def test_lines_end_where_a_row_is_missing(tmp_path: Path):
+    filled(tmp_path, [0, 1, 3])
+    assert list(opened(tmp_path).lines()) == [answer(0).line, answer(1).line]
+
+
+def test_a_commit_comes_after_so_many_rows_or_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now_s = [0.0]
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now_s[0])
+    journal = opened(tmp_path, commit_rows=3, commit_s=5.0)
+
+    def on_disk() -> int:
+        return ((tmp_path / JOURNAL_NAME).stat().st_size - HEADER_BYTES) // RECORD_BYTES
+
+    journal.append(0, answer(0))
+    journal.append(0, answer(1))
+    assert on_disk() == 0
+    journal.append(0, answer(2))
+    assert on_disk() == 3
+    journal.append(0, answer(3))
+    now_s[0] = 4.9
+    journal.tick()
+    assert on_disk() == 3
+    now_s[0] = 5.0
+    journal.tick()
+    assert on_disk() == 4
+
+
+def test_lines_are_durable_before_the_records_that_name_them(tmp_path: Path):
+    synced: list[tuple[str, int, int]] = []
+
+    def sync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((name, (tmp_path / LINES_NAME).stat().st_size, (tmp_path / JOURNAL_NAME).stat().st_size))
+
+    journal = opened(tmp_path, sync=sync)
+    synced.clear()
+    journal.append(0, answer(0))
+    journal.commit()
+    length = len(answer(0).line)
+    assert synced == [(LINES_NAME, length, HEADER_BYTES), (JOURNAL_NAME, length, HEADER_BYTES + RECORD_BYTES)]
+
+
+def test_a_torn_record_at_every_byte_costs_its_row_and_no_other(tmp_path: Path):
+    filled(tmp_path, [0, 1, 2])
+    whole = {name: (tmp_path / name).read_bytes() for name in (LINES_NAME, JOURNAL_NAME)}
+    for cut in range(RECORD_BYTES):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / LINES_NAME).write_bytes(whole[LINES_NAME])
+        (folder / JOURNAL_NAME).write_bytes(whole[JOURNAL_NAME][: HEADER_BYTES + 2 * RECORD_BYTES + cut])
+        journal = opened(folder)
+        assert [record.row for record in journal.records()] == [0, 1]
+        assert (folder / LINES_NAME).read_bytes() == answer(0).line + answer(1).line
+        journal.append(102, answer(2))
+        journal.close()
+        assert {name: (folder / name).read_bytes() for name in whole} == whole
+
+
+@pytest.mark.parametrize("num_bytes", range(9))
+def test_a_journal_cut_within_its_header_begins_anew(tmp_path: Path, num_bytes: int):
+    filled(tmp_path, [0])
+    os.truncate(tmp_path / JOURNAL_NAME, min(num_bytes, HEADER_BYTES))
+    journal = opened(tmp_path)
+    assert list(journal.records()) == []
+    assert (tmp_path / LINES_NAME).read_bytes() == b""
+
+
+def test_a_header_that_is_zeros_was_not_on_the_disk_when_the_power_went(tmp_path: Path):
+    """The file's size may come there before its bytes; nothing can have been recorded then."""
+    (tmp_path / LINES_NAME).write_bytes(b"unfinished")
+    (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES))
+    filled(tmp_path, [0])
+    assert [row for row, _ in read_journal(tmp_path)] == [0]
+    (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES + RECORD_BYTES))
+    with pytest.raises(JournalError, match="no journal of this version"):
+        opened(tmp_path)
+
+
+def synced_names(names: list[str], interrupted_at: int = 0) -> Callable[[int], None]:
+    def sync(descriptor: int) -> None:
+        names.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if len(names) == interrupted_at:
+            raise KeyboardInterrupt
+
+    return sync
+
+
+def test_what_is_torn_is_cut_off_for_good_before_anything_is_written_and_the_records_first(tmp_path: Path):
+    """Lines that are gone while a record names them would be damage."""
+    filled(tmp_path, [0])
+    for name in (LINES_NAME, JOURNAL_NAME):
+        with open(tmp_path / name, "ab") as file:
+            file.write(b"torn")
+    names: list[str] = []
+    opened(tmp_path, sync=synced_names(names))
+    assert names == [JOURNAL_NAME, LINES_NAME]
+    opened(tmp_path, sync=synced_names(names))
+    assert names == [JOURNAL_NAME, LINES_NAME]
+
+
+def test_a_commit_that_is_interrupted_is_taken_back_for_good_the_records_first(tmp_path: Path):
+    """Killed in between, or without power, the job would have found records of lines that are not there."""
+    names: list[str] = []
+    journal = opened(tmp_path, commit_rows=1, sync=synced_names(names, interrupted_at=3))
+    with pytest.raises(KeyboardInterrupt):
+        journal.append(0, answer(0))
+    assert names == [JOURNAL_NAME, LINES_NAME, JOURNAL_NAME, JOURNAL_NAME, LINES_NAME]
+
+
+def test_names_are_durable_before_records_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names: list[str] = []
+    monkeypatch.setattr(files.os, "fsync", synced_names(names))
+    opened(tmp_path, sync=synced_names(names))
+    assert names == [JOURNAL_NAME, tmp_path.name]
+
+
+def test_lines_without_a_record_are_cut_off(tmp_path: Path):
+    filled(tmp_path, [0])
+    with open(tmp_path / LINES_NAME, "ab") as lines:
+        lines.write(answer(1).line[:7])
+    opened(tmp_path).close()
+    assert (tmp_path / LINES_NAME).read_bytes() == answer(0).line
+
+
+def test_records_before_their_lines_are_found(tmp_path: Path):
+    """Negative control: the other order of writing leaves records of lines that are not there."""
+    filled(tmp_path, [0, 1])
+    os.truncate(tmp_path / LINES_NAME, len(answer(0).line) + 3)
+    with pytest.raises(JournalError, match=r"record 1 \(row 1\) names bytes \d+ to \d+ of rows.part"):
+        opened(tmp_path)
+
+
+def test_another_file_is_no_journal(tmp_path: Path):
+    (tmp_path / JOURNAL_NAME).write_bytes(b"hello, world")
+    with pytest.raises(JournalError, match="no journal of this version"):
+        opened(tmp_path)
+    (tmp_path / JOURNAL_NAME).write_bytes(b"hey")
+    with pytest.raises(JournalError, match="is no journal: it begins with b'hey'"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("fails_at", range(2))
+def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path: Path, fails_at: int):
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == 4 + fails_at:
+            raise OSError(5, "Input/output error")
+
+    journal = opened(tmp_path, commit_rows=1, sync=sync)
+    journal.append(0, answer(0))
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.append(1, answer(1))
+    sizes = [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)]
+    # Whoever tries again, the end of the job too, is told: what was not written must not be taken for written.
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.append(2, answer(2))
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.commit()
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.close()
+    journal.close()
+    assert [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)] == sizes
+    again = opened(tmp_path)
+    assert [record.row for record in again.records()] in ([0], [0, 1])
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_interruption_in_the_middle_of_a_commit_loses_nothing_and_repeats_nothing(tmp_path: Path, at_call: int):
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        # The first is the header's.
+        if calls[0] == 1 + at_call:
+            raise KeyboardInterrupt
+
+    journal = opened(tmp_path, commit_rows=2, sync=sync)
+    journal.append(0, answer(0))
+    with pytest.raises(KeyboardInterrupt):
+        journal.append(1, answer(1))
+    journal.append(2, answer(2))
+    journal.close()
+    assert [record.row for record in opened(tmp_path).records()] == [0, 1, 2]
+    assert [row for row, _ in read_journal(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_interruption_of_the_last_commit_loses_nothing(tmp_path: Path, at_call: int):
+    """Nobody would begin it again: `close` does, and says that it was interrupted."""
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == 1 + at_call:
+            raise KeyboardInterrupt
+
+    journal = opened(tmp_path, sync=sync)
+    journal.append(0, answer(0))
+    journal.append(1, answer(1))
+    with pytest.raises(KeyboardInterrupt):
+        journal.close()
+    assert [row for row, _ in read_journal(tmp_path)] == [0, 1]
+    descriptors = os.listdir("/proc/self/fd")
+    # They are another file's by now.
+    journal.close()
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_a_disk_that_fills_is_an_error_and_what_was_committed_stays(tmp_path: Path):
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_journal import answer, opened
+from pathlib import Path
+journal = opened(Path({str(tmp_path)!r}), commit_rows=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+for index in range(1000):
+    journal.append(index, answer(index))
+"""
+    # Without its handler the signal would end the process, as the system's default is.
+    ignore = f"import signal; signal.signal({int(signal.SIGXFSZ)}, signal.SIG_IGN)\n"
+    done = subprocess.run([sys.executable, "-c", ignore + script], capture_output=True, text=True, check=False)
+    assert "OSError: [Errno 27] File too large" in done.stderr
+    records = list(opened(tmp_path).records())
+    assert len(records) > 3
+    assert [record.row for record in records] == list(range(len(records)))
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1500
+
+
+def test_a_record_is_read_as_it_was_written_and_damage_is_seen():
+    record = JournalRecord(2**63, 2**64 - 1, 2**40, 2**31, 2**32 - 1, 1, 2, 3, "prompt_too_long")
+    assert JournalRecord.unpack(record.pack()) == record
+    for place in range(RECORD_BYTES):
+        damaged = bytearray(record.pack())
+        damaged[place] ^= 1
+        assert JournalRecord.unpack(bytes(damaged)) is None

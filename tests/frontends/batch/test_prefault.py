@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import pytest
+
+from kv_cache import host_reserve
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
+from spmd_worker.frontends.batch.prefault import guess_tokens, prefault
+from spmd_worker.worker.memory import host
+
+SPEC = CacheSpec(num_layers=2, num_kv_heads=2, head_size=64, dtype_bytes=4, block_size=16)
+BLOCK_BYTES = 2 * 2 * 2 * 64 * 4 * 16
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays():
+    yield
+    reserve = host_reserve.offered()
+    if reserve is not None:
+        reserve.take(0)
+    host_reserve.offer(None)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_bytes(b"x" * 64_000)
+    return tmp_path / "rows.jsonl"
+
+
+def test_tokens_are_guessed_from_the_size_of_the_input(rows: Path):
+    assert guess_tokens([rows], shares_beginnings=True) == 16_000
+    assert guess_tokens([rows, rows], shares_beginnings=True) == 32_000
+    assert guess_tokens([rows.rename(rows.with_suffix(".gz"))], shares_beginnings=True) == 80_000
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\n\n\n", b"no end", b"{}\n"])
+def test_input_without_lines_to_compare_is_guessed_from_its_size(tmp_path: Path, content: bytes):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert guess_tokens([tmp_path / "rows.jsonl"], shares_beginnings=True) == len(content) // 4
+
+
+def test_common_beginnings_count_once_where_their_blocks_are_shared(tmp_path: Path):
+    """Ids before the prompts differ; among 100 rows are two beginnings, 4,000 and 1,000 bytes long."""
+    rows = tmp_path / "rows.jsonl"
+    prompts = ["a" * 4000 if index % 2 else "b" * 1000 for index in range(100)]
+    lines = [f'{{"custom_id": "row-{index}", "prompt": "{text} {index}"}}' for index, text in enumerate(prompts)]
+    rows.write_text("\n".join(lines) + "\n")
+    whole = guess_tokens([rows], shares_beginnings=False)
+    assert whole == rows.stat().st_size // 4
+    assert 0.01 * whole < guess_tokens([rows], shares_beginnings=True) < 0.05 * whole
+
+
+CONFIGS = {
+    "all tokens": (RunConfig(), 1000),
+    "replicas share them": (RunConfig(parallel=ParallelConfig(data_parallel_size=2)), 500),
+    "so many sequences": (RunConfig(scheduler=SchedulerConfig(max_num_seqs=10)), 10 * 16),
+    "so many blocks": (RunConfig(cache=CacheConfig(num_blocks=7)), 7),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_as_much_is_committed_as_the_job_can_use(rows: Path, name: str):
+    config, num_blocks = CONFIGS[name]
+    assert prefault(config, SPEC, [rows], 256, 1) == num_blocks * BLOCK_BYTES
+    assert host_reserve.offered() is not None
+
+
+def test_never_more_than_a_part_of_what_is_free(rows: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 8_000_000)
+    assert prefault(RunConfig(), SPEC, [rows], 256, 1) == 1_000_000
+    assert prefault(RunConfig(), SPEC, [rows], 256, 4) == 250_000
+
+
+def test_where_the_system_refuses_nothing_is_committed(rows: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("spmd_worker.frontends.batch.prefault.HostReserve", refuse)
+    assert prefault(RunConfig(), SPEC, [rows], 256, 1) == 0
+    assert host_reserve.offered() is None

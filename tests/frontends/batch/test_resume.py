@@ -1,0 +1,546 @@
+"""A job that ended goes on: what is finished is not done again, what has changed is refused. One rank, in process."""
+
+import json
+import os
+import shutil
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cut_jobs import Ended, end_after
+from ranks import REPOSITORY, CompletedRanks, run_forked, run_script
+from tools_main import tool
+
+import spmd_worker.frontends.batch.job as job_module
+from spmd_worker.base.config.schema import (
+    CacheConfig,
+    JobConfig,
+    ModelOptions,
+    RunConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
+from spmd_worker.base.errors import ConfigError, JobError
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.frontends.batch import job_rows
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.job_rows import JobInput
+from spmd_worker.frontends.batch.run_dir import journal as journal_module
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
+from spmd_worker.frontends.batch.run_dir.journal import JOURNAL_NAME, RowJournal, read_journal
+from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.tools import collect as collect_module
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.worker.worker import Worker
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+NUM_ROWS = 40
+NUM_DONE = 10
+
+
+def config_of(folder: Path, **job: Any) -> RunConfig:
+    places = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl")}
+    return RunConfig(
+        model=ModelOptions(path=str(MODEL)),
+        cache=CacheConfig(num_blocks=64),
+        sampling=SamplingConfig(max_tokens=8, temperature=0.9),
+        job=JobConfig(**{**places, "commit_rows": 1, **job}),
+        device="cpu",
+    )
+
+
+def write_rows(folder: Path) -> None:
+    rows = [{"prompt": f"add {index} 7 =", "custom_id": f"row {index}"} for index in range(NUM_ROWS)]
+    rows[5] = {"prompt": 7}
+    rows[9] = {"prompt": "again", "custom_id": "row 3"}
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    run_job(config, RankEnvironment())
+    metrics: dict[str, Any] = json.loads((run_dir(config) / "metrics.json").read_text())
+    return metrics
+
+
+def run_dir(config: RunConfig) -> Path:
+    return Path(f"{config.job.output}.run")
+
+
+def ended_job(folder: Path, num_rows: int, **job: Any) -> RunConfig:
+    write_rows(folder)
+    config = config_of(folder, **job)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, num_rows)
+        with pytest.raises(Ended):
+            run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Any]]:
+    """The output and the metrics of a job that nothing ended."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_rows(folder)
+    metrics = run(config_of(folder))
+    return (folder / "out.jsonl").read_bytes(), metrics
+
+
+def test_what_is_left_of_a_run_that_has_ended_is_never_gone_on_from(tmp_path: Path):
+    """Killed at its end, it left its journal; the next run, of another seed, was killed when it had its manifest."""
+    write_rows(tmp_path)
+    config = config_of(tmp_path, max_rows=4)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(job_module, "remove_journal", lambda folder: None)
+        run(config)
+    assert (run_dir(config) / JOURNAL_NAME).exists()
+    config, write = replace(config, seed=1), job_module.write_manifest
+
+    def write_and_end(*arguments: Any) -> None:
+        write(*arguments)
+        raise Ended
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(job_module, "write_manifest", write_and_end)
+        with pytest.raises(Ended):
+            run(config)
+    assert run(config)["resumed_rows"] == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
+def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    config = ended_job(tmp_path, num_rows)
+    assert not (tmp_path / "out.jsonl").exists()
+    asked: list[str | None] = []
+    admit_request = LLMEngine.admit_request
+
+    def noting(engine: LLMEngine, *arguments: Any, **named: Any) -> Any:
+        asked.append(named["custom_id"])
+        return admit_request(engine, *arguments, **named)
+
+    monkeypatch.setattr(LLMEngine, "admit_request", noting)
+    metrics = run(config)
+    output, expected = whole
+    assert (tmp_path / "out.jsonl").read_bytes() == output
+    assert metrics["resumed_rows"] == num_rows
+    for key in ("rows", "error_rows", "error_codes", "prompt_tokens", "output_tokens"):
+        assert metrics[key] == expected[key], key
+    # Two of the rows are none.
+    assert NUM_ROWS - num_rows - 2 <= len(asked) <= NUM_ROWS - num_rows
+
+
+def test_a_job_may_end_again_and_again(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+    for num_rows in (3, 4, 11, 30):
+        config = ended_job(tmp_path, num_rows)
+    assert run(config)["resumed_rows"] == 30
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def test_a_job_interrupted_while_it_takes_its_ranks_down_computes_nothing_again(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    """Its output is complete, but it has said that the same command goes on."""
+    write_rows(tmp_path)
+    config, shutdown = config_of(tmp_path), LLMEngine.shutdown
+
+    def shutdown_and_interrupt(engine: LLMEngine) -> None:
+        shutdown(engine)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(LLMEngine, "shutdown", shutdown_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert run(config)["resumed_rows"] == NUM_ROWS
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+    # The control: that start has ended, and another computes everything.
+    assert run(config)["resumed_rows"] == 0
+
+
+def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path):
+    write_rows(tmp_path)
+    for _ in range(2):
+        assert run(config_of(tmp_path))["resumed_rows"] == 0
+        names = sorted(path.name for path in (tmp_path / "out.jsonl.run").iterdir())
+        assert names == ["lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("seed", "sampling.temperature", "job.max_rows", "model.dtype"),
+        pytest.param("model.quantization", marks=pytest.mark.matrix),
+    ],
+)
+def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: str):
+    config = ended_job(tmp_path, 5)
+    changed = {
+        "seed": replace(config, seed=1),
+        "sampling.temperature": replace(config, sampling=SamplingConfig(max_tokens=8, temperature=0.5)),
+        "job.max_rows": replace(config, job=replace(config.job, max_rows=30)),
+        "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
+        "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
+    }[change]
+    with pytest.raises(
+        ConfigError, match=rf"^{change} is \S+, and \S+ in the run that job\.run_dir=.*job\.resume=force"
+    ):
+        run(changed)
+    # Nothing is lost by the refusal.
+    assert run(config)["resumed_rows"] == 5
+
+
+def test_force_goes_on_all_the_same_and_writes_down_what_was_overridden(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    forced = replace(config, seed=1, job=replace(config.job, resume="force"))
+    assert run(forced)["resumed_rows"] == 5
+    manifest = json.loads((run_dir(config) / MANIFEST_NAME).read_text())
+    assert manifest["overridden"] == [{"seed": [0, 1]}]
+
+
+def test_layout_memory_and_batch_sizes_may_change(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+    config = ended_job(tmp_path, 5)
+    scheduler = replace(config.scheduler, max_num_seqs=3, max_num_batched_tokens=64)
+    assert run(replace(config, cache=CacheConfig(num_blocks=32), scheduler=scheduler))["resumed_rows"] == 5
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def test_another_input_is_refused_and_so_is_a_changed_row_of_standard_input(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace('{"prompt": 7}', '{"prompt": 8}'))
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run that"):
+        run(config)
+    forced = replace(config, job=replace(config.job, resume="force"))
+    with pytest.raises(ConfigError, match=r"row 5 is not the one that was answered before"):
+        run(forced)
+
+
+def test_never_refuses_a_run_that_has_not_ended_too(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"holds a run already and job\.resume=never"):
+        run(replace(config, job=replace(config.job, resume="never")))
+
+
+def test_a_second_job_is_kept_out_of_the_run_directory(tmp_path: Path):
+    write_rows(tmp_path)
+    config = config_of(tmp_path)
+    run_dir(config).mkdir()
+    with (
+        RunLock(run_dir(config), tmp_path / "other.jsonl"),
+        pytest.raises(ConfigError, match=rf"^job.run_dir=.* belongs to a job that runs now \(process {os.getpid()}, "),
+    ):
+        run(config)
+    run(config)
+
+
+def test_too_many_error_rows_fail_again_without_anything_being_computed_again(tmp_path: Path):
+    write_rows(tmp_path)
+    config = config_of(tmp_path, max_error_rows=1)
+    for resumed_rows in (0, NUM_ROWS):
+        with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
+            run(config)
+        metrics = json.loads((run_dir(config) / "metrics.json").read_text())
+        assert metrics["resumed_rows"] == resumed_rows
+
+
+def test_damage_in_the_journal_is_told_and_loses_nothing(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    journal = run_dir(config) / JOURNAL_NAME
+    journal.write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="no journal of this version: remove the run directory to start over"):
+        run(config)
+    assert journal.read_bytes() == b"something else"
+
+
+def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
+    """Steps of an engine that has nothing to do come at once, and `action` is told how many rows had been read."""
+    made: list[JobInput] = []
+
+    class Noted(JobInput):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    step = LLMEngine.step
+
+    def noting(engine: LLMEngine) -> Any:
+        if not made[0].keys:
+            action(made[0].num_rows)
+        return step(engine)
+
+    monkeypatch.setattr(job_module, "JobInput", Noted)
+    monkeypatch.setattr(job_module, "patience_s", lambda timeout_s: 0.0)
+    monkeypatch.setattr(LLMEngine, "step", noting)
+
+
+def test_steps_are_taken_while_rows_that_were_done_are_passed(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    """The other ranks wait for them, and there may be millions of such rows."""
+    config = ended_job(tmp_path, NUM_ROWS)
+    monkeypatch.setattr(job_rows, "_PASSED_A_TURN", 8)
+    stepped_at: set[int] = set()
+    watch_idle_steps(monkeypatch, stepped_at.add)
+    assert run(config)["resumed_rows"] == NUM_ROWS
+    assert stepped_at >= {8, 16, 24, 32, 40}
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def ended_job_of_a_stream(folder: Path) -> RunConfig:
+    """Its first rows were answered."""
+    os.mkfifo(folder / "fifo")
+    write_rows(folder)
+    path = folder / "rows.jsonl"
+    thread = threading.Thread(target=(folder / "fifo").write_bytes, args=(path.read_bytes(),), daemon=True)
+    thread.start()
+    # One after another.
+    config = replace(config_of(folder, input=str(folder / "fifo")), scheduler=SchedulerConfig(max_num_seqs=1))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, NUM_DONE + 2)
+        with pytest.raises(Ended):
+            run(config)
+    thread.join()
+    return config
+
+
+def write_in_two_parts(folder: Path, pause: Callable[[], object]) -> threading.Thread:
+    """The stream again: rows that were answered, then after `pause` the others."""
+    lines = (folder / "rows.jsonl").read_text().splitlines(True)
+
+    def write() -> None:
+        with (folder / "fifo").open("w") as fifo:
+            fifo.write("".join(lines[:NUM_DONE]))
+            fifo.flush()
+            pause()
+            fifo.write("".join(lines[NUM_DONE:]))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_steps_are_taken_while_a_stream_is_silent_after_rows_that_were_done(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    config = ended_job_of_a_stream(tmp_path)
+    has_stepped, in_time = threading.Event(), []
+    watch_idle_steps(monkeypatch, lambda num_rows: has_stepped.set() if num_rows == NUM_DONE else None)
+    # What is broken takes no step before more rows come.
+    thread = write_in_two_parts(tmp_path, lambda: in_time.append(has_stepped.wait(30)))
+    assert run(config)["resumed_rows"] == NUM_DONE + 2
+    thread.join()
+    assert in_time == [True]
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def go_on_with_a_silent_stream(folder: Path, layout: str) -> CompletedRanks:
+    thread = write_in_two_parts(folder, lambda: time.sleep(21))
+    arguments = [
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"),
+        *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={folder / 'fifo'}"),
+        *(f"job.output={folder / 'out.jsonl'}", "executor.timeout_s=10", f"parallel.{layout}=2"),
+    ]
+    done = run_forked([REPOSITORY / "launch.py", *arguments], 2, timeout_s=240)
+    thread.join(timeout=0 if done.returncode else None)
+    return done
+
+
+@pytest.mark.matrix
+def test_ranks_go_on_with_a_stream_that_is_silent_for_longer_than_the_timeout(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]]
+):
+    """Both layouts at once: they wait."""
+    folders = {layout: tmp_path / layout for layout in ("data_parallel_size", "tensor_parallel_size")}
+    for folder in folders.values():
+        folder.mkdir()
+        ended_job_of_a_stream(folder)
+    with ThreadPoolExecutor() as pool:
+        started = {layout: pool.submit(go_on_with_a_silent_stream, folders[layout], layout) for layout in folders}
+    for layout, job in started.items():
+        assert job.result().returncode == 0, (layout, job.result().output)
+        assert (folders[layout] / "out.jsonl").read_bytes() == whole[0], layout
+
+
+def check_finished(text: str, whole: bytes) -> None:
+    """Of 12 rows, their lines of the whole output, in its order."""
+    lines = text.encode().splitlines(keepends=True)
+    assert len(lines) == 12
+    assert [line for line in whole.splitlines(keepends=True) if line in lines] == lines
+
+
+def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+    config = ended_job(tmp_path, 12)
+    script = ["-m", "spmd_worker.tools.collect", str(run_dir(config))]
+    done = run_script(script, timeout_s=240)
+    assert done.returncode == 0, done.output
+    check_finished(done.stdout, whole[0])
+    assert done.stderr.startswith("12 rows are finished, the last of them is row ")
+    run(config)
+    done = run_script(script, timeout_s=240)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the job has ended and its output is complete" in done.stderr
+
+
+READ_WRONGLY: dict[str, Callable[[list[tuple[int, bytes]]], list[tuple[int, bytes]]]] = {
+    "in another order": lambda rows: rows[::-1],
+    "one twice and one not": lambda rows: [rows[0], *rows[:-1]],
+    "one not": lambda rows: rows[1:],
+    "one that is no row's": lambda rows: [*rows[:-1], (rows[-1][0], rows[-1][1].replace(b'"row ', b'"row -'))],
+}
+
+
+def test_the_check_of_finished_rows_sees_rows_that_are_read_wrongly(
+    tmp_path: Path,
+    whole: tuple[bytes, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Negative control."""
+    folder, collect = run_dir(ended_job(tmp_path, 12)), tool("collect", capsys)
+    check_finished(collect(folder)[1], whole[0])
+    for how, read in READ_WRONGLY.items():
+        monkeypatch.setattr(collect_module, "read_journal", lambda folder, read=read: read([*read_journal(folder)]))
+        code, text, _ = collect(folder)
+        assert code == 0, how
+        with pytest.raises(AssertionError):
+            check_finished(text, whole[0])
+
+
+def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: a journal that writes in the other order, and ends in between."""
+    write_rows(tmp_path)
+    config = config_of(tmp_path, commit_rows=4)
+    write_all, held = journal_module._write_all, []
+
+    def records_first(descriptor: int, data: bytes) -> None:
+        is_header = data == journal_module._HEADER
+        if is_header or len(held) == 1:
+            write_all(descriptor, data)
+        if not is_header:
+            held.append(data)
+        if len(held) > 1:
+            raise Ended
+
+    with monkeypatch.context() as planted:
+        planted.setattr(journal_module, "_write_all", records_first)
+        # Who is killed does not tidy up.
+        planted.setattr(journal_module.os, "ftruncate", lambda *_: None)
+        with pytest.raises(Ended):
+            run(config)
+    with pytest.raises(ConfigError, match=r"record 0 \(row \d+\) names bytes 0 to \d+ of rows\.part"):
+        run(config)
+
+
+@pytest.mark.parametrize("fails_at", [2, 3, 4, 7])
+def test_a_sync_that_fails_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, fails_at: int
+):
+    write_rows(tmp_path)
+    config = config_of(tmp_path)
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowJournal.__init__, "__defaults__", (sync,))
+        with pytest.raises(OSError, match="Input/output error"):
+            run(config)
+    assert not (tmp_path / "out.jsonl").exists()
+    run(config)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [300, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2000, 6000, 9000))]
+)
+def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int
+):
+    """No file may be larger than so many bytes: the journal, the lines, the output at last."""
+    write_rows(tmp_path)
+    script = tmp_path / "on_a_small_disk.py"
+    source = f"""
+        import resource, signal, sys
+        import launch
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        sys.exit(launch.main())
+    """
+    arguments = [
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"),
+        *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={tmp_path / 'rows.jsonl'}"),
+        *(f"job.output={tmp_path / 'out.jsonl'}",),
+    ]
+    script.write_text(textwrap.dedent(source))
+    done = run_script([script, *arguments], timeout_s=240)
+    assert done.returncode == 1, done.output
+    assert "error: " in done.stderr
+    assert "File too large" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+    done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240)
+    assert done.returncode == 0, done.output
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+@pytest.mark.parametrize("place", ["a stream", "fewer rows are asked for"])
+def test_an_input_that_has_fewer_rows_than_were_answered_is_refused(tmp_path: Path, place: str):
+    """With several replicas the job waited for ever, alone it ended in an AssertionError, or left rows out."""
+    if place == "a stream":
+        config = ended_job_of_a_stream(tmp_path)
+        lines = (tmp_path / "rows.jsonl").read_bytes().splitlines(True)
+        content = b"".join(lines[:4])
+        threading.Thread(target=(tmp_path / "fifo").write_bytes, args=(content,), daemon=True).start()
+    else:
+        config = ended_job(tmp_path, 6)
+        config = replace(config, job=replace(config.job, max_rows=4, resume="force"))
+    with pytest.raises(ConfigError, match=r"has 4 rows here, and \d+ rows after them were answered before"):
+        run(config)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_goes_on_only_where_numbers_are_added_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed on one kind of machine and started again on another."""
+    config = ended_job(tmp_path, 5)
+    with monkeypatch.context() as there:
+        there.setattr(Worker, "get_arithmetic", lambda self: "of another processor")
+        expected = r"^arithmetic is \"of another processor\", and \S.* in the run that job\.run_dir=.*job\.resume=force"
+        with pytest.raises(ConfigError, match=expected):
+            run(config)
+        forced = replace(config, job=replace(config.job, resume="force"))
+        assert run(forced)["resumed_rows"] == 5
+    overridden = json.loads((run_dir(config) / MANIFEST_NAME).read_text())["overridden"]
+    assert [*overridden[0]] == ["arithmetic"]
+
+
+def test_the_models_name_in_answers_is_that_of_the_first_start(tmp_path: Path):
+    model = tmp_path / "first"
+    shutil.copytree(MODEL, model)
+    row = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "add 1 2 =", "max_tokens": 3},
+    }
+    rows = "".join(json.dumps({**row, "custom_id": f"{index}"}) + "\n" for index in range(6))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    config = replace(config_of(tmp_path), model=ModelOptions(path=str(model)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, 2)
+        with pytest.raises(Ended):
+            run(config)
+    model.rename(tmp_path / "second")
+    assert run(replace(config, model=ModelOptions(path=str(tmp_path / "second"))))["resumed_rows"] == 2
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {answer["response"]["body"]["model"] for answer in answers} == {"first"}

@@ -1,0 +1,119 @@
+"""Rows and answers through a store: each chunk goes to one replica, each answer arrives once, nothing stays behind."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from plain_store import PlainStore
+
+from spmd_worker.engine.data_parallel.round import ReplicaRound
+from spmd_worker.frontends.batch.row_exchange import (
+    RowDrawer,
+    RowSender,
+    pack_answers,
+    pack_rows,
+    unpack_answers,
+    unpack_rows,
+)
+from spmd_worker.frontends.batch.row_window import NumberedLine
+from spmd_worker.frontends.openai.row_answer import RowAnswer
+
+ANSWERS = [
+    RowAnswer(3, b'{"a": "\xc3\xa9"}\n', None, 5, 2, 7),
+    RowAnswer(0, b"{}\n", "prompt_too_long"),
+]
+
+
+def ends_of(num_replicas: int) -> tuple[PlainStore, RowSender, list[RowDrawer]]:
+    store = PlainStore()
+    rounds = [ReplicaRound(store, "round 1", replica, num_replicas, 30.0) for replica in range(num_replicas)]
+    return store, RowSender(rounds[0]), [RowDrawer(each) for each in rounds]
+
+
+def lines(*indices: int) -> list[NumberedLine]:
+    return [NumberedLine(index, b"line %d" % index) for index in indices]
+
+
+def test_rows_and_answers_are_what_they_were():
+    rows = [NumberedLine(2, b'{"prompt": "\xe2\x80\xa8"}'), NumberedLine(1, b""), NumberedLine(9, b"\xff")]
+    assert unpack_rows(pack_rows(rows)) == rows
+    assert unpack_answers(pack_answers(ANSWERS)) == ANSWERS
+    assert unpack_rows(pack_rows([])) == []
+
+
+def test_whoever_draws_first_has_the_first_chunk():
+    _, sender, (first, second) = ends_of(2)
+    sender.publish(lines(0, 1))
+    sender.publish(lines(2))
+    assert sender.num_ahead == 2
+    assert second.draw() == lines(0, 1)
+    assert first.draw() == lines(2)
+    assert sender.num_ahead == 0
+
+
+def test_a_replica_that_came_too_early_gets_its_chunk_when_it_is_there():
+    _, sender, (first, second) = ends_of(2)
+    assert first.draw() == second.draw() == first.draw() == []
+    assert sender.num_ahead == -2
+    for index in range(3):
+        sender.publish(lines(index))
+    assert second.draw() == lines(1)
+    assert second.draw() == lines(2)
+    assert first.draw() == lines(0)
+
+
+def test_the_end_is_for_those_who_find_nothing_more():
+    _, sender, (first, second) = ends_of(2)
+    assert first.draw() == []
+    sender.publish(lines(0))
+    sender.end()
+    assert second.draw() == []
+    assert second.has_ended
+    assert not first.has_ended
+    assert first.draw() == lines(0)
+    assert first.draw() == []
+    assert first.has_ended
+
+
+def test_an_end_without_rows_is_an_end():
+    _, sender, drawers = ends_of(3)
+    sender.end()
+    for drawer in drawers:
+        assert drawer.draw() == []
+        assert drawer.has_ended
+
+
+def test_answers_arrive_once_and_those_of_a_replica_in_order():
+    _, sender, (_, second, third) = ends_of(3)
+    assert sender.receive() == []
+    third.send(ANSWERS[:1])
+    second.send(ANSWERS)
+    third.send(ANSWERS[1:])
+    assert sender.receive() == [*ANSWERS, *ANSWERS]
+    assert sender.receive() == []
+    second.send(ANSWERS[1:])
+    assert sender.receive() == ANSWERS[1:]
+
+
+def test_three_replicas_at_once_draw_every_row_once_and_leave_nothing_behind():
+    store, sender, drawers = ends_of(3)
+
+    def draw_all(drawer: RowDrawer) -> list[int]:
+        drawn: list[int] = []
+        while not drawer.has_ended:
+            rows = drawer.draw()
+            drawn += [row.index for row in rows]
+            if rows:
+                drawer.send([RowAnswer(row.index, b"\n") for row in rows])
+        return drawn
+
+    with ThreadPoolExecutor(3) as pool:
+        drawing = [pool.submit(draw_all, drawer) for drawer in drawers]
+        for index in range(0, 600, 2):
+            sender.publish(lines(index, index + 1))
+        sender.end()
+        drawn = [each.result(timeout=30) for each in drawing]
+    assert sorted(index for each in drawn for index in each) == list(range(600))
+    # Rank 0's own answers do not travel.
+    assert sorted(each.index for each in sender.receive()) == sorted(drawn[1] + drawn[2])
+    sender.forget()
+    assert {key.split("/")[1] for key in store.values} <= {"answers"}
+    assert {key.split("/")[2] for key in store.values} <= {"0"}

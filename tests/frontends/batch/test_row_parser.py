@@ -1,0 +1,527 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizer_folders import CHATML, write_byte_level
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row, resolve
+from spmd_worker.frontends.openai.row_writer import format_error
+from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+DEFAULTS = SamplingParams(temperature=0.5, max_tokens=7)
+
+
+def parse(fields, defaults=DEFAULTS):
+    line = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return parse_row(3, line, defaults)
+
+
+def body_row(url, **body):
+    return {"custom_id": "x", "method": "POST", "url": url, "body": body}
+
+
+def completion(**body):
+    return body_row("/v1/completions", **{"model": "m", "prompt": "hi", **body})
+
+
+def chat(**body):
+    return body_row("/v1/chat/completions", **{"messages": [{"role": "user", "content": "hi"}], **body})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("model"), chat_template=CHATML))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_without_template(tmp_path_factory):
+    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("model")))
+
+
+# ---- rows that are well formed
+
+
+def test_a_plain_row_takes_the_defaults_and_what_it_gives_itself():
+    row = parse({"prompt": "hi", "custom_id": "a", "temperature": 0, "stop": "x", "logit_bias": {"5": 1}})
+    assert row == Row(
+        3,
+        "a",
+        "plain",
+        TextPrompt("hi"),
+        SamplingParams(temperature=0, max_tokens=7, stop=("x",), logit_bias=((5, 1.0),)),
+    )
+
+
+def test_a_plain_row_may_hold_token_ids_or_a_conversation():
+    assert parse({"prompt_token_ids": [1, 2]}).prompt == TokensPrompt((1, 2))
+    messages = [{"role": "system", "content": "a", "name": None}, {"role": "user", "content": "b"}]
+    row = parse({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
+    expected = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+    assert row.prompt == ChatPrompt(expected, {"enable_thinking": False})
+    assert (row.kind, row.custom_id) == ("plain", None)
+
+
+def test_every_sampling_key_is_known_in_both_shapes():
+    values = {key: getattr(DEFAULTS, key) for key in SAMPLING_KEYS}
+    assert parse({"prompt": "hi", **values}).sampling == DEFAULTS
+    assert parse(completion(**values)).sampling == DEFAULTS
+
+
+def test_null_is_the_default_but_where_it_has_a_meaning_of_its_own():
+    defaults = SamplingParams(temperature=0.5, max_tokens=7, seed=1, logprobs=2, stop=("x",))
+    nothing = dict.fromkeys(SAMPLING_KEYS)
+    for row in (parse({"prompt": "hi", **nothing}, defaults), parse(completion(**nothing), defaults)):
+        assert row.sampling == SamplingParams(temperature=0.5, max_tokens=None, stop=("x",))
+
+
+def test_a_prompt_that_is_null_is_absent():
+    assert parse({"prompt": None, "prompt_token_ids": [1], "messages": None}).prompt == TokensPrompt((1,))
+
+
+def test_text_parts_of_a_message_are_those_that_templates_know():
+    content = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
+    (message,) = parse({"messages": [{"role": "user", "content": content}]}).prompt.messages
+    assert message["content"] == [{"type": "text", "text": text} for text in "abc"]
+    (message,) = parse({"messages": [{"role": "user", "content": []}]}).prompt.messages
+    assert message["content"] == ""
+
+
+def test_a_completion_body_is_mapped():
+    row = parse(
+        completion(max_tokens=5, stop=["a", "b"], logprobs=2, n=2, seed=9, user="u", top_k=4, stream=False, echo=False)
+    )
+    sampling = SamplingParams(temperature=0.5, max_tokens=5, stop=("a", "b"), logprobs=2, n=2, seed=9, top_k=4)
+    assert row == Row(3, "x", "completion", TextPrompt("hi"), sampling, "m")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", TextPrompt("a")),
+        ([1, 2], TokensPrompt((1, 2))),
+        (["a"], TextPrompt("a")),
+        ([[1, 2]], TokensPrompt((1, 2))),
+    ],
+)
+def test_a_completion_prompt_may_be_text_ids_or_a_list_of_one(prompt, expected):
+    assert parse(completion(prompt=prompt)).prompt == expected
+
+
+def test_a_chat_body_is_mapped():
+    row = parse(chat(max_completion_tokens=5, logprobs=True, top_logprobs=3, response_format={"type": "text"}, n=2))
+    assert row.kind == "chat"
+    assert row.prompt == ChatPrompt(({"role": "user", "content": "hi"},))
+    assert row.sampling == SamplingParams(temperature=0.5, max_tokens=5, logprobs=3, n=2)
+    assert parse(chat(logprobs=True)).sampling.logprobs == 0
+    assert parse(chat(logprobs=False, top_logprobs=0)).sampling.logprobs is None
+    assert parse(chat(max_tokens=4, max_completion_tokens=4)).sampling.max_tokens == 4
+
+
+def test_plain_rows_and_completion_bodies_may_ask_for_the_best_of_more_samples():
+    expected = SamplingParams(temperature=0.5, max_tokens=7, n=2, best_of=4)
+    assert parse({"prompt": "hi", "n": 2, "best_of": 4}).sampling == expected
+    assert parse(completion(n=2, best_of=4)).sampling == expected
+    assert parse(completion(best_of=1)).sampling.num_sequences == 1
+    # A default that does not fit the row can be taken back.
+    defaults = SamplingParams(best_of=4)
+    assert parse(completion(n=5), defaults).code == "invalid_value"
+    assert parse(completion(n=5, best_of=None), defaults).sampling == SamplingParams(n=5)
+
+
+def test_a_chat_body_may_say_that_it_ranks_nothing():
+    """OpenAI's chat has no best_of; the 1 that it would have by default means one sample for each of n choices."""
+    for nothing in (None, 1):
+        row = parse(chat(n=3, best_of=nothing), SamplingParams(best_of=4))
+        assert row.sampling == SamplingParams(n=3)
+
+
+def test_escaped_zero_characters_and_line_separators_are_text():
+    assert parse(b'{"prompt": "a\\u0000\xe2\x80\xa8b"}').prompt == TextPrompt("a\x00\u2028b")
+
+
+def test_the_nesting_limit_is_reached_exactly():
+    deep = "[" * 61 + "]" * 61
+    fields = '{"messages": [{"role": "user", "content": "x", "extra": %s}]}'
+    assert isinstance(parse((fields % deep).encode()), Row)
+    assert parse((fields % f"[{deep}]").encode()).code == "nested_too_deeply"
+
+
+# ---- rows that are not
+
+BAD_LINES = {
+    "not json": (b"hello", "invalid_json"),
+    "truncated": (b'{"prompt": "a', "invalid_json"),
+    "two objects": (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json"),
+    "duplicate key": (b'{"prompt": "a", "prompt": "b"}', "invalid_json"),
+    "nested duplicate key": (b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "invalid_json"),
+    "nan": (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
+    "infinity": (b'{"prompt": "a", "temperature": -Infinity}', "invalid_json"),
+    "float overflow": (b'{"prompt": "a", "temperature": 1e999}', "invalid_value"),
+    "digits": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
+    "big seed": (b'{"prompt": "a", "seed": ' + b"9" * 100 + b"}", "invalid_value"),
+    "big top_k": (b'{"prompt": "a", "top_k": 99999999999}', "invalid_value"),
+    "raw zero": (b'{"prompt": "a\x00"}', "invalid_json"),
+    "mark inside": (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_json"),
+    "latin-1": ('{"prompt": "é"}'.encode("latin-1"), "invalid_utf8"),
+    "utf-16": ('{"prompt": "a"}'.encode("utf-16"), "invalid_utf8"),
+    "encoded surrogate": (b'{"prompt": "\xed\xa0\x80"}', "invalid_utf8"),
+    "list": (b"[1]", "not_an_object"),
+    "string": (b'"a"', "not_an_object"),
+    "number": (b"12", "not_an_object"),
+    "null": (b"null", "not_an_object"),
+    "deep list": (b"[" * 100_000 + b"]" * 100_000, "nested_too_deeply"),
+    "deep object": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested_too_deeply"),
+    "deep unclosed": (b"[" * 1_000_000, "nested_too_deeply"),
+    "deep value": (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "nested_too_deeply"),
+}
+
+BAD_PLAIN_ROWS = {
+    "empty": ({}, "missing_prompt"),
+    "no prompt": ({"custom_id": "a", "temperature": 0}, "missing_prompt"),
+    "two prompts": ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "conflicting_prompts"),
+    "text and ids": ({"prompt": "a", "prompt_token_ids": [1]}, "conflicting_prompts"),
+    "prompt not text": ({"prompt": 3}, "invalid_value"),
+    "empty prompt": ({"prompt": ""}, "empty_prompt"),
+    "ids not a list": ({"prompt_token_ids": "1 2"}, "invalid_value"),
+    "ids not numbers": ({"prompt_token_ids": [1, "2"]}, "invalid_value"),
+    "ids with true": ({"prompt_token_ids": [1, True]}, "invalid_value"),
+    "ids with floats": ({"prompt_token_ids": [1.0]}, "invalid_value"),
+    "no ids": ({"prompt_token_ids": []}, "empty_prompt"),
+    "messages not a list": ({"messages": "hi"}, "invalid_value"),
+    "no messages": ({"messages": []}, "empty_prompt"),
+    "message not an object": ({"messages": ["hi"]}, "invalid_value"),
+    "message without role": ({"messages": [{"content": "hi"}]}, "invalid_value"),
+    "message without content": ({"messages": [{"role": "user"}]}, "invalid_value"),
+    "content a number": ({"messages": [{"role": "user", "content": 5}]}, "invalid_value"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_value"),
+    "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
+    "template kwargs": ({"prompt": "a", "chat_template_kwargs": {}}, "conflicting_keys"),
+    "template kwargs a list": (
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": [1]},
+        "invalid_value",
+    ),
+    "negative max_tokens": ({"prompt": "a", "max_tokens": -1}, "invalid_value"),
+    "max_tokens text": ({"prompt": "a", "max_tokens": "5"}, "invalid_value"),
+    "max_tokens float": ({"prompt": "a", "max_tokens": 5.0}, "invalid_value"),
+    "max_tokens true": ({"prompt": "a", "max_tokens": True}, "invalid_value"),
+    "temperature": ({"prompt": "a", "temperature": -0.1}, "invalid_value"),
+    "top_p": ({"prompt": "a", "top_p": 0}, "invalid_value"),
+    "n": ({"prompt": "a", "n": 0}, "invalid_value"),
+    "best_of below n": ({"prompt": "a", "n": 3, "best_of": 2}, "invalid_value"),
+    "best_of a float": ({"prompt": "a", "best_of": 2.0}, "invalid_value"),
+    "stop": ({"prompt": "a", "stop": [""]}, "invalid_value"),
+    "half a character in stop": ({"prompt": "a", "stop": ["a\ud800"]}, "invalid_value"),
+    "half a character in bad_words": ({"prompt": "a", "bad_words": ["b", "a\ud800"]}, "invalid_value"),
+    "bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "invalid_value"),
+    "unknown key": ({"prompt": "a", "temprature": 0}, "unknown_key"),
+    "unknown key without a neighbour": ({"prompt": "a", "zzz": 0}, "unknown_key"),
+    "custom_id": ({"prompt": "a", "custom_id": 5}, "invalid_value"),
+}
+
+BAD_OPENAI_ROWS = {
+    "no custom_id": ({"method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}, "missing_key"),
+    "no body": ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "missing_key"),
+    "no url": ({"custom_id": "x", "method": "POST", "body": {}}, "missing_key"),
+    "get": ({**completion(), "method": "GET"}, "invalid_value"),
+    "body a list": ({**completion(), "body": [1]}, "invalid_value"),
+    "extra key": ({**completion(), "temperature": 0}, "unknown_key"),
+    "embeddings": (body_row("/v1/embeddings", input=5), "invalid_value"),
+    "other url": (body_row("/v1/responses", input="a"), "unsupported_url"),
+    "url a number": (body_row(5, prompt="a"), "unsupported_url"),
+    "url a list": (body_row([], prompt="a"), "unsupported_url"),
+    "no prompt": (body_row("/v1/completions", model="m"), "missing_prompt"),
+    "no messages": (body_row("/v1/chat/completions", model="m"), "missing_prompt"),
+    "messages for completions": (completion(messages=[]), "unknown_key"),
+    "prompt for chat": (chat(prompt="a"), "unknown_key"),
+    "several prompts": (completion(prompt=["a", "b"]), "unsupported_value"),
+    "mixed prompt": (completion(prompt=[1, "b"]), "unsupported_value"),
+    "several id lists": (completion(prompt=[[1], [2]]), "unsupported_value"),
+    "empty list": (completion(prompt=[]), "empty_prompt"),
+    "stream": (completion(stream=True), "unsupported_value"),
+    "stream as number": (completion(stream=1), "unsupported_value"),
+    "echo as number": (completion(echo=1), "invalid_value"),
+    "echo in a chat": (chat(echo=True), "unsupported_value"),
+    "ids asked for by a word": (completion(return_token_ids="yes"), "invalid_value"),
+    "no tokens without echo": (completion(max_tokens=0), "invalid_value"),
+    "best_of below n": (completion(n=3, best_of=2), "invalid_value"),
+    "best_of true": (completion(best_of=True), "invalid_value"),
+    "best_of beyond 32 bits": (completion(best_of=2**31), "invalid_value"),
+    "best_of in a chat": (chat(best_of=2), "unsupported_value"),
+    "best_of true in a chat": (chat(best_of=True), "unsupported_value"),
+    "suffix": (completion(suffix="x"), "unsupported_value"),
+    "tools": (chat(tools=[{"type": "function"}]), "invalid_value"),
+    "tools in a completion": (completion(tools=[{"type": "function"}]), "unsupported_value"),
+    "unknown format in a completion": (completion(response_format={"type": "xml"}), "unsupported_value"),
+    "schema without a name in a completion": (
+        completion(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+        "invalid_value",
+    ),
+    "a form twice in a completion": (
+        completion(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "conflicting_keys",
+    ),
+    "a form twice": (
+        chat(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "conflicting_keys",
+    ),
+    "a call's arguments": (
+        chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]),
+        "invalid_value",
+    ),
+    "a call's arguments that are nested too deeply": (
+        chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}]),
+        "invalid_value",
+    ),
+    "logprobs true in a completion": (completion(logprobs=True), "invalid_value"),
+    "logprobs a number in a chat": (chat(logprobs=2), "invalid_value"),
+    "top_logprobs alone": (chat(top_logprobs=2), "conflicting_keys"),
+    "top_logprobs text": (chat(logprobs=True, top_logprobs="2"), "invalid_value"),
+    "negative top_logprobs": (chat(logprobs=True, top_logprobs=-2), "invalid_value"),
+    "two limits": (chat(max_tokens=2, max_completion_tokens=3), "conflicting_keys"),
+    "model": (chat(model=5), "invalid_value"),
+    "temperature": (chat(temperature=-1), "invalid_value"),
+    "unknown key": (chat(tempreature=1), "unknown_key"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_LINES))
+def test_a_line_that_is_not_one_strict_json_object_is_an_error_row(name):
+    line, code = BAD_LINES[name]
+    row = parse(line)
+    assert isinstance(row, RowError)
+    assert (row.index, row.code, row.shape) == (3, code, "plain")
+
+
+@pytest.mark.parametrize("name", sorted(BAD_PLAIN_ROWS))
+def test_a_bad_plain_row_is_an_error_row(name):
+    fields, code = BAD_PLAIN_ROWS[name]
+    row = parse(fields)
+    assert isinstance(row, RowError)
+    assert (row.code, row.shape) == (code, "plain")
+
+
+@pytest.mark.parametrize("name", sorted(BAD_OPENAI_ROWS))
+def test_a_bad_openai_row_is_an_error_row_of_its_shape(name):
+    fields, code = BAD_OPENAI_ROWS[name]
+    row = parse(fields)
+    assert isinstance(row, RowError)
+    assert (row.code, row.shape, row.custom_id) == (code, "openai", fields.get("custom_id"))
+
+
+def test_a_line_beyond_the_limit_is_an_error_row_that_names_it():
+    line = b'{"prompt": "aaaaaaaa"}'
+    assert isinstance(parse_row(0, line, DEFAULTS, RowLimits(max_line_bytes=len(line))), Row)
+    row = parse_row(0, line, DEFAULTS, RowLimits(max_line_bytes=len(line) - 1))
+    assert (row.code, row.message) == (
+        "line_too_long",
+        f"the line is longer than limits.max_line_bytes={len(line) - 1}",
+    )
+
+
+def test_messages_name_key_value_and_way_out():
+    assert (
+        "unknown key 'temprature': did you mean 'temperature'? Known keys: prompt"
+        in parse({"prompt": "a", "temprature": 0}).message
+    )
+    assert parse({"prompt": "a", "max_tokens": -1}).message == "max_tokens=-1 must be 1 or more"
+    assert parse({"prompt": "a", "messages": [1]}).message == "the row has prompt and messages: give one of them"
+    assert "use one of /v1/completions, /v1/chat" in parse(body_row("/v1/responses", input="a")).message
+    assert "appears twice" in parse(b'{"a": 1, "a": 2}').message
+
+
+def test_values_in_messages_are_cut():
+    rows = [
+        parse({"prompt": [1] * 100_000}),
+        parse({"prompt": "a", "x" * 100_000: 1}),
+        parse({"prompt": "a", "stop": 5 * [[]] * 10_000}),
+        parse({"prompt": "a", "custom_id": ["x"] * 10_000}),
+    ]
+    assert all(isinstance(row, RowError) and len(row.message) < 1200 for row in rows)
+
+
+# ---- resolving
+
+
+def resolved(fields, tokenizer, vocab_size=400, max_model_len=64):
+    return resolve(parse(fields), tokenizer, limits_of(tokenizer, vocab_size, max_model_len))
+
+
+def limits_of(tokenizer, vocab_size=400, max_model_len=64):
+    return RequestLimits(vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
+
+
+def test_a_text_prompt_is_encoded_and_its_limit_made_concrete(tokenizer):
+    row = resolved({"prompt": "hello", "custom_id": "a"}, tokenizer)
+    assert isinstance(row, EncodedRow)
+    assert (row.index, row.custom_id, row.prompt) == (3, "a", "hello")
+    assert row.prompt_token_ids == tuple(tokenizer.encode("hello"))
+    assert row.sampling == DEFAULTS
+
+
+def test_a_conversation_goes_through_the_template_and_is_encoded_without_further_special_tokens(tokenizer):
+    row = resolved(chat(), tokenizer)
+    assert row.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert row.prompt_token_ids == tuple(tokenizer.encode(row.prompt, add_special_tokens=False))
+
+
+def test_token_ids_need_no_tokenizer():
+    row = resolved({"prompt_token_ids": [0, 399]}, None)
+    assert (row.prompt, row.prompt_token_ids, row.sampling.detokenize) == (None, (0, 399), False)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 54), (5, 5), (54, 54), (55, 54), (2**31 - 1, 54)])
+def test_max_tokens_becomes_what_is_asked_for_or_what_is_left(asked, given):
+    row = resolved({"prompt_token_ids": [1] * 10, "max_tokens": asked}, None)
+    assert row.sampling.max_tokens == given
+
+
+def test_a_prompt_may_leave_room_for_one_token_and_not_for_none():
+    assert resolved({"prompt_token_ids": [1] * 63}, None).sampling.max_tokens == 1
+    row = resolved({"prompt_token_ids": [1] * 64}, None)
+    assert row.code == "prompt_too_long"
+    assert "64 tokens" in row.message
+    assert "model.max_model_len is 64" in row.message
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_tokens": 1}])
+def test_a_prompt_that_is_only_scored_may_fill_the_length(fields: dict[str, Any]):
+    """As `LLM.generate` answers it. It was a ValueError that ended the job."""
+    row = resolved({"prompt_token_ids": [1] * 64, "max_tokens": 1, "prompt_logprobs": 0, **fields}, None)
+    assert row.sampling.max_tokens == 1
+    assert (
+        resolved({"prompt_token_ids": [1] * 65, "max_tokens": 1, "prompt_logprobs": 0}, None).code == "prompt_too_long"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt_token_ids": [1, 400]}, "token_out_of_vocabulary"),
+        ({"prompt_token_ids": [-1, 5]}, "token_out_of_vocabulary"),
+        ({"prompt_token_ids": [10**100]}, "token_out_of_vocabulary"),
+        ({"prompt_token_ids": [1], "stop_token_ids": [400]}, "token_out_of_vocabulary"),
+        ({"prompt_token_ids": [1], "logit_bias": {"400": 1}}, "token_out_of_vocabulary"),
+        ({"prompt_token_ids": [1], "max_tokens": None, "min_tokens": 100}, "invalid_value"),
+        ({"prompt": "a\ud800"}, "invalid_unicode"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "invalid_unicode"),
+        # Such a row once ended the job.
+        ({"prompt_token_ids": [2**70], "truncate_prompt_tokens": 5}, "token_out_of_vocabulary"),
+    ],
+)
+def test_what_only_the_model_can_tell_is_an_error_row(tokenizer, fields, code):
+    row = resolved(fields, tokenizer)
+    assert isinstance(row, RowError)
+    assert (row.index, row.code) == (3, code)
+
+
+def test_without_a_tokenizer_text_is_an_error_row():
+    for fields in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        assert resolved(fields, None).code == "tokenizer_missing"
+    assert resolved({"prompt_token_ids": [1], "stop": "a"}, None).code == "tokenizer_missing"
+
+
+def test_a_missing_or_failing_template_is_an_error_row(tokenizer_without_template, tmp_path):
+    assert resolved(chat(), tokenizer_without_template).code == "chat_template_missing"
+    failing = Tokenizer.open(write_byte_level(tmp_path, chat_template="{{ raise_exception('no system role') }}"))
+    row = resolved(chat(), failing)
+    assert (row.code, row.shape, row.message) == ("chat_template_error", "openai", "chat template: no system role")
+
+
+def test_the_second_row_with_a_custom_id_is_an_error_row():
+    ids = CustomIds()
+    first, second = parse({"prompt": "a", "custom_id": "x"}), parse({"prompt": "b", "custom_id": "x"})
+    assert ids.check(first) is first
+    error = ids.check(second)
+    assert (error.code, error.custom_id) == ("duplicate_custom_id", "x")
+    assert "'x' was used by an earlier row" in error.message
+    nameless = parse({"prompt": "a"})
+    assert ids.check(nameless) is nameless
+    assert ids.check(nameless) is nameless
+    surrogate = parse({"prompt": "a", "custom_id": "\ud800"})
+    assert ids.check(surrogate) is surrogate
+
+
+def test_an_error_row_takes_its_custom_id_and_stays_itself():
+    ids = CustomIds()
+    bad = parse({"custom_id": "x"})
+    assert ids.check(bad).code == "missing_prompt"
+    assert ids.check(bad).code == "missing_prompt"
+    assert ids.check(parse({"prompt": "a", "custom_id": "x"})).code == "duplicate_custom_id"
+
+
+# ---- anything at all
+
+OTHER_KEYS = (
+    "prompt prompt_token_ids messages custom_id method url body role content stream tools logprobs top_logprobs "
+    "max_completion_tokens model chat_template_kwargs type text Infinity"
+)
+KEYS = st.sampled_from([*OTHER_KEYS.split(), *SAMPLING_KEYS])
+TEXTS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(["POST", "/v1/completions", "/v1/chat/completions", "user", "text", "\ud800", "\x00"]),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(0, 5), st.floats(), TEXTS)
+JSON_VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.one_of(KEYS, TEXTS), inner, max_size=5)),
+    max_leaves=12,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.just("user")}, optional={"content": JSON_VALUES, "name": JSON_VALUES}), max_size=3
+)
+ROWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": SCALARS,
+        "prompt_token_ids": st.lists(st.integers(-2, 500), max_size=4),
+        "messages": MESSAGES,
+        **dict.fromkeys(SAMPLING_KEYS, SCALARS),
+    },
+)
+BODIES = st.builds(
+    lambda url, body: body_row(url, **body),
+    st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+    st.fixed_dictionaries(
+        {"messages": MESSAGES}, optional={"temperature": SCALARS, "logprobs": SCALARS, "top_logprobs": SCALARS}
+    ),
+)
+
+
+def check_outcome(line, tokenizer):
+    row = parse_row(0, line, DEFAULTS)
+    assert isinstance(row, Row | RowError)
+    if isinstance(row, Row):
+        row = resolve(row, tokenizer, limits_of(tokenizer))
+    assert isinstance(row, EncodedRow | RowError)
+    if isinstance(row, RowError):
+        json.loads(format_error(row))
+    else:
+        assert len(row.prompt_token_ids) + row.sampling.max_tokens <= 64
+        assert all(0 <= token_id < 400 for token_id in row.prompt_token_ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(line=st.binary(max_size=60))
+@example(line=b'{"a":' * 2000)
+def test_random_bytes_are_a_row_or_an_error_row(tokenizer, line):
+    check_outcome(line, tokenizer)
+
+
+@settings(max_examples=400, deadline=None)
+@given(fields=st.one_of(JSON_VALUES, ROWS, BODIES, st.dictionaries(KEYS, JSON_VALUES, max_size=5)))
+def test_random_json_is_a_row_or_an_error_row(tokenizer, fields):
+    check_outcome(json.dumps(fields).encode(), tokenizer)
+
+
+@settings(max_examples=200, deadline=None)
+@given(fields=ROWS, cut=st.integers(0, 400), value=st.integers(0, 255))
+def test_damaged_rows_are_a_row_or_an_error_row(tokenizer, fields, cut, value):
+    line = bytearray(json.dumps({"prompt": "a", **fields}).encode())
+    line[cut % len(line)] = value
+    check_outcome(bytes(line), tokenizer)

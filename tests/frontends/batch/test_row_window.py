@@ -1,0 +1,128 @@
+"""Rows read ahead: which come first, how many at a time, how many are held."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from spmd_worker.frontends.batch import row_window
+from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.batch.row_window import RowWindow, expected_length
+from spmd_worker.frontends.openai.row import ChatPrompt, Row, RowError, TextPrompt, TokensPrompt
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=None)
+
+
+def row_of(index: int, length: int) -> InputRow:
+    return InputRow(b"x" * length, Row(index, None, "plain", TokensPrompt((7,) * length), SAMPLING))
+
+
+class Source:
+    """Implements `RowSource`; None among the rows is that there is none yet."""
+
+    def __init__(self, rows: Iterator[InputRow | None]) -> None:
+        self._rows = rows
+        self.has_ended = False
+
+    def next_row(self) -> InputRow | None:
+        try:
+            return next(self._rows)
+        except StopIteration:
+            self.has_ended = True
+            return None
+
+
+def window_of(rows: Iterator[InputRow | None]) -> tuple[RowWindow, list[RowError]]:
+    refused: list[RowError] = []
+    return RowWindow(Source(rows), refused.append), refused
+
+
+def take_all(window: RowWindow, num_replicas: int, most: int) -> list[list[int]]:
+    chunks = []
+    while not window.is_empty:
+        window.read_on()
+        chunks.append([each.index for each in window.take(num_replicas, most)])
+    return chunks
+
+
+def test_the_longest_come_first_and_chunks_shrink_towards_the_end():
+    lengths = [5, 9, 1, 9, 3, 2, 8, 4]
+    window, _ = window_of(row_of(index, length) for index, length in enumerate(lengths))
+    assert take_all(window, 2, 3) == [[1, 3], [6], [0], [7], [4], [5], [2]]
+
+
+def test_a_chunk_is_as_large_as_asked_for_while_there_is_more_to_come():
+    window, _ = window_of(row_of(index, 1) for index in range(2000))
+    window.read_on()
+    chunks = [[each.index for each in window.take(2, 3)] for _ in range(3)]
+    assert chunks == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert sum(len(chunk) for chunk in take_all(window, 2, 3)) == 2000 - 9
+
+
+def test_rows_that_cannot_run_are_refused_as_they_are_read():
+    def rows() -> Iterator[InputRow]:
+        for index in range(3):
+            yield row_of(index, 2)
+            yield InputRow(b"bad", RowError(10 + index, None, "plain", "invalid_json", "bad"))
+
+    window, refused = window_of(rows())
+    assert [index for chunk in take_all(window, 1, 9) for index in chunk] == [0, 1, 2]
+    assert [each.index for each in refused] == [10, 11, 12]
+    assert window.is_empty
+
+
+def test_what_is_held_is_bounded_by_rows_and_by_bytes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_window, "_MAX_ROWS", 300)
+    monkeypatch.setattr(row_window, "_MAX_BYTES", 5000)
+    for length, most_read in ((1, 300), (100, 50)):
+        num_read = 0
+
+        def rows(length: int = length) -> Iterator[InputRow]:
+            nonlocal num_read
+            for index in range(1000):
+                num_read += 1
+                yield row_of(index, length)
+
+        window, _ = window_of(rows())
+        for _ in range(5):
+            window.read_on()
+        assert num_read == most_read
+        taken = take_all(window, 2, 64)
+        assert sorted(index for chunk in taken for index in chunk) == list(range(1000))
+
+
+def test_nothing_is_there_before_it_was_read_and_no_row_is_no_rows():
+    window, _ = window_of(iter([]))
+    assert window.take(2, 5) == []
+    assert not window.is_empty
+    window.read_on()
+    assert window.is_empty
+    assert window.take(2, 5) == []
+
+
+def test_who_asks_goes_on_when_there_is_no_row_yet():
+    num_asked = 0
+
+    def rows() -> Iterator[InputRow | None]:
+        nonlocal num_asked
+        for index in range(3):
+            num_asked += 1
+            yield None
+            yield row_of(index, 1)
+
+    window, _ = window_of(rows())
+    for number in range(3):
+        window.read_on()
+        assert num_asked == number + 1, "it was asked again in the same turn"
+        assert not window.is_empty
+    assert [index for chunk in take_all(window, 1, 9) for index in chunk] == [0, 1, 2]
+
+
+def test_a_rows_length_is_its_prompt_and_what_its_samples_may_get():
+    text, tokens = TextPrompt("x" * 40), TokensPrompt((1,) * 10)
+    chat = ChatPrompt(({"role": "user", "content": "y" * 40},))
+    limited = SamplingParams(max_tokens=20, n=3)
+    rows = [
+        Row(0, None, "plain", prompt, sampling) for prompt in (text, tokens, chat) for sampling in (SAMPLING, limited)
+    ]
+    assert [expected_length(row) for row in rows] == [10, 70] * 3

@@ -1,0 +1,164 @@
+"""The tokens of a run, recomputed from its step log on one rank: equal for its weights, named where they are others."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tools_main import tool
+
+from kv_cache.cache_engine import CacheEngine
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import (
+    CacheConfig,
+    JobConfig,
+    ModelOptions,
+    RunConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.run_dir.run_records import open_step_log
+from spmd_worker.frontends.replay.replay import read_messages
+from spmd_worker.frontends.replay.step_log import StepLogWriter, read_step_log
+from spmd_worker.ranks.environment import RankEnvironment
+
+REPOSITORY = Path(__file__).parents[3]
+DEMO = REPOSITORY / "scripts" / "demo"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small job's log: sampled and greedy rows, one that forks, so little cache that some are preempted."""
+    return run_logged(tmp_path_factory.mktemp("job"), CacheConfig(num_blocks=16), "auto")
+
+
+@pytest.fixture(scope="module")
+def log_of_moves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows, swapped out and back, and prefix blocks stored on the host and loaded again."""
+    cache = CacheConfig(num_blocks=64, block_size=4, swap_space_gib=0.001, host_tier_gib=0.01)
+    return run_logged(tmp_path_factory.mktemp("moves"), cache, "swap")
+
+
+@pytest.fixture(scope="module")
+def log_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The job's log where steps were decided before the ids of the last were read."""
+    return run_logged(tmp_path_factory.mktemp("ahead"), CacheConfig(num_blocks=16), "auto", is_async=True)
+
+
+def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str, *, is_async: bool | None = None) -> Path:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:10]
+    rows = [json.loads(line) for line in lines]
+    rows = [{**row, "temperature": number % 2, "max_tokens": 24} for number, row in enumerate(rows)]
+    rows[3]["n"] = 2
+    # Again with other names, once the cache has forgotten the first.
+    rows += [{**row, "custom_id": f"again-{number}"} for number, row in enumerate(rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = JobConfig(
+        input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), run_dir=str(folder), step_log=True
+    )
+    config = RunConfig(
+        model=ModelOptions(path=str(DEMO / "model")),
+        cache=cache,
+        scheduler=SchedulerConfig(max_num_seqs=16, preemption_mode=preemption_mode, async_scheduling=is_async),
+        sampling=SamplingConfig(),
+        job=job,
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    assert json.loads((folder / "metrics.json").read_text())["preemptions"] > 0
+    return folder / "steps.log"
+
+
+@pytest.fixture
+def run_script(capsys: pytest.CaptureFixture[str]):
+    return tool("replay", capsys)
+
+
+def with_header(source: Path, target: Path, **changes: object) -> Path:
+    """The same messages under another header."""
+    log = read_step_log(source)
+    with StepLogWriter(target, replace(log.header, **changes)) as writer:
+        for payload in log.messages():
+            writer.write(payload)
+    return target
+
+
+def test_every_token_of_a_run_is_computed_again(log: Path, run_script):
+    code, output, _ = run_script(log, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_every_token_of_a_run_that_moved_blocks_is_computed_again(log_of_moves: Path, run_script):
+    messages = list(read_messages(read_step_log(log_of_moves).messages()))
+    for kind in ("swap_out", "swap_in", "store", "load"):
+        assert any(getattr(message.plan.block_ops, kind) for message in messages), f"no {kind}"
+    code, output, _ = run_script(log_of_moves, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_every_token_of_a_run_that_was_a_step_ahead_is_computed_again(log_ahead: Path, run_script):
+    log = read_step_log(log_ahead)
+    assert sum(message.plan.num_ahead for message in read_messages(log.messages(), log.header.num_in_flight)) > 50
+    code, output, _ = run_script(log_ahead, "--with-model")
+    assert code == 0
+    assert "steps decided ahead of ids" in output
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+    # Negative control: of other weights each other token is named once, for the next step goes on by the log's.
+    other = with_header(log_ahead, log_ahead.parent / "dummy", load_format="dummy")
+    code, output, _ = run_script(other, "--with-model")
+    assert code == 1
+    assert re.search(r"\n  step \d+, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n", output)
+
+
+def test_blocks_that_did_not_move_are_noticed(log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: what comes back from the host matters."""
+    right = CacheEngine.execute
+    monkeypatch.setattr(CacheEngine, "execute", lambda self, moves: right(self, replace(moves, swap_in=())))
+    code, output, _ = run_script(log_of_moves, "--with-model")
+    assert code == 1
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal < num_all
+
+
+def test_other_weights_give_other_tokens_and_each_is_named_with_its_place(log: Path, tmp_path: Path, run_script):
+    other = with_header(log, tmp_path / "dummy", load_format="dummy")
+    code, output, _ = run_script(other, "--with-model")
+    assert code == 1
+    line = r"\n  step 2, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n"
+    assert re.search(line, output)
+    assert re.search(r"\n  and \d+ more\n", output)
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal < num_all
+
+
+def test_a_model_that_has_moved_is_named_with_model(log: Path, tmp_path: Path, run_script):
+    moved = with_header(log, tmp_path / "moved", model_path=str(tmp_path / "gone"))
+    code, _, errors = run_script(moved, "--with-model")
+    assert code == 2
+    assert f"model.path={tmp_path / 'gone'} is not a folder" in errors
+    assert run_script(moved, "--with-model", "--model", DEMO / "model")[0] == 0
+
+
+def test_tokens_after_new_weights_cannot_be_computed_again_and_those_before_can(tmp_path: Path, run_script):
+    greedy, weights = SamplingParams(temperature=0, max_tokens=8), load_file(DEMO / "model" / "model.safetensors")
+    with LLM(DEMO / "model", num_blocks=64) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
+        for _ in range(2):
+            llm.generate("3 + 4 =", greedy, use_tqdm=False)
+            llm.sleep()
+            llm.wake_up()
+        llm.generate("3 + 4 =", greedy, use_tqdm=False)
+        before = writer.path.read_bytes()
+        llm.update_weights((name, each * -1) for name, each in weights.items())
+        llm.generate("3 + 4 =", greedy, use_tqdm=False)
+    # Asleep and awake again, a model answers as before.
+    assert writer.path.read_bytes().startswith(before)
+    code, output, errors = run_script(writer.path, "--with-model")
+    assert code == 2
+    assert re.search(r"step \d+ computes with the new weights of version -?\d+ \(step \d+\), which the log", errors)
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal == num_all >= 3

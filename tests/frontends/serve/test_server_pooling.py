@@ -1,0 +1,132 @@
+"""A server of a model that pools: bodies are those of a job's rows, and OpenAI's client takes them."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from jobs_of_rows import answers_of_job, openai_row
+from pooling_models import pooling_folder
+from serving import KEY, ServedHere
+from waiting import wait_until
+
+from spmd_worker.frontends.openai import pooled_row
+
+pytestmark = pytest.mark.matrix
+
+TEXTS = ["hello world", "the cache", "naïve café 你好"]
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": TEXTS[0]}),
+    ("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"}),
+    ("/v1/embeddings", {"input": [[40, 50, 60], [7]], "dimensions": 16, "model": "named"}),
+    ("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}),
+    ("/v1/rerank", {"query": TEXTS[0], "documents": [TEXTS[2], TEXTS[0], TEXTS[1]], "top_n": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServedHere]:
+    with ServedHere(max_num_seqs=4, model=pooling_folder("last"), max_queued=12) as served:
+        yield served
+        assert served.thread.is_alive()
+        wait_until(lambda: served.num_used_blocks == 0 and served.exchange.num_sequences == 0)
+
+
+def without_names(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key not in ("id", "created", "model")}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a job writes for the same bodies."""
+    folder = tmp_path_factory.mktemp("job")
+    rows = [openai_row(str(number), url, body) for number, (url, body) in enumerate(REQUESTS)]
+    answers = answers_of_job(folder, pooling_folder("last"), rows, num_blocks=64)
+    return [without_names(answer["response"]["body"]) for answer in answers]
+
+
+def answers(server: ServedHere) -> list[dict[str, Any]]:
+    """All at once."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        found = list(pool.map(lambda each: server.client.ask(*each), REQUESTS))
+    assert [status for status, _, _ in found] == [200] * len(REQUESTS), found
+    return [body for _, body, _ in found]
+
+
+def test_requests_at_once_get_what_a_job_writes(server: ServedHere, expected: list[dict[str, Any]]) -> None:
+    found = answers(server)
+    assert [without_names(body) for body in found] == expected
+    own = server.client.ask("/v1/models", method="GET")[1]["data"][0]["id"]
+    assert [body["model"] for body in found] == [own, own, "named", own, own]
+    assert found[3]["id"].startswith("score-")
+    assert found[4]["id"] != answers(server)[4]["id"]
+
+
+def test_the_comparison_sees_texts_in_another_order(
+    server: ServedHere, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    body = pooled_row.pooling_body
+    monkeypatch.setattr(pooled_row, "pooling_body", lambda row, outputs, *rest: body(row, outputs[::-1], *rest))
+    found = [without_names(each) for each in answers(server)]
+    assert [one == other for one, other in zip(found, expected)] == [True, False, False, True, True]
+
+
+def test_openais_client_takes_vectors(server: ServedHere) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.client.port}/v1", api_key=KEY, max_retries=0) as client:
+        # It asks for base64 by itself.
+        found = client.embeddings.create(model="m", input=TEXTS)
+        plain = client.embeddings.create(model="m", input=TEXTS, encoding_format="float")
+    for one, other in zip(found.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding)
+    assert found.usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "code", "words"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "wrong_runner", "model.runner"),
+        ("/v1/embeddings", {"input": "a", "stream": True}, "unsupported_value", "cannot be streamed"),
+        ("/v1/embeddings", {"input": ["a"] * 17}, "limit_exceeded", "of 17 sequences, the server has places for 16"),
+        ("/v1/embeddings", {"input": ["a", "hello " * 300]}, "prompt_too_long", "tokens"),
+        ("/v1/embeddings", {"input": [[4000]]}, "token_out_of_vocabulary", "4000"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(
+    server: ServedHere, url: str, body: dict[str, Any], code: str, words: str
+) -> None:
+    status, found, _ = server.client.ask(url, body)
+    assert (status, found["error"]["code"]) == (400, code)
+    assert words in found["error"]["message"]
+
+
+def test_a_client_that_leaves_frees_the_places_of_all_its_texts(server: ServedHere) -> None:
+    server.allow(0)
+    try:
+        connection = server.client.send("/v1/embeddings", {"input": TEXTS * 4})
+        wait_until(lambda: server.exchange.num_sequences == 12)
+        connection.close()
+        wait_until(lambda: server.exchange.num_sequences == 0)
+    finally:
+        server.allow(None)
+    assert server.client.ask("/v1/embeddings", {"input": TEXTS * 4})[0] == 200
+
+
+def test_a_generating_server_says_which_runner_has_vectors() -> None:
+    with ServedHere(max_queued=4) as served:
+        status, found, _ = served.client.ask("/v1/embeddings", {"input": "a"})
+    assert (status, found["error"]["code"]) == (400, "wrong_runner")
+    assert "model.runner=pooling" in found["error"]["message"]
+
+
+def test_a_server_that_ends_fails_what_is_open(tmp_path: Path) -> None:
+    with ServedHere(model=pooling_folder("last"), max_queued=4, drain_s=0) as served, ThreadPoolExecutor(1) as pool:
+        served.allow(0)
+        found = pool.submit(served.client.ask, "/v1/embeddings", {"input": TEXTS})
+        wait_until(lambda: len(served.exchange._open) == 1)
+        served.exchange.fail("planted")
+        status, body, _ = found.result()
+        served.allow(None)
+    assert (status, body["error"]["message"]) == (503, "planted")

@@ -1,0 +1,147 @@
+"""tools.report writes page and timeline of a run directory, and says what it lacks of one that has no steps."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tools_main import tool
+
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
+from spmd_worker.frontends.report.page import NO_CHARTS
+
+STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
+PROGRAM = "python -m spmd_worker.tools.report"
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]):
+    """Run the script: (exit code, standard output, standard error)."""
+    return tool("report", capsys)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "night"
+    folder.mkdir(parents=True)
+    with StepStatsWriter(folder / STEP_STATS_NAME) as writer:
+        for stats in STEPS:
+            writer.write(stats)
+    (folder / "metrics.json").write_text(json.dumps({"rows": 7, "output_tokens": 21, "generate_s": 2.0}))
+    return folder
+
+
+def test_page_and_timeline_are_written_into_the_run_directory(report, run_dir: Path):
+    code, out, err = report(run_dir)
+    assert (code, err) == (0, "")
+    assert "<h1>Run night</h1>" in (run_dir / "report.html").read_text(encoding="utf-8")
+    events = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["name"].startswith("step ")] == ["step 1", "step 2", "step 3"]
+    lines = out.splitlines()
+    assert lines[:2] == [
+        f"{run_dir / 'report.html'}: the report, for a browser",
+        f"{run_dir / 'timeline.json'}: every step, for ui.perfetto.dev",
+    ]
+    assert "7 rows (no error rows)" in out
+
+
+def test_without_matplotlib_there_are_tables_and_how_to_have_charts(
+    report, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    report(run_dir)
+    assert "<svg " in (run_dir / "report.html").read_text(encoding="utf-8")
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = report(run_dir)
+    assert code == 0
+    assert err == f"{NO_CHARTS}\n"
+    assert json.loads(out.splitlines()[-1])["num_steps"] == 3
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "<svg " not in page
+    assert "<h2>KV cache on the device: how full it is</h2>" in page
+    assert "pip install &#x27;spmd-worker[report]&#x27;" in page
+
+
+def test_the_last_line_is_a_json_object(report, run_dir: Path):
+    _, out, _ = report(run_dir)
+    assert json.loads(out.splitlines()[-1]) == {
+        "report": str(run_dir / "report.html"),
+        "timeline": str(run_dir / "timeline.json"),
+        "num_steps": 3,
+        "wall_s": 0.00266,
+        "num_blocks": 0,
+        "max_blocks_used": 0,
+        "max_host_blocks_used": 0,
+        "preemptions_by_swap": 0,
+        "preemptions_by_recompute": 0,
+        "computed_tokens": 0,
+        "cached_tokens": 0,
+    }
+
+
+def test_another_place_for_the_page_is_the_timelines_too(report, run_dir: Path, tmp_path: Path):
+    code, _, _ = report(run_dir, "--output", tmp_path / "night.html")
+    assert code == 0
+    assert {path.name for path in tmp_path.glob("*.*")} == {"night.html", "timeline.json"}
+    assert {path.name for path in run_dir.iterdir()} == {"steps.csv", "metrics.json"}
+
+
+def test_a_killed_run_is_reported_up_to_its_last_whole_line(report, run_dir: Path):
+    (run_dir / "metrics.json").unlink()
+    steps = run_dir / STEP_STATS_NAME
+    steps.write_bytes(steps.read_bytes()[:-5])
+    code, out, _ = report(run_dir)
+    assert code == 0
+    assert "the run was killed, or is still running" in out
+    assert json.loads(out.splitlines()[-1])["num_steps"] == 2
+
+
+def test_a_run_killed_before_its_first_step_is_reported(report, run_dir: Path):
+    (run_dir / STEP_STATS_NAME).write_bytes(b"")
+    code, out, _ = report(run_dir)
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["num_steps"] == 0
+    assert "steps.csv holds no step" in (run_dir / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_folder_that_is_not_there_is_named(report, tmp_path: Path):
+    code, out, err = report(tmp_path / "nothing")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, else <job.output>.run)\n"
+    )
+
+
+def test_a_file_instead_of_its_folder_is_told(report, run_dir: Path):
+    code, _, err = report(run_dir / STEP_STATS_NAME)
+    assert code == 2
+    assert "is a file: give the folder it is in" in err
+
+
+def test_a_folder_without_steps_says_whether_a_job_ran_there(report, run_dir: Path):
+    (run_dir / STEP_STATS_NAME).unlink()
+    code, _, err = report(run_dir)
+    assert code == 2
+    assert f"{run_dir} has no steps.csv: the job that wrote its metrics.json kept no step statistics" in err
+    (run_dir / "metrics.json").unlink()
+    code, _, err = report(run_dir)
+    assert code == 2
+    assert f"{run_dir} has no steps.csv: no job ran in this folder" in err
+
+
+def test_damaged_files_are_named_with_the_line_and_the_way_out(report, run_dir: Path):
+    (run_dir / "metrics.json").write_text('{"rows": ')
+    code, _, err = report(run_dir)
+    assert code == 2
+    assert f"{run_dir / 'metrics.json'} is not JSON: " in err
+    assert "remove it to see the steps without it" in err
+    (run_dir / "metrics.json").write_text("[]")
+    assert "must be a JSON object, not a list" in report(run_dir)[2]
+    (run_dir / STEP_STATS_NAME).write_text("rows\n")
+    assert f"{run_dir / STEP_STATS_NAME}: line 1 does not name the columns" in report(run_dir)[2]
+
+
+def test_a_page_that_cannot_be_written_is_told_with_the_reason(report, run_dir: Path):
+    code, _, err = report(run_dir, "--output", run_dir / "no folder" / "page.html")
+    assert code == 2
+    assert err == f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"

@@ -1,0 +1,214 @@
+"""The tools agree on a run directory: what is none, what its run came to, and how it is given."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import REPOSITORY
+from tools_main import tool
+
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.errors import JobError
+from spmd_worker.base.liveness.error_file import ErrorRecord, write_record
+from spmd_worker.base.liveness.failure_diagnosis import Diagnosis, RankStatus
+from spmd_worker.base.liveness.heartbeat import RankHeartbeat
+from spmd_worker.frontends.batch import job as job_module
+from spmd_worker.frontends.batch.file_lock import FileLock
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.tools.run_dir import RunState, look_at_run
+from spmd_worker.ranks.environment import RankEnvironment
+
+TOOLS = ("doctor", "collect", "replay", "report")
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+WHERE = "(a run's directory is job.run_dir, else <job.output>.run)"
+
+
+def config_of(folder: Path, **keys: Any) -> RunConfig:
+    job = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), "step_log": True, **keys}
+    return RunConfig(
+        model=ModelOptions(path=str(MODEL)),
+        cache=CacheConfig(num_blocks=64),
+        sampling=SamplingConfig(max_tokens=4),
+        job=JobConfig(**job),
+        device="cpu",
+    )
+
+
+def codes(doctor: int, collect: int) -> dict[str, int]:
+    return {"doctor": doctor, "collect": collect, "replay": 0, "report": 0}
+
+
+class KilledError(Exception):
+    """The job ends where it was, as if it were killed."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each end of a job."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("ended", "failed", "killed"):
+        (folder / name).mkdir()
+        (folder / name / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\nno row\n')
+    run_job(config_of(folder / "ended"), RankEnvironment())
+    with pytest.raises(JobError):
+        run_job(config_of(folder / "failed", max_error_rows=0), RankEnvironment())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_module, "_write_output", kill)
+        with pytest.raises(KilledError):
+            run_job(config_of(folder / "killed"), RankEnvironment())
+    return folder
+
+
+def kill(*_: object) -> None:
+    raise KilledError
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]):
+    """All tools of one argument: name -> (exit code, output, errors)."""
+    return lambda path: {name: tool(name, capsys)(path) for name in TOOLS}
+
+
+@pytest.mark.finding(number="D11")
+def test_tools_say_alike_what_is_no_folder(say, tmp_path: Path):
+    for code, out, err in say(tmp_path / "absent").values():
+        assert (code, out) == (2, "")
+        assert f": {tmp_path / 'absent'}: no such folder {WHERE}" in err
+    for code, out, err in say(tmp_path / ("x" * 300)).values():
+        assert (code, out) == (2, "")
+        assert "File name too long" in err
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    (tmp_path / "out.jsonl.run").mkdir()
+    told = say(tmp_path / "out.jsonl")
+    for name in ("doctor", "collect", "report"):
+        assert told[name][:2] == (2, "")
+        assert f"out.jsonl: is a file: give {tmp_path / 'out.jsonl.run'} {WHERE}" in told[name][2]
+    assert "is no step log" in told["replay"][2]
+
+
+@pytest.mark.finding(number="D11")
+def test_tools_say_alike_that_no_job_ran(say, tmp_path: Path):
+    told = say(tmp_path)
+    assert all(code == 2 for code, _, _ in told.values())
+    assert all("no job " in err for _, _, err in told.values())
+    assert all("<job.output>.run" in err for _, _, err in told.values())
+
+
+@pytest.mark.finding(number="D11")
+def test_tools_agree_on_a_run_that_ended(say, runs: Path):
+    run_dir = runs / "ended" / "out.jsonl.run"
+    told = say(run_dir)
+    assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=0, collect=2)
+    assert told["doctor"][1].startswith("The run ended well: 2 rows, 1 of them error rows.")
+    assert f"the job has ended and its output is complete: read {runs}/ended/out.jsonl" in told["collect"][2]
+    assert "digests equal" in told["replay"][1]
+
+
+@pytest.mark.finding(number="D11")
+def test_tools_agree_on_a_run_that_failed(say, runs: Path):
+    """Its output is complete, and doctor said that it had ended well."""
+    told = say(runs / "failed" / "out.jsonl.run")
+    assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=0)
+    assert "the job did not end well: 2 rows, 1 of them error rows" in told["doctor"][1]
+    assert "job.max_error_rows" in told["doctor"][1]
+    assert told["collect"][1].count("\n") == 2
+
+
+@pytest.mark.finding(number="D11")
+def test_tools_agree_on_a_run_that_was_killed(say, runs: Path):
+    told = say(runs / "killed" / "out.jsonl.run")
+    assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=0)
+    assert told["doctor"][1].startswith("The run did not end: ")
+    assert "2 rows are finished" in told["collect"][2]
+
+
+@pytest.mark.finding(number="D11")
+def test_tools_agree_on_a_run_that_runs(say, runs: Path, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(runs / "killed" / "out.jsonl.run", run_dir)
+    with FileLock(run_dir / "lock", "job.run_dir", "wait"):
+        assert look_at_run(run_dir).state is RunState.RUNNING
+        told = say(run_dir)
+    assert look_at_run(run_dir).state is RunState.UNFINISHED
+    assert "Its process is running" in told["doctor"][1]
+    assert told["collect"][0] == 0
+
+
+@pytest.mark.finding(number="D11")
+def test_copy_of_a_run_that_ended_ended_well(say, runs: Path, tmp_path: Path):
+    """Times of files, which a copy does not keep, said that it had not."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(runs / "ended" / "out.jsonl.run", run_dir)
+    os.utime(run_dir / "metrics.json", (1, 1))
+    assert say(run_dir)["doctor"][0] == 0
+
+
+@pytest.mark.finding(number="D11")
+def test_doctor_names_the_failure_of_an_unfinished_run(say, runs: Path, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(runs / "killed" / "out.jsonl.run", run_dir)
+    status = RankStatus(0, RankHeartbeat(0, "n", 1, 1, 1, 2, "execute"))
+    write_record(run_dir, ErrorRecord(0, 1e9, (status,), Diagnosis((0,), "rank 0 raised X"), ""))
+    code, out, _ = say(run_dir)["doctor"]
+    assert (code, "To blame: rank 0 raised X" in out) == (1, True)
+
+
+@pytest.mark.finding(number="D11")
+def test_replay_takes_a_run_directory_or_its_log(runs: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir = runs / "ended" / "out.jsonl.run"
+    replay = tool("replay", capsys)
+    assert replay(run_dir) == replay(run_dir / "steps.log")
+    assert replay("--diff", run_dir, run_dir / "steps.log")[0] == 0
+
+
+@pytest.mark.finding(number="D11")
+def test_replay_says_that_no_log_was_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(runs / "ended" / "out.jsonl.run", tmp_path / "run")
+    (tmp_path / "run" / "steps.log").unlink()
+    code, _, err = tool("replay", capsys)(tmp_path / "run")
+    assert (code, "has no steps.log: the job was started without job.step_log=true" in err) == (2, True)
+
+
+@pytest.mark.finding(number="D11")
+def test_verify_says_what_it_wants_of_a_folder(runs: Path, capsys: pytest.CaptureFixture[str]):
+    code, _, err = tool("verify", capsys)(runs / "ended" / "out.jsonl.run", runs / "ended" / "out.jsonl")
+    assert (code, "is a folder: give the output of a job (job.output)" in err) == (2, True)
+
+
+@pytest.mark.finding(number="D11")
+@pytest.mark.parametrize("name", TOOLS)
+def test_tool_names_its_argument_alike(name: str, capsys: pytest.CaptureFixture[str]):
+    main = import_module(f"spmd_worker.frontends.tools.{name}").main
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    assert "RUN_DIR" in told.partition("\n\n")[0]
+    assert "job.run_dir, or <job.output>.run where the job named none" in " ".join(told.split())
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 2
+    assert "RUN_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.finding(number="C1")
+@pytest.mark.parametrize("name", ["steps.csv", "metrics.json", "journal", "timeline.json", "lock"])
+def test_report_is_written_over_no_file_of_the_run(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    shutil.copytree(runs / "failed" / "out.jsonl.run", tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    code, _, err = tool("report", capsys)(tmp_path / "run", "--output", tmp_path / "run" / name)
+    assert (code, ": give another" in err) == (2, True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_metrics_of_the_runs_are_as_their_jobs_were(runs: Path):
+    """The fixture is what it says."""
+    metrics = json.loads((runs / "failed" / "out.jsonl.run" / "metrics.json").read_text())
+    assert metrics["error_rows"] == 1
+    assert replace(config_of(runs)).job.step_log

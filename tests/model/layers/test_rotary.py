@@ -1,0 +1,163 @@
+"""Rotary angles against transformers' own functions, and dynamic scaling as a function of the row alone."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from device_waits import DeviceWaits
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from spmd_worker.model.layers.rotary import RotaryEmbedding, attention_factor, inverse_frequencies
+from spmd_worker.model_config.model_config import RopeParameters, model_config_of
+from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.cpu.native import cpu_kernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+
+CPU = torch.device("cpu")
+CPU_KERNELS = cpu_kernels(torch.bfloat16)[0]
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    LLAMA3,
+    {**LLAMA3, "high_freq_factor": 32.0, "factor": 32.0},
+    YARN,
+    {**YARN, "truncate": False},
+    {**YARN, "attention_factor": 0.5},
+    {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
+    {**YARN, "mscale": 0.707},
+    {**YARN, "beta_fast": 4.0, "beta_slow": 3.9},
+    {**YARN, "factor": 1.0},
+]
+
+
+def read(scaling: dict[str, Any], theta: float = 500000.0) -> tuple[RopeParameters, LlamaConfig]:
+    keys = {**SIZES, "rope_parameters": {"rope_theta": theta, **scaling}}
+    ours = model_config_of({"architectures": ["LlamaForCausalLM"], **keys}, "config.json")
+    return ours.ropes[0], LlamaConfig(**keys)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_frequencies_and_amplitude_are_transformers(scaling: dict[str, Any], theta: float):
+    rope, config = read(scaling, theta)
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), frequencies, rtol=1e-6, atol=0)
+    assert attention_factor(rope) == pytest.approx(amplitude, rel=1e-12)
+
+
+ROUNDED: Final[dict[str, tuple[str, str]]] = {
+    "OlmoForCausalLM": ("olmo", "Olmo"),
+    "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
+    "Olmo3ForCausalLM": ("olmo3", "Olmo3"),
+    "CohereForCausalLM": ("cohere", "Cohere"),
+    "Cohere2ForCausalLM": ("cohere2", "Cohere2"),
+    "Ernie4_5ForCausalLM": ("ernie4_5", "Ernie4_5"),
+    "Glm4ForCausalLM": ("glm4", "Glm4"),
+    "LlamaForCausalLM": ("llama", "Llama"),
+}
+"""Of architectures that round in each of the ways: transformers' module, and how its classes begin."""
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), CPU_KERNELS], ids=["reference", "cpu"])
+@pytest.mark.parametrize("architecture", ROUNDED)
+def test_turning_rounds_where_transformers_rounds(architecture: str, kernels: Kernels):
+    name, prefix = ROUNDED[architecture]
+    theirs = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    keys = {**SIZES, "head_dim": 64, "num_hidden_layers": 4}
+    their_config = getattr(theirs, f"{prefix}Config")(**keys)
+    config = model_config_of({**their_config.to_dict(), "architectures": [architecture]}, Path("config.json"))
+    rope = RotaryEmbedding(config.ropes[0], 64, config.max_position_embeddings, CPU)
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(1, heads, 40, 64, generator=generator).bfloat16() for heads in (4, 2))
+    positions = torch.arange(900, 940)
+    rotary = getattr(theirs, f"{prefix}RotaryEmbedding")(their_config)
+    given = {"layer_type": "full_attention"} if name == "olmo3" else {}
+    expected = theirs.apply_rotary_pos_emb(query, key, *rotary(query, positions.unsqueeze(0), **given))
+    angles = rope.angles(positions, torch.zeros_like(positions), torch.bfloat16)
+    for x, turned in zip((query, key), expected, strict=True):
+        assert torch.equal(angles.turn(kernels, x[0].transpose(0, 1)), turned[0].transpose(0, 1))
+    # Negative control: every other way of rounding gives other bits.
+    ways = {"each step", "angles", "result"} - {config.ropes[0].rounding}
+    for way in ways:
+        other = RotaryEmbedding(replace(config.ropes[0], rounding=way), 64, config.max_position_embeddings, CPU)
+        angles = other.angles(positions, torch.zeros_like(positions), torch.bfloat16)
+        assert not torch.equal(angles.turn(kernels, query[0].transpose(0, 1)), expected[0][0].transpose(0, 1))
+
+
+def test_calls_that_turn_as_llama_does_take_other_ropes_in_float32_alone():
+    for way in ("each step", "angles", "result"):
+        rope = RotaryEmbedding(RopeParameters(rounding=way), 64, 100, CPU)
+        assert rope.is_plain(torch.float32), "nothing is rounded there"
+        assert rope.is_plain(torch.bfloat16) == (way == "each step")
+    assert not RotaryEmbedding(RopeParameters(is_interleaved=True), 64, 100, CPU).is_plain(torch.float32)
+
+
+def test_the_comparison_sees_frequencies_of_another_scaling():
+    rope, _ = read(LLAMA3)
+    _, config = read({**LLAMA3, "low_freq_factor": 1.01})
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+    assert not torch.allclose(inverse_frequencies(rope, 64), frequencies, rtol=1e-6, atol=0)
+
+
+DYNAMIC = RopeParameters(rope_type="dynamic", factor=4.0)
+
+
+def angles(positions: list[int], prompt_lengths: list[int], max_positions: int = 100) -> torch.Tensor:
+    rotary = RotaryEmbedding(DYNAMIC, 16, max_positions, CPU)
+    found = rotary.angles(torch.tensor(positions), torch.tensor(prompt_lengths), torch.float32)
+    return torch.cat((found.cos, found.sin), dim=-1)
+
+
+@pytest.mark.parametrize("length", [101, 150, 1000])
+def test_a_long_prompt_takes_the_base_of_its_whole_length(length: int):
+    config = LlamaConfig(
+        **{**SIZES, "hidden_size": 64, "max_position_embeddings": 100, "rope_parameters": {**read_dynamic()}}
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=length)
+    turns = torch.arange(length).float().unsqueeze(1) * frequencies
+    expected = torch.cat((turns.cos(), turns.sin()), dim=-1)
+    torch.testing.assert_close(angles([*range(length)], [length] * length), expected, rtol=0, atol=2e-4)
+
+
+def read_dynamic() -> dict[str, Any]:
+    return {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
+def test_dynamic_angles_depend_on_position_and_prompt_length_alone():
+    """Chunks, batches and recomputation see the same angles: a token's base is that of its prompt or its own length."""
+    together = angles([0, 149, 150, 500, 3], [150, 150, 150, 20, 20])
+    for index, (position, length) in enumerate([(0, 150), (149, 150), (150, 150), (500, 20), (3, 20)]):
+        assert torch.equal(angles([position], [length])[0], together[index])
+    assert torch.equal(angles([3], [20]), angles([3], [100])), "below the length before scaling nothing changes"
+    assert not torch.equal(angles([3], [20]), angles([3], [101]))
+    assert torch.equal(angles([500], [20]), angles([500], [501])), "a later token takes the base of its own length"
+    assert not torch.equal(angles([500], [20]), angles([500], [502]))
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_angles_send_nothing_for_which_the_host_waits(rope_type: str):
+    meta = torch.device("meta")
+    rotary = RotaryEmbedding(RopeParameters(rope_type=rope_type, factor=4.0), 16, 100, meta)
+    positions = torch.empty(7, dtype=torch.int64, device=meta)
+    with DeviceWaits() as waits:
+        angles = rotary.angles(positions, positions, torch.float32)
+    assert (waits.read_backs, waits.uploads, angles.cos.shape) == ([], [], (7, 8))

@@ -1,0 +1,191 @@
+"""What every rank reads of every checkpoint tensor: together exactly the tensor, key-value heads as often as needed.
+
+Pure arithmetic on the slices that the layers name; the parameters have no storage.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from model_configs import families, spelled, with_layers
+
+from spmd_worker.base.errors import CheckpointError, ConfigError
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.embedding import VocabularyShard
+from spmd_worker.model.layers.linear import kv_head_range
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights.coverage import check_coverage
+from spmd_worker.model_config.model_config import FAMILIES, ModelConfig, model_config_of
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.topology import VOCABULARY_ALIGNMENT, RankLayout, check_divides
+
+
+def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelConfig:
+    sizes = {
+        "vocab_size": 211,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    return model_config_of(spelled(architecture, {**sizes, **keys}), "config.json")
+
+
+def new_model(model_config: ModelConfig, size: int, rank: int) -> DecoderForCausalLM:
+    group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
+    context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    return build_model(context, model_config)
+
+
+def times_read(model_config: ModelConfig, size: int) -> dict[str, np.ndarray]:
+    """How many ranks read each element of each checkpoint tensor."""
+    counts: dict[str, np.ndarray] = {}
+    for rank in range(size):
+        for piece in new_model(model_config, size, rank).weight_slices():
+            count = counts.setdefault(piece.checkpoint_name, np.zeros(piece.checkpoint_shape, dtype=np.int64))
+            count[tuple(slice(*bounds) for bounds in piece.source)] += 1
+    return counts
+
+
+# With biases, and those of stacked experts' ways back, which the first rank adds.
+HELD_BY_ALL = tuple(
+    f"{each}.bias" for each in ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "out_proj", "fc2")
+)
+HELD_BY_ALL += (
+    *("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias", "block_sparse_moe.gate.weight", "router.layer.weight"),
+    *("e_score_correction_bias", "shared_expert_gate.weight", "experts.down_proj_bias"),
+)
+
+
+@pytest.mark.parametrize("architecture", families())
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are_held(architecture: str, size: int):
+    model_config = new_shape(architecture)
+    num_holders = max(size // model_config.num_kv_heads, 1)
+    for name, count in times_read(model_config, size).items():
+        if any(word in name for word in ("qkv_proj", "query_key_value", "c_attn")):
+            num_queries = model_config.num_heads * model_config.head_size
+            assert (count[:num_queries] == 1).all(), name
+            count, expected = count[num_queries:], num_holders
+        elif ".k_proj." in name or ".v_proj." in name:
+            expected = num_holders
+        elif any(word in name for word in ("norm", ".ln_", "wpe", "embed_positions", "act_fn")) or name.endswith(
+            HELD_BY_ALL
+        ):
+            expected = size
+        else:
+            expected = 1
+        assert (count == expected).all(), (name, expected, np.unique(count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_tensor_by_key_value_heads_has_the_queries_keys_and_values_of_each_head_together(
+    size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each row of the file goes where a reshape to [key-value heads, queries + key + value, size] has it."""
+    row = FAMILIES["GPTNeoXForCausalLM"]
+    monkeypatch.setitem(FAMILIES, "GPTNeoXForCausalLM", replace(row, spelled={}))
+    model_config = new_shape("GPTNeoXForCausalLM", rotary_pct=1.0)
+    num_heads, num_kv_heads, head_size = model_config.num_heads, model_config.num_kv_heads, model_config.head_size
+    per_head = num_heads // num_kv_heads
+    rows = np.arange((num_heads + 2 * num_kv_heads) * head_size).reshape(num_kv_heads, per_head + 2, head_size)
+    whole = [part.reshape(-1, head_size) for part in (rows[:, :per_head], rows[:, per_head], rows[:, per_head + 1])]
+    for rank in range(size):
+        first, end = kv_head_range(num_kv_heads, size, rank)
+        own = num_heads // size
+        expected = [whole[0][rank * own : (rank + 1) * own], *(part[first:end] for part in whole[1:])]
+        held = np.full(sum(part.size for part in expected), -1)
+        for piece in new_model(model_config, size, rank).weight_slices():
+            if piece.checkpoint_name == "gpt_neox.layers.1.attention.query_key_value.bias":
+                held[slice(*piece.destination[0])] = np.arange(*piece.source[0])
+        assert np.array_equal(held, np.concatenate([part.ravel() for part in expected])), rank
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_every_element_of_every_parameter_is_filled_exactly_once(size: int, tied: bool):
+    model_config = new_shape(tie_word_embeddings=tied)
+    for rank in range(size):
+        model = new_model(model_config, size, rank)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
+        check_coverage(model.weight_slices(), model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
+        assert ("lm_head.weight" in in_file) == (not tied)
+
+
+def test_the_check_sees_a_slice_that_is_left_out():
+    model = new_model(new_shape(), 2, 1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
+    for index in range(len(model.weight_slices())):
+        slices = model.weight_slices()
+        del slices[index]
+        with pytest.raises(CheckpointError):
+            check_coverage(slices, model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
+
+
+def test_only_derived_tensors_may_be_in_a_checkpoint_without_being_read():
+    tied, untied = new_model(new_shape(tie_word_embeddings=True), 1, 0), new_model(new_shape(), 1, 0)
+    assert tied.is_ignorable("lm_head.weight")
+    assert not untied.is_ignorable("lm_head.weight")
+    assert untied.is_ignorable("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not untied.is_ignorable("model.layers.3.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "expected"),
+    [
+        (4, 1, [(0, 4)]),
+        (4, 2, [(0, 2), (2, 4)]),
+        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (1, 3, [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_key_value_heads_go_to_the_ranks_whose_queries_look_at_them(
+    num_kv_heads: int, size: int, expected: list[tuple[int, int]]
+):
+    assert [kv_head_range(num_kv_heads, size, rank) for rank in range(size)] == expected
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 211, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: int, size: int):
+    shards = [VocabularyShard(vocab_size, size, rank) for rank in range(size)]
+    owned = [token for shard in shards for token in range(shard.start, shard.stop)]
+    assert owned == list(range(vocab_size))
+    assert len(dict.fromkeys(shard.size for shard in shards)) == 1
+    assert shards[0].size % VOCABULARY_ALIGNMENT == 0
+    # The place of an id in the gathered logits is the id itself: only the last owner may have padding behind it.
+    assert all(shard.start == min(rank * shard.size, vocab_size) for rank, shard in enumerate(shards))
+
+
+def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
+    model_config = with_layers(new_shape(), num_heads=9, num_kv_heads=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*9 attention heads.* are 1, 3 and 9"):
+        check_divides(RankLayout(2), model_config)
+    for size in (1, 3, 9):
+        check_divides(RankLayout(size), model_config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, r"6 key-value heads.*1, 2, 3, 6 and 12"),
+        ({"num_heads": 12, "num_kv_heads": 4}, 6, r"4 key-value heads.*1, 2, 4 and 12"),
+        ({"num_heads": 8, "num_kv_heads": 8}, 16, r"8 attention heads.*1, 2, 4 and 8"),
+        ({"num_heads": 7, "num_kv_heads": 7}, 2, r"7 attention heads.*1 and 7"),
+        ({"num_heads": 1, "num_kv_heads": 1}, 2, r"1 attention heads.* are 1$"),
+        ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 5}, 8, r"feed-forward has 5.*1, 2 and 4"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(changes: dict[str, int], size: int, words: str):
+    with pytest.raises(ConfigError, match=words):
+        check_divides(RankLayout(size), with_layers(new_shape(), **changes))

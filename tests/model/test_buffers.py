@@ -1,0 +1,207 @@
+"""Checkpoint tensors that transformers has as buffers: trainers hand over `named_parameters()` alone, which lack them.
+
+They stay as they are where they do not come, also through `sleep(level=2)`, and are taken where they do.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import family_checkpoints
+import pytest
+import torch
+import transformers
+from expert_checkpoints import CASES as EXPERTS
+from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
+from expert_checkpoints import expert_folder, expert_reference
+from expert_models import load
+from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.errors import MissingWeightsError
+from spmd_worker.engine.weight_updates import WeightUpdates
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weight_memory import WeightMemory
+from spmd_worker.model.weights.weight_update import WeightUpdate
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.model_config import model_config_of
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import Stage
+
+META = torch.device("meta")
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [3, 4, 5, 6]}, {"prompt_token_ids": [9, 8, 7]}]
+
+
+def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
+    """Architecture and transformers' configuration of every small checkpoint."""
+    if with_experts:
+        for family, keys in EXPERTS.values():
+            text, suffix = {**BASE, **keys}, "ForCausalLM"
+            if family in EXPERTS_WITH_IMAGES:
+                text, suffix = {"text_config": text, **EXPERTS_WITH_IMAGES[family]}, "ForConditionalGeneration"
+            yield family + suffix, getattr(transformers, f"{family}Config")(**text)
+        return
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**BASE)
+    for name, (family, keys) in CASES.items():
+        suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+        yield family + suffix, config_class(name)(**{**family_checkpoints._base(family), **keys})
+    for family, keys, beside in WITH_IMAGES.values():
+        text = {**BASE, **keys}
+        yield f"{family}ForConditionalGeneration", getattr(transformers, f"{family}Config")(text_config=text, **beside)
+
+
+@pytest.mark.parametrize("with_experts", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_the_buffers_of_each_family_are_those_of_transformers(with_experts: bool):
+    found, seen = set(), set()
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, META)
+    for architecture, config in configs(with_experts=with_experts):
+        if architecture in seen:
+            continue
+        seen.add(architecture)
+        with META:
+            theirs = getattr(transformers, architecture)(config)
+        keys = {**config.to_dict(), "architectures": [architecture]}
+        ours = build_model(context, model_config_of(keys, Path("config.json")))
+        parameters = {name for name, _ in theirs.named_parameters(remove_duplicate=False)}
+        buffers = {ours.model_config.names.canonical(name) for name in theirs.state_dict() if name not in parameters}
+        assert ours.buffer_names == buffers & set(ours.checkpoint_shapes), architecture
+        found |= {architecture} if ours.buffer_names else set()
+    assert seen == {name for name, family in FAMILIES.items() if (family.experts is not None) == with_experts}
+    with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
+    assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
+
+
+def test_a_stage_knows_the_buffers_of_layers_of_a_kind_that_it_has_not():
+    folder = expert_folder("glm4_moe")
+    (whole, _), first = load(folder), Stage(0, 1, is_first=True, is_last=False)
+    names = {f"model.layers.{number}.mlp.gate.e_score_correction_bias" for number in (1, 2, 3)}
+    assert whole.buffer_names == load(folder, stage=first)[0].buffer_names == names
+    assert load(folder, stage=first)[0].buffer_parameters == frozenset()
+
+
+@pytest.mark.parametrize("was_on_host", [False, True])
+def test_where_the_weights_are_dropped_buffers_stay(was_on_host: bool):
+    model, kernels = load(expert_folder("minimax_m2"))[0], ReferenceKernels()
+    buffers, before = model.buffer_parameters, {name: each.clone() for name, each in model.named_parameters()}
+    assert buffers == {f"model.layers.{number}.mlp.gate.choice_bias" for number in range(4)}
+    memory = WeightMemory(model, kernels)
+    if was_on_host:
+        memory.give_back(memory.copy_to_host())
+    memory.give_back(None)
+    assert all(each.is_meta for each in model.parameters())
+    assert not memory.restore(memory.take()), "all else has to come"
+    for name, each in model.named_parameters():
+        assert torch.equal(each, before[name] if name in buffers else torch.zeros_like(each)), name
+    assert all(before[name].count_nonzero() for name in buffers), "negative control"
+
+
+def test_buffers_that_stayed_through_a_sleep_in_inference_mode_can_be_written_later():
+    """They came back as inference tensors, and the next update that had one broke off halfway."""
+    model = load(expert_folder("minimax_m2"))[0]
+    memory = WeightMemory(model, ReferenceKernels())
+    with torch.inference_mode():
+        memory.give_back(None)
+        memory.restore(memory.take())
+    assert model.buffer_parameters
+    for name in model.buffer_parameters:
+        with torch.no_grad():
+            model.get_parameter(name).add_(1.0)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in outputs]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "apertus"])
+def test_what_trainers_hand_over_is_a_whole_update(name: str):
+    is_sparse = name == "glm4_moe"
+    trained = expert_reference(name) if is_sparse else family_reference(name)
+    folder = expert_folder(name) if is_sparse else family_folder(name)
+    parameters, state = dict(trained.named_parameters()), trained.state_dict()
+    buffers = {each: tensor for each, tensor in state.items() if each not in parameters}
+    assert buffers
+    with LLM(folder, num_blocks=40, dtype="float32") as llm:
+        inner = llm.llm_engine.model_executor.driver_worker.model_runner.model
+        expected = answers(llm)
+        inner.load_weights(parameters.items())
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        missing = next(each for each in parameters if "norm" in each)
+        inner.load_weights([pair for pair in parameters.items() if pair[0] != missing])
+        with pytest.raises(MissingWeightsError) as raised:
+            llm.reset_prefix_cache()
+        assert raised.value.names == [missing]
+        inner.load_weights([(missing, parameters[missing])])
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
+        # They are taken where they come.
+        assert inner.load_weights([(each, tensor + 2.0) for each, tensor in state.items() if each in buffers])
+        inner.load_weights(parameters.items())
+        (shown,) = llm.apply_model(lambda model: {each: model.get_parameter(each).clone() for each in buffers})
+        assert all(torch.equal(shown[each], tensor + 2.0) for each, tensor in buffers.items())
+        answers(llm)
+
+
+class Rank:
+    """One rank's weights: `a`, and `b`, a buffer."""
+
+    def __init__(self) -> None:
+        self.update = WeightUpdate()
+        executor: Any = SimpleNamespace(
+            num_workers=1,
+            watch_requests=lambda num_in_flight: None,
+            get_weight_updates=lambda: [self.update.report(["a", "b"], {"b"})],
+            end_weight_update=self.update.end,
+        )
+        self._updates = WeightUpdates(executor, 0, lambda: 0)
+
+    def load(self, **values: float) -> None:
+        self.update.begin()
+        for name, value in values.items():
+            self.update.add(name, torch.tensor([value]))
+
+    def sleep(self, *, keeps: bool) -> None:
+        """Level 2, and awake again."""
+        self.update.drop({"b"} if keeps else ())
+        self.update.require_all()
+
+    def compare(self, *, is_partial: bool = False) -> tuple[dict[str, str], int | None]:
+        event = self._updates.commit(is_partial=is_partial)
+        return self._updates.uncompared, None if event is None else event.version
+
+
+def test_ranks_with_other_buffers_are_told_apart_however_they_went_on():
+    def are_equal(*, sleeps: bool, keeps: bool = True, **last: float) -> bool:
+        first, other = Rank(), Rank()
+        for rank, value in ((first, 1.0), (other, 2.0)):
+            rank.load(b=value)
+            if sleeps:
+                rank.sleep(keeps=keeps)
+            else:
+                rank.compare(is_partial=True)
+            rank.load(**last)
+        return first.compare() == other.compare()
+
+    assert [are_equal(sleeps=each, a=3.0) for each in (False, True)] == [False, False]
+    # All came anew, buffers too.
+    assert [are_equal(sleeps=each, a=3.0, b=4.0) for each in (False, True)] == [True, True]
+    assert are_equal(sleeps=True, keeps=False, a=3.0), "negative control: forgotten"
+
+
+def test_a_change_of_a_buffer_that_one_rank_refused_outlasts_a_sleep():
+    first, other = Rank(), Rank()
+    other.update.refused_calls.append(1)
+    for rank in (first, other):
+        rank.sleep(keeps=True)
+        rank.load(a=3.0)
+    assert first.compare() != other.compare()
+    assert Rank().compare() == Rank().compare()

@@ -1,0 +1,58 @@
+"""Dummy weights know by its name what is a norm, in every family."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_configs import spelled
+
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.norm import FullNorm, HeadNorms, RMSNorm
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights.dummy import mean_and_std
+from spmd_worker.model_config.model_config import ENCODERS, FAMILIES, model_config_of
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300_000,
+    "hidden_size": 512,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+}
+
+
+def norms_of(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Names and shapes of what the model's norms own, and the names of everything else, in the checkpoint's words."""
+    model_config = model_config_of(config, Path("config.json"))
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    model, norms, others = build_model(context, model_config), {}, set()
+    for piece in model.weight_slices():
+        module = model.get_submodule(piece.parameter_name.rpartition(".")[0])
+        if isinstance(module, RMSNorm | FullNorm | HeadNorms) and not piece.checkpoint_name.endswith("bias"):
+            norms[piece.checkpoint_name] = piece.checkpoint_shape
+        else:
+            others.add(piece.checkpoint_name)
+    return norms, others
+
+
+def configs_of_all_families() -> Iterator[tuple[str, dict[str, Any]]]:
+    for architecture, family in FAMILIES.items():
+        sizes = {**spelled(architecture, SIZES), "architectures": [architecture]}
+        yield architecture, {"text_config": sizes, **sizes} if family.is_text_part else sizes
+    yield "StableLmForCausalLM", {**SIZES, "architectures": ["StableLmForCausalLM"], "qk_layernorm": True}
+    for architecture in ENCODERS:
+        yield architecture, {**SIZES, **ENCODERS[architecture].required, "architectures": [architecture]}
+
+
+def test_every_weight_of_a_norm_counts_as_one_in_all_families():
+    for architecture, config in configs_of_all_families():
+        norms, others = norms_of(config)
+        for name, shape in norms.items():
+            assert mean_and_std(name, shape) == (1.0, 0.1), (architecture, name)
+        for name in others:
+            assert mean_and_std(name, (8, 8))[0] == 0.0, (architecture, name)

@@ -1,0 +1,325 @@
+"""Every family with experts against transformers: logits, placements, stages, chunks, and how experts are chosen.
+
+Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_checkpoints import CASES, expert_folder, expert_reference, open_experts, thinned_expert_folder
+from expert_models import (
+    LINEAR,
+    NUM_EXPERTS,
+    PLACED,
+    PROMPTS,
+    ROUND_ROBIN,
+    SECOND,
+    TOLERANCE,
+    changed,
+    expected,
+    new_model,
+    quick,
+    their_logits,
+    worst_error,
+)
+from our_model import load_model, prompt_logits
+from reference_models import random_prompt, relative_error
+from thread_groups import on_ranks
+from torch import Tensor
+from two_stages import TwoStages
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.model.layers.experts import SparseFeedForward, choose
+from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ops.kernels.cpu.native import cpu_kernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.expert_layout import ExpertLayout
+
+
+@quick("qwen3_moe", later=("glm4v_moe",))
+def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
+    model = load_model(expert_folder(name))
+    whole = prompt_logits(model, PROMPTS)
+    assert worst_error(name, whole) < TOLERANCE
+    for chunk in (1, 7, 16):
+        assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
+    assert all(torch.equal(prompt_logits(model, [prompt])[0], logits) for prompt, logits in zip(PROMPTS, whole)), (
+        "alone"
+    )
+    prompt = PROMPTS[-1]
+    (thin,) = their_logits(expert_reference(name, is_thinned=True), [prompt])
+    assert relative_error(thin, expected(name)[-1]) < 1e-6, "the oracle's own"
+    assert (
+        read_model_files(thinned_expert_folder(name)).model_config == read_model_files(expert_folder(name)).model_config
+    )
+    assert relative_error(prompt_logits(load_model(thinned_expert_folder(name)), [prompt])[0], expected(name)[-1]) < (
+        TOLERANCE
+    )
+
+
+@quick(later=SECOND)
+def test_shards_and_placements_are_transformers_and_stages_bit_for_bit_one_rank(name: str):
+    folder = expert_folder(name)
+    layouts = {
+        "columns": None,
+        "linear": ExpertLayout(LINEAR),
+        "round robin": ExpertLayout(ROUND_ROBIN),
+        "placed": ExpertLayout(PLACED),
+        "exact": ExpertLayout(PLACED, is_exact=True),
+    }
+    for what, layout in layouts.items():
+
+        def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> list[Tensor]:
+            model = new_model(folder, group, layout=layout)
+            return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
+
+        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+        assert worst_error(name, whole) < TOLERANCE, what
+    one = prompt_logits(new_model(folder), PROMPTS, 7)
+    staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
+    assert all(map(torch.equal, staged, one))
+
+
+def sparse_outputs(
+    name: str, owners: tuple[tuple[int, ...], ...], size: int, *, is_exact: bool, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """What the sparse layers give for the same tokens, summed over ranks, and checked to be the same on all."""
+    kernels, _ = cpu_kernels(dtype)
+    x = torch.randn((23, 64), generator=torch.Generator().manual_seed(5)).to(dtype)
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        layout = ExpertLayout(owners, is_exact)
+        model = new_model(expert_folder(name), group, layout=layout, kernels=kernels, dtype=dtype)
+        model.pack_weights()
+        found = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, SparseFeedForward)]
+        return [group.all_reduce(each(x)) for each in found]
+
+    results = on_ranks(size, run) if size > 1 else [run(single_group())]
+    assert all(torch.equal(one, other) for result in results[1:] for one, other in zip(results[0], result))
+    return results[0]
+
+
+def each_exact() -> list[Any]:
+    layouts = {"qwen2_moe": [], "glm4_moe": pytest.mark.matrix, "gpt_oss": pytest.mark.matrix}
+    marks = {(name, torch.float32): layouts.get(name, pytest.mark.stress) for name in CASES}
+    marks |= {(name, torch.bfloat16): pytest.mark.stress for name in CASES}
+    return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
+
+
+@pytest.mark.parametrize(("name", "dtype"), each_exact())
+def test_exact_experts_are_the_same_bits_on_one_two_and_four_ranks(name: str, dtype: torch.dtype):
+    sparse = partial(sparse_outputs, name, dtype=dtype)
+    one = sparse(((0,) * 8,), 1, is_exact=True)
+    assert all(map(torch.equal, one, sparse(((0,) * 8,), 1, is_exact=False)))
+    for owners, size in ((LINEAR, 2), (ROUND_ROBIN, 2), (PLACED, 2), (((0, 1, 2, 3) * 2,), 4), (((3, 0) * 4,), 4)):
+        assert all(map(torch.equal, one, sparse(owners, size, is_exact=True))), (owners, size)
+    # Negative control: sums of ranks' parts are others.
+    summed = sparse(ROUND_ROBIN, 2, is_exact=False)
+    assert not all(map(torch.equal, one, summed))
+    most = 1e-5 if dtype == torch.float32 else 0.02
+    assert all(relative_error(each.float(), other.float()) < most for each, other in zip(summed, one, strict=True))
+
+
+def few(**changes: Any) -> ExpertsConfig:
+    return ExpertsConfig(num_experts=6, num_chosen=2, intermediate_size=1, **changes)
+
+
+def test_equal_scores_are_taken_by_number_and_weights_follow_the_experts():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 2.0, -1.0], [3.0] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    for score in ("softmax", "softmax_chosen", "sigmoid"):
+        ids, weights = choose(logits, None, few(score=score))
+        assert ids.tolist() == [[1, 2], [0, 1], [4, 5]]
+        assert torch.allclose(weights.sum(-1), torch.ones(3))
+        assert torch.equal(weights[:2], torch.full((2, 2), 0.5))
+        assert weights[2, 1] > weights[2, 0]
+    ids, _ = choose(logits, torch.tensor([9.0, 0, 0, 9.0, 0, 0]), few(score="sigmoid", has_choice_bias=True))
+    assert ids.tolist() == [[0, 3]] * 3
+    in_groups = few(score="sigmoid", num_groups=3, num_chosen_groups=1)
+    assert choose(logits, None, in_groups)[0].tolist() == [[2, 3], [0, 1], [4, 5]]
+
+
+def test_a_score_that_is_no_number_makes_its_own_row_none():
+    logits = torch.randn((5, 6), generator=torch.Generator().manual_seed(3))
+    for score in ("softmax", "softmax_chosen", "sigmoid"):
+        for renormalises in (True, False):
+            experts = few(score=score, renormalises=renormalises, num_groups=2, num_chosen_groups=2)
+            clean = choose(logits, None, experts)
+            broken = logits.clone()
+            broken[2, 4] = torch.nan
+            ids, weights = choose(broken, None, experts)
+            assert weights[2].isnan().all()
+            assert ((ids >= 0) & (ids < 6)).all()
+            others = [0, 1, 3, 4]
+            assert torch.equal(ids[others], clean[0][others])
+            assert torch.equal(weights[others], clean[1][others])
+
+
+def test_what_is_chosen_for_a_row_does_not_depend_on_the_rows_beside_it():
+    generator = torch.Generator().manual_seed(9)
+    for num_experts in (6, 8, 61, 128):
+        logits, bias = torch.randn((300, num_experts), generator=generator), torch.randn(num_experts)
+        for score in ("softmax", "softmax_chosen", "sigmoid"):
+            experts = replace(few(score=score), num_experts=num_experts, num_chosen=4)
+            ids, weights = choose(logits, bias, experts)
+            for size in (1, 2, 3, 7, 64):
+                for start in (0, 5, 300 - size):
+                    rows = slice(start, start + size)
+                    some = choose(logits[rows].clone(), bias, experts)
+                    assert torch.equal(some[0], ids[rows])
+                    assert torch.equal(some[1], weights[rows]), (score, num_experts, size, start)
+
+
+def test_experts_that_nobody_and_that_all_meet(tmp_path: Path):
+    def crowd(tensors: dict[str, Tensor]) -> None:
+        for tensor_name, tensor in tensors.items():
+            if tensor_name.endswith("router.bias"):
+                tensor[0], tensor[5] = 100.0, -100.0
+
+    folder = changed("gpt_oss", tmp_path / "crowded", crowd)
+    theirs = their_logits(open_experts(folder), PROMPTS)
+    assert max(map(relative_error, prompt_logits(load_model(folder), PROMPTS), theirs)) < TOLERANCE
+
+
+def test_a_planted_tie_goes_to_the_lower_number(tmp_path: Path):
+    """Two rows of a router are the same, so the scores of their experts are; a token has one. Either gives NaN in turn:
+    rows meet the first alone.
+    """
+
+    def plant(tensors: dict[str, Tensor], broken: int) -> None:
+        for layer in range(4):
+            prefix = f"model.layers.{layer}.mlp"
+            tensors[f"{prefix}.gate.weight"][3] = tensors[f"{prefix}.gate.weight"][2]
+            tensors[f"{prefix}.experts.{broken}.down_proj.weight"].fill_(torch.nan)
+
+    for broken in (3, 2):
+        folder = changed("qwen3_moe", tmp_path / str(broken), partial(plant, broken=broken))
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace('"num_experts_per_tok": 3', '"num_experts_per_tok": 1'))
+        with LLM(folder, num_blocks=60, max_model_len=64, allow_nonfinite=True) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        assert any(output.error_code == "non_finite_logits" for output in outputs) == (broken == 2)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", CASES)
+def test_a_tie_goes_to_the_lower_number_and_the_other_meets_nobody_in_every_family(name: str, tmp_path: Path):
+    """Experts 2 and 3 are twins, to the router too, and a token has one: whichever it is, the logits are the same."""
+
+    def plant(tensors: dict[str, Tensor]) -> None:
+        for each, tensor in list(tensors.items()):
+            of_router = each.endswith(
+                ("gate.weight", "router.weight", "layer.weight", "router.bias", "correction_bias")
+            )
+            is_stack = ".experts." in each or (tensor.ndim == 3 and "linear" in each)
+            if tensor.shape[:1] == (NUM_EXPERTS,) and (of_router or is_stack):
+                tensor[3] = tensor[2]
+            elif ".experts.3." in each:
+                tensors[each] = tensors[each.replace(".experts.3.", ".experts.2.")].clone()
+
+    folder = changed(name, tmp_path / "twins", plant)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"num_experts_per_tok": 3', '"num_experts_per_tok": 1'))
+    model = load_model(folder)
+    ours, theirs = prompt_logits(model, ROWS), their_logits(open_experts(folder), ROWS)
+    assert max(map(relative_error, ours, theirs)) < TOLERANCE
+    loads = list(model.expert_loads().values())
+    assert all(sum(counts) == sum(map(len, ROWS)) for counts in loads)
+    assert [counts[3] for counts in loads] == [0] * len(loads)
+    assert sum(counts[2] for counts in loads) > 0
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+ROWS = [random_prompt(length, seed=3, vocab_size=90) for length in (3, 16, 22, 40, 52)]
+ROWS += [ROWS[-1][:40] + ROWS[0]]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "swapped": {"num_blocks": 17, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
+}
+
+
+def outputs_of(llm: LLM, rows: list[list[int]]) -> list[Any]:
+    return [
+        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
+        for each in llm.generate(rows, GREEDY, use_tqdm=False)
+    ]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_is_the_same_bits_in_chunks_warm_and_recomputed(name: str, dtype: str):
+    model = load_model(expert_folder(name), dtype=dtype)
+    whole = prompt_logits(model, PROMPTS)
+    for chunk in (1, 7, 16):
+        assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
+    given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
+    with LLM(expert_folder(name), enable_prefix_caching=False, **given) as llm:
+        cold = outputs_of(llm, ROWS)
+    with LLM(expert_folder(name), **given) as llm:
+        assert outputs_of(llm, ROWS) == cold, "to be cached"
+        assert [outputs_of(llm, [row])[0] for row in ROWS] == cold, "warm"
+        assert llm.llm_engine.counters.num_cached_prompt_tokens >= sum((len(row) - 1) // 16 * 16 for row in ROWS)
+    few = {"num_blocks": 17, "preemption_mode": "recompute", "block_size": 4}
+    with LLM(expert_folder(name), **{**given, **few}) as llm:
+        assert outputs_of(llm, ROWS) == cold
+        assert llm.llm_engine.counters.num_preemptions > 0
+
+
+def each_type() -> list[Any]:
+    layouts = [("gpt_oss", "float32"), ("qwen3_moe", "bfloat16"), ("glm4_moe", "bfloat16")]
+    cases = [(name, dtype) for name in CASES for dtype in ("float32", "bfloat16")]
+    return [pytest.param(*each, marks=pytest.mark.matrix if each in layouts else pytest.mark.stress) for each in cases]
+
+
+@pytest.mark.parametrize(("name", "dtype"), each_type())
+def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
+    given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
+    with LLM(expert_folder(name), enable_prefix_caching=False, **given) as llm:
+        cold = [outputs_of(llm, [row])[0] for row in ROWS]
+        assert outputs_of(llm, ROWS) == cold, "alone and together"
+    for way, settings in LAYOUTS.items():
+        with LLM(expert_folder(name), **{**given, **settings}) as llm:
+            assert outputs_of(llm, ROWS) == cold, way
+            assert (llm.llm_engine.counters.num_preemptions > 0) == (way != "chunks")
+
+
+def test_tokens_are_counted_by_layer_and_expert():
+    """Of transformers' routers the same, each prompt once: only the last answered token is not computed."""
+    chosen: dict[int, Tensor] = {}
+
+    def count(layer: int, given: tuple[Tensor, ...]) -> None:
+        chosen[layer] = chosen.get(layer, 0) + given[2].flatten().bincount(minlength=NUM_EXPERTS)
+
+    model = expert_reference("qwen2_moe")
+    routers = [(index, layer.mlp.gate) for index, layer in enumerate(model.model.layers) if index != 2]
+    hooks = [gate.register_forward_hook(lambda _, __, given, at=index: count(at, given)) for index, gate in routers]
+    their_logits(model, ROWS)
+    for hook in hooks:
+        hook.remove()
+    with LLM(expert_folder("qwen2_moe"), num_blocks=300, max_model_len=64, enable_prefix_caching=False) as llm:
+        llm.generate(ROWS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        (loads,) = llm.llm_engine.expert_loads()
+    assert loads == {layer: counts.tolist() for layer, counts in chosen.items()}
+
+
+def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as_they_were(tmp_path: Path):
+    given = {"num_blocks": 300, "max_model_len": 64}
+    with LLM(expert_folder("qwen2_moe"), **given) as llm:
+        clean = outputs_of(llm, ROWS)
+    met = {token for row in ROWS for token in row} | {token for ids, _ in clean for token in ids}
+    token = next(token for token in range(3, 96) if token not in met)
+
+    def break_token(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][token] = torch.nan
+
+    folder = changed("qwen2_moe", tmp_path / "broken", break_token)
+    rows = [*ROWS[:2], [*ROWS[2][:9], token, *ROWS[2][9:]], *ROWS[2:]]
+    with LLM(folder, allow_nonfinite=True, **given) as llm:
+        outputs = llm.generate(rows, GREEDY, use_tqdm=False)
+        assert [output.error_code for output in outputs] == [None, None, "non_finite_logits", None, None, None, None]
+        assert outputs_of(llm, ROWS) == clean

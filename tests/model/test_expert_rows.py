@@ -1,0 +1,388 @@
+"""Families with experts: what their tensors are called, what is wrong with files, and each entry of a row by itself."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_checkpoints import CASES, expert_folder, expert_reference, open_experts, thinned_expert_folder
+from expert_models import (
+    LINEAR,
+    PLACED,
+    PROMPTS,
+    SECOND,
+    TOLERANCE,
+    changed,
+    expected,
+    load,
+    new_model,
+    quick,
+    their_logits,
+)
+from model_types import MODEL_TYPES
+from our_model import is_noticed, prompt_logits
+from reference_models import relative_error
+from safetensors.torch import load_file, save_file
+from thread_groups import on_ranks
+from torch import Tensor
+from transformers import AutoConfig
+
+from spmd_worker.base.errors import CheckpointError, SpmdError
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.families.experts import ExpertsFamily
+from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
+from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.model_config import model_config_of, read_model_files
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.topology import Stage
+
+
+@quick("gpt_oss", later=SECOND)
+def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
+    """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
+    folder = expert_folder(name)
+    model = new_model(folder)
+    files = load_file(folder / "model.safetensors")
+    tensors = {each: tensor for each, tensor in files.items() if not model.is_ignorable(each)}
+    with model.as_checkpoint() as view:
+        shown = dict(view.named_parameters())
+        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
+    assert set(shown) == set(tensors)
+    loaded_from = {"files": files, "memory": expert_reference(name).state_dict()}
+    for what, given in loaded_from.items():
+        other = new_model(folder)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert other.load_weights(list(given.items())) == set(tensors), what
+        assert all(map(torch.equal, other.parameters(), model.parameters())), what
+
+    for layout in (None, ExpertLayout(PLACED)):
+
+        def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> dict[str, Tensor]:
+            shard = new_model(folder, group, layout=layout)
+            assert set(shard.checkpoint_shapes) == set(tensors)
+            with shard.as_checkpoint() as view:
+                return {each: parameter.detach().clone() for each, parameter in view.named_parameters()}
+
+        first, second = on_ranks(2, run)
+        assert set(first) | set(second) == set(tensors)
+        for each, tensor in tensors.items():
+            held = [rank[each].numel() for rank in (first, second) if each in rank]
+            assert sum(held) >= tensor.numel(), each
+            is_of_expert = ".experts." in each or ("_linear" in each and "shared" not in each)
+            if layout is not None and is_of_expert:
+                assert sum(held) == tensor.numel(), each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.matrix),
+        *(pytest.param(each, marks=pytest.mark.stress) for each in ("mixtral", "glm4_moe", "granite_moe")),
+    ],
+)
+def test_a_folder_with_experts_as_transformers_has_them_in_memory_is_read(name: str, tmp_path: Path):
+    """`save_pretrained` with `save_original_format=False`; on two ranks too, each its own experts."""
+    expert_reference(name).save_pretrained(tmp_path, save_original_format=False)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(each.endswith("experts.gate_up_proj") for each in stored)
+    model = new_model(expert_folder(name))
+    assert all(map(torch.equal, new_model(tmp_path).parameters(), model.parameters()))
+
+    def run(group: GroupHandle) -> list[list[Tensor]]:
+        folders = (tmp_path, expert_folder(name))
+        return [[*new_model(folder, group, layout=ExpertLayout(PLACED)).parameters()] for folder in folders]
+
+    assert all(all(map(torch.equal, *both)) for both in on_ranks(2, run))
+    broken = next(each for each in stored if each.endswith("experts.gate_up_proj"))
+    stored[broken] = stored[broken][:7].contiguous()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"(has 8 experts|checkpoint \[7, )"):
+        new_model(tmp_path)
+
+
+def test_stacks_that_are_turned_in_files_and_in_memory_are_known_by_their_shape(tmp_path: Path):
+    """As the hub has Qwen3-VL's with experts; transformers writes them as it has them in memory, and reads both."""
+    folder = expert_folder("qwen3_vl_moe")
+
+    def turn(tensors: dict[str, Tensor]) -> None:
+        for each in [each for each in tensors if ".experts." in each]:
+            tensors[each] = tensors[each].transpose(1, 2).contiguous()
+
+    turned, model = changed("qwen3_vl_moe", tmp_path / "turned", turn), new_model(folder)
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert load_file(turned / "model.safetensors")[name].shape == (8, 64, 80)
+    found = new_model(turned)
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
+    (theirs,) = their_logits(open_experts(turned), PROMPTS[1:2])
+    assert torch.equal(theirs, expected("qwen3_vl_moe")[1]), "the oracle's own"
+    for parameter in found.parameters():
+        parameter.data.zero_()
+    found.load_weights(load_file(turned / "model.safetensors").items())
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
+
+
+def test_a_stage_knows_the_tensors_of_layers_of_a_kind_that_it_has_not():
+    folder = expert_folder("glm4_moe")
+    whole = new_model(folder).checkpoint_shapes
+    for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 4, is_first=False, is_last=True)):
+        assert new_model(folder, stage=stage).checkpoint_shapes == whole
+
+
+def test_a_rank_reads_its_own_experts_alone():
+    folder = expert_folder("qwen3_moe")
+    _, whole = load(folder)
+    reports = on_ranks(2, lambda group: load(folder, group, layout=ExpertLayout(LINEAR))[1])
+    tensors = load_file(folder / "model.safetensors")
+    experts = sum(tensor.nbytes for each, tensor in tensors.items() if ".experts." in each)
+    for report in reports:
+        assert report.num_bytes_read <= whole.num_bytes_read - experts // 2
+
+
+def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
+    lost, found = "model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.experts.8.up_proj.weight"
+    folder = changed("qwen3_moe", tmp_path / "lost", lambda tensors: tensors.pop(lost))
+    with pytest.raises(CheckpointError, match=rf"1 missing from the checkpoint:\n  {lost}"):
+        load(folder)
+    folder = changed("qwen3_moe", tmp_path / "found", lambda tensors: tensors.update({found: torch.zeros(32, 64)}))
+    with pytest.raises(CheckpointError, match=rf"1 in the checkpoint but not in the model:\n  {found}"):
+        load(folder)
+    # GLM's files have a layer beyond the last, which speculates.
+    beyond = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
+    load(changed("glm4_moe", tmp_path / "beyond", lambda tensors: tensors.update(beyond)))
+    with pytest.raises(CheckpointError, match=r"eh_proj"):
+        load(changed("qwen3_moe", tmp_path / "beyond_others", lambda tensors: tensors.update(beyond)))
+    model = new_model(expert_folder("qwen3_moe"))
+    with pytest.raises(ValueError, match=f"{found}: the model has no such weight"):
+        model.load_weights([(found, torch.zeros(32, 64))])
+    for shape in ((7, 64, 64), (8, 65, 64), (8, 64)):
+        with pytest.raises(
+            ValueError, match=rf"shape \[{', '.join(map(str, shape))}\], and this layer .* has 8 experts"
+        ):
+            model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(shape))])
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight: has the shape \[33, 64\], the model's has"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 66, 64))])
+    with pytest.raises(ValueError, match="is on the meta device and has no data"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros((8, 64, 64), device="meta"))])
+    assert not model.weight_update.is_open
+
+
+SIZES = {
+    "vocab_size": 300_000,
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+}
+BAD = [
+    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts that"),
+    ("Glm4Moe", {"n_routed_experts": 9, "n_group": 2}, "n_routed_experts=9 cannot be cut into n_group=2 equal groups"),
+    ("Glm4Moe", {"n_routed_experts": 8, "n_group": 8}, "cannot be cut into n_group=8 equal groups of two or more"),
+    ("Glm4Moe", {"n_group": 2, "topk_group": 3}, "topk_group=3 is more than n_group=2"),
+    (
+        "Glm4Moe",
+        {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+        "num_experts_per_tok=3 is more than the 2 experts of topk_group=1 groups that a token can choose from",
+    ),
+    ("Glm4Moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported; only 'noaux_tc' is"),
+    ("Qwen3Moe", {"num_experts": 0}, "num_experts=0 must be a whole number from 1 to 4096"),
+    ("Qwen3Moe", {"num_local_experts": 10**9}, "num_local_experts=1000000000 must be a whole number from 1 to 4096"),
+    ("Dots1", {}, "n_routed_experts=None must be a whole number"),
+    ("Qwen2Moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers, from 0 on"),
+    ("Qwen2Moe", {"use_sliding_window": 1}, "use_sliding_window=1 must be true or false"),
+    ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
+    ("Phimoe", {}, "its layers have experts of a form that does not run"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "message"), BAD, ids=[f"{each[0]} {list(each[1])}" for each in BAD])
+def test_what_is_wrong_with_experts_is_one_sentence(family: str, keys: dict[str, Any], message: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "architectures": [f"{family}ForCausalLM"], **keys}))
+    with pytest.raises(SpmdError, match=r"config\.json") as caught:
+        read_model_files(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def minimal_file(architecture: str) -> dict[str, Any]:
+    counts = {"n_routed_experts": 16, "num_experts_per_tok": 2} if architecture == "Dots1ForCausalLM" else {}
+    sizes, names = {**SIZES, **counts}, {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    return {"text_config": sizes, **names} if FAMILIES[architecture].is_text_part else {**sizes, **names}
+
+
+@pytest.mark.parametrize("architecture", EXPERT_FAMILIES)
+def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str):
+    config = minimal_file(architecture)
+    whole, ours = AutoConfig.for_model(**config), model_config_of(config, Path("config.json"))
+    theirs = whole.get_text_config()
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 4)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.has_tied_embeddings == whole.tie_word_embeddings
+    assert ours.norm.eps == theirs.rms_norm_eps
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    (rope,) = ours.ropes
+    for key in ("rope_type", "rope_theta", "factor", "truncate", "beta_fast", "original_max_position_embeddings"):
+        if key in theirs.rope_parameters:
+            assert getattr(rope, key) == theirs.rope_parameters[key], key
+    assert rope.partial_factor == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 4
+    window = getattr(theirs, "sliding_window", None) or 0
+    if architecture != "MixtralForCausalLM":
+        assert [layer.window for layer in ours.layers] == [
+            window if kind == "sliding_attention" else 0 for kind in kinds
+        ]
+    experts = next(layer.experts for layer in ours.layers if layer.experts is not None)
+    counts = [
+        getattr(theirs, key) for key in ("n_routed_experts", "num_experts", "num_local_experts") if hasattr(theirs, key)
+    ]
+    assert [experts.num_experts] * len(counts) == counts
+    assert experts.num_chosen == theirs.num_experts_per_tok
+    assert experts.intermediate_size == getattr(theirs, "moe_intermediate_size", 96)
+    assert experts.renormalises == getattr(theirs, "norm_topk_prob", experts.renormalises)
+    assert experts.scaling == getattr(theirs, "routed_scaling_factor", 1.0)
+    assert experts.limit == getattr(theirs, "swiglu_limit", 0.0)
+    assert sum(layer.experts is None for layer in ours.layers) == getattr(theirs, "first_k_dense_replace", 0)
+
+
+def entries(kind: Any, row: Any, plain: Any, *skipped: str) -> list[tuple[str, Any]]:
+    return [
+        (spec.name, replace(row, **{spec.name: getattr(plain, spec.name)}))
+        for spec in fields(kind)
+        if getattr(row, spec.name) != getattr(plain, spec.name) and spec.name not in skipped
+    ]
+
+
+def mutants(architecture: str) -> list[tuple[str, Family]]:
+    """The row with one entry as Llama has it, or one entry of its experts as Qwen3-MoE's plain ones."""
+    row = FAMILIES[architecture]
+    assert row.experts is not None
+    # What transformers has in memory, and layers that speculate, are compared by tests of their own.
+    names = entries(Names, row.names, Names(), "layer_aliases", "ignores_later_layers")
+    plain = ExpertsFamily()
+    routing = entries(ExpertsFamily, row.experts, plain)
+    tables = [
+        (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
+        for table in ("defaults", "required")
+        for given in [getattr(row, table)]
+        for key in given
+    ]
+    return [
+        *entries(Family, row, Family(), "models", "names", "defaults", "required", "experts"),
+        ("experts", replace(row, experts=None)),
+        *((f"names.{what}", replace(row, names=each)) for what, each in names),
+        *((f"experts.{what}", replace(row, experts=each)) for what, each in routing),
+        *tables,
+    ]
+
+
+def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
+    """What a minimal file says, files with another value of what must have one, and one with every key of experts."""
+    whole = minimal_file(architecture)
+    minimal = {"architectures": whole["architectures"], **whole.get("text_config", whole)}
+    files = [
+        whole,
+        minimal,
+        *({**minimal, key: 16} for key in ("num_local_experts", "n_routed_experts", "num_experts")),
+    ]
+    files += [{**minimal, "attention_bias": True, "mlp_bias": True}, {**minimal, "decoder_sparse_step": 2}]
+    files += [{**minimal, "num_hidden_layers": 70}]
+    files += [{**minimal, "mlp_only_layers": [1]}, *({**minimal, key: "other"} for key in required)]
+    files += [{**minimal, "use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 70}]
+    files += [{**minimal, "use_sliding_window": True}]
+    if "text_config" in whole:
+        files.append({**whole, "text_config": {**whole["text_config"], "tie_word_embeddings": True}})
+    found: list[Any] = []
+    for config in files:
+        try:
+            found.append(model_config_of(config, Path("config.json")))
+        except SpmdError as error:
+            found.append(str(error))
+    return found
+
+
+NOTICED: dict[str, Any] = {"OlmoeForCausalLM": [], "Glm4vMoeForConditionalGeneration": pytest.mark.stress}
+"""Families whose entries are broken one by one in another tier than that of layouts."""
+
+
+def is_case_noticed(name: str) -> bool:
+    def logits_of(folder: Path) -> list[Tensor]:
+        return prompt_logits(new_model(folder, config=read_model_files(folder).model_config), PROMPTS[2:3])
+
+    def is_right(logits: list[Tensor]) -> bool:
+        return relative_error(logits[0], expected(name)[2]) < TOLERANCE
+
+    return is_noticed((expert_folder(name), thinned_expert_folder(name)), logits_of, is_right)
+
+
+SAME_FUNCTION = {
+    # Stacks that are as in memory are read without it too; the test of those that are turned needs it.
+    ("Qwen3VLMoeForConditionalGeneration", "names.stacked"),
+    # Weights that have the sum 1 divided by it: other bits, not another number.
+    ("GraniteMoeForCausalLM", "experts.renormalises"),
+    ("GraniteMoeSharedForCausalLM", "experts.renormalises"),
+    ("GptOssForCausalLM", "experts.renormalises"),
+}
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=NOTICED.get(each, pytest.mark.matrix)) for each in EXPERT_FAMILIES],
+)
+def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: str, monkeypatch: pytest.MonkeyPatch):
+    cases = [name for name in CASES if read_model_files(expert_folder(name)).model_config.architecture == architecture]
+    assert cases
+    required = tuple(FAMILIES[architecture].required)
+    right, silent = readings(architecture, required), []
+    for what, mutant in mutants(architecture):
+        monkeypatch.setitem(FAMILIES, architecture, mutant)
+        if readings(architecture, required) == right and not any(is_case_noticed(name) for name in cases):
+            silent.append(what)
+    assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("qwen2_moe_window", each) for each in ("never", "late_layers", "in_use")]
+    + [("qwen3_moe_sparse_step", each) for each in ("never", "late_layers", "even_layers")],
+)
+def test_windows_of_other_layers_are_noticed_in_logits(name: str, rule: str, monkeypatch: pytest.MonkeyPatch):
+    """What one of Qwen's families does with the same keys is not what another does."""
+    assert not is_case_noticed(name)
+    architecture = read_model_files(expert_folder(name)).model_config.architecture
+    monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], sliding_window=rule))
+    assert is_case_noticed(name)
+
+
+def test_what_transformers_has_in_memory_of_a_backbone_alone_is_taken_without_its_prefix():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    keys = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 24,
+        "intermediate_size": 48,
+        **sizes,
+        **keys,
+    }
+    model_config = replace(
+        model_config_of(config, Path("config.json")), pooling=PoolingConfig("embed", "LAST", sizes["hidden_size"])
+    )
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
+    model = build_model(context, model_config)
+    stack = torch.randn(4, 48, 32)
+    loaded = model.load_weights([("layers.0.mlp.experts.gate_up_proj", stack)])
+    parts = [
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(4) for part in ("gate", "up")
+    ]
+    assert loaded == set(parts)
+    with model.as_checkpoint() as view:
+        assert torch.equal(torch.cat([view.get_parameter(name) for name in parts]), stack.flatten(0, 1))

@@ -1,0 +1,82 @@
+"""A model with int8 products: near transformers' logits, and a row's bits are its own, in any batch and chunks.
+
+On more ranks: `tests/ranks/test_int8_on_ranks.py`.
+"""
+
+import pytest
+import torch
+from family_checkpoints import family_folder
+from our_model import load_model, prompt_logits
+from reference_models import checkpoint_folder, random_prompt, reference_logits, reference_model, relative_error
+
+from spmd_worker.llm import LLM
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ops.kernels.cpu import int8
+from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
+from spmd_worker.ops.kernels.int8 import Int8Kernels
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.memory.estimate import weights_bytes
+
+PROMPTS = [random_prompt(length, seed=7) for length in (1, 15, 40)]
+MOST_ERROR = 0.15
+NAMES = ["llama_biased", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama_tied", "qwen3"))]
+
+
+def quantised(name: str) -> DecoderForCausalLM:
+    return load_model(checkpoint_folder(name), quantization="int8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(name: str):
+    model = quantised(name)
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.int8
+    whole = prompt_logits(model, PROMPTS)
+    for chunk in (1, 7):
+        assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk, is_fused=(True, False)), whole)), chunk
+    for prompt, logits in zip(PROMPTS, whole, strict=True):
+        assert torch.equal(prompt_logits(model, [prompt])[0], logits)
+
+
+def test_logits_are_near_transformers_and_not_the_same():
+    model, reference = quantised("llama_biased"), reference_model("llama_biased")
+    errors = [
+        relative_error(ours, reference_logits(reference, prompt))
+        for prompt, ours in zip(PROMPTS, prompt_logits(model, PROMPTS), strict=True)
+    ]
+    assert 1e-3 < max(errors) < MOST_ERROR
+
+
+def test_without_the_compiled_kernels_products_have_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    """Of plain torch, in one layer's place: what is beside products may differ in the last bit."""
+    assert isinstance(int8.int8_kernels(torch.float32)[0], Int8CpuKernels)
+    attention = quantised("llama_biased").model.layers[0].self_attn
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    expected = attention.qkv_proj(x)
+    monkeypatch.setattr(int8, "cpu_kernels", lambda dtype: (None, "no compiler"))
+    kernels, reason = int8.int8_kernels(torch.float32)
+    assert isinstance(kernels, Int8Kernels)
+    assert reason == "no compiler"
+    plain = quantised("llama_biased").model.layers[0].self_attn.qkv_proj
+    assert plain.weight.ndim == 2
+    assert torch.equal(plain(x), expected)
+
+
+@pytest.mark.matrix
+def test_projections_of_embeddings_are_quantised_counted_and_kept_when_looked_at():
+    """OPT-350M's, between embeddings and layers; what `apply_model` shows is written back."""
+    folder = family_folder("opt_350m")
+    model = load_model(folder, quantization="int8")
+    assert model.model.project_in.weight.dtype == torch.int8
+    held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    assert held == weights_bytes(read_model_files(folder).model_config, RankLayout(1), 0, "float32", "cpu", "int8")
+    with LLM(folder, quantization="int8", num_blocks=60) as llm:
+        rows, params = (
+            [{"prompt_token_ids": [3, 50, 7, *range(20)]}],
+            SamplingParams(temperature=0, max_tokens=5, logprobs=3),
+        )
+        before = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
+        llm.apply_model(lambda model: {name: each.sum().item() for name, each in model.named_parameters()})
+        after = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
+    assert after == before

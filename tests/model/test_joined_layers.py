@@ -1,0 +1,250 @@
+"""All layers in one call give what they give one by one, bit for bit, on one rank and on ranks that share memory.
+
+Layers are joined where there is a AMX unit; where the processor has none it is emulated.
+"""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
+from model_configs import with_layers
+from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_avx512, needs_products
+from our_model import prompt_logits
+from reference_models import random_prompt
+
+from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.cpu import layers
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.topology import Stage
+
+LIMIT_S = 240.0
+PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
+
+UNFUSED = {
+    **{name: SHAPES[name] for name in ("plain", "biased")},
+    "no panels, normed queries": with_layers(PLAIN, intermediate_size=90, qk_norm="head"),
+}
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@needs_products
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
+@each_dtype
+def test_joined_layers_give_the_same_bits(
+    dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
+):
+    model = new_model(model_config, dtype, instruction_set=instruction_set)
+    assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("model_config", [SHAPES["biased"], SHAPES["wide heads"]], ids=["biased", "wide heads"])
+@each_library
+@each_dtype
+def test_joined_layers_of_int8_give_the_same_bits(
+    dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
+):
+    model = new_model(model_config, dtype, instruction_set=instruction_set, has_bytes=True)
+    assert model.model.layers[0].self_attn.qkv_proj.weight.dtype == torch.int8
+    assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
+
+
+def test_layers_that_exchange_sums_of_bytes_run_one_by_one():
+    """Each of their products needs the other ranks in its midst."""
+    model = new_model(PLAIN, torch.bfloat16, GroupHandle((0, 1), 0, None), has_bytes=True, instruction_set=WITHOUT_AMX)
+    assert model.model.joined_layers is None
+
+
+@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=[needs_products, needs_avx512]), WITHOUT_AMX])
+@pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
+@each_dtype
+def test_a_step_that_is_not_fused_gives_the_same_bits(
+    dtype: torch.dtype, model_config: ModelConfig, instruction_set: str
+):
+    """All steps, and every second step: what one has written to the cache the next reads."""
+    model = new_model(model_config, dtype, instruction_set=instruction_set)
+    fused = prompt_logits(model, PROMPTS, chunk=7)
+    assert are_equal(prompt_logits(model, PROMPTS, 7, is_fused=(False,)), fused)
+    assert are_equal(prompt_logits(model, PROMPTS, 7, is_fused=(True, False)), fused)
+
+
+@needs_products
+@pytest.mark.parametrize("fused", ["gated_linear", "attend_projected", "run"])
+def test_a_step_that_is_not_fused_calls_nothing_that_is(monkeypatch: pytest.MonkeyPatch, fused: str):
+    model = new_model(PLAIN, torch.float32)
+    layer, joined = model.model.layers[0], model.model.joined_layers
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(fused)
+
+    owner = {"gated_linear": layer.mlp.gate_up_proj._kernels, "attend_projected": layer.self_attn._backend}
+    monkeypatch.setattr(owner.get(fused, joined), fused, refuse)
+    assert len(prompt_logits(model, PROMPTS, is_fused=(False,))) == len(PROMPTS)
+    if fused != "run":
+        model.model.joined_layers = None
+    with pytest.raises(NotImplementedError, match=fused):
+        prompt_logits(model, PROMPTS)
+
+
+@needs_products
+@pytest.mark.parametrize("tokens_a_call", [1, 300])
+def test_several_calls_go_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
+    monkeypatch.setattr(layers, "_TOKENS_A_CALL", tokens_a_call)
+    assert are_equal(*joined_and_one_by_one(new_model(PLAIN, torch.bfloat16), PROMPTS))
+
+
+@needs_products
+@each_dtype
+def test_a_stage_in_the_middle_gives_the_same_residual_stream(dtype: torch.dtype):
+    model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
+    stack, backend = model.model, model.model.layers[0].self_attn._backend
+    incoming = torch.randn(20, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    metadata = AttentionMetadata(
+        query_starts=(0, 20),
+        context_lengths=(20,),
+        block_tables=torch.tensor([[1, 0]]),
+        token_blocks=torch.tensor([1] * 16 + [0] * 4),
+        token_offsets=torch.arange(20) % 16,
+    )
+    positions = torch.arange(20)
+    results = []
+    for joined in (stack.joined_layers, None):
+        stack.joined_layers = joined
+        cache = torch.full((2, 2, *backend.block_shape(2, 16, 16)), torch.nan, dtype=dtype)
+        results.append(stack(positions, positions, positions, cache, metadata, incoming.clone()))
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
+def _other_order(stack: Any) -> None:
+    stack.layers = torch.nn.ModuleList(reversed(list(stack.layers)))
+
+
+def _other_window(stack: Any) -> None:
+    stack.layers[1].self_attn.window = 5
+
+
+def _other_bias(stack: Any) -> None:
+    stack.layers[2].mlp.down_proj.bias.add_(0.5)
+
+
+@needs_products
+@pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
+def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
+    """What was joined keeps what it was joined with, except that a bias is where it was."""
+    model = new_model(SHAPES["biased"], torch.float32)
+    model.model.join_layers()
+    joined = model.model.joined_layers
+    bias = model.model.layers[2].mlp.down_proj.bias
+    model.model.layers[2].mlp.down_proj.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+    change(model.model)
+    model.model.joined_layers = joined
+    assert not are_equal(*joined_and_one_by_one(model, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("why", "model_config", "arguments"),
+    [
+        ("a norm of queries and keys", with_layers(PLAIN, qk_norm="head"), {}),
+        ("products of oneDNN", PLAIN, {"instruction_set": ONEDNN}),
+        ("a product that does not fit the panels", with_layers(PLAIN, intermediate_size=104), {}),
+        ("another attention", PLAIN, {"backend": SdpaBackend()}),
+        ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),
+    ],
+)
+def test_where_layers_cannot_be_joined_they_run_one_by_one(
+    why: str, model_config: ModelConfig, arguments: dict[str, Any]
+):
+    assert new_model(model_config, torch.bfloat16, **arguments).model.joined_layers is None, why
+
+
+@needs_products
+def test_a_cache_that_does_not_fit_is_refused():
+    model = new_model(PLAIN, torch.float32)
+    model.model.layers[0].self_attn.num_kv_heads = 1  # the cache is made for this many
+    with pytest.raises(AssertionError):
+        prompt_logits(model, PROMPTS)
+
+
+SOURCE = """
+    import itertools, json, sys
+    sys.path.insert(0, sys.argv[1])
+    import torch, torch.distributed as dist
+    from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
+    from our_model import prompt_logits
+    from spmd_worker.ranks import shared_memory
+    from spmd_worker.ops.kernels.cpu import layers
+    from spmd_worker.ranks.shared_memory import share_memory
+    from spmd_worker.ranks.communicator import GroupHandle
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    prompts = json.loads(sys.argv[3])
+    plant = sys.argv[2]
+    ways = ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000))
+    chunks = (None, 7)
+    # The first way with every shape, type and chunk; each other way with both types and both chunks, shapes in turn.
+    all_cases = [(*names, chunk) for names in itertools.product(SHAPES, DTYPES) for chunk in chunks]
+    some_cases = [(name, [*DTYPES][n % 2], chunks[n // 2 % 2]) for n, name in enumerate(SHAPES)]
+    planted_cases = [(name, "float32", 7) for name in SHAPES]
+    for way, (slot_bytes, few) in enumerate(ways if plant == "nothing" else ways[:1]):
+        cases = planted_cases if plant != "nothing" else some_cases if way else all_cases
+        shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = slot_bytes, few
+        group = share_memory(GroupHandle(tuple(range(size)), rank, dist.group.WORLD), 30.0)
+        assert group.fast is not None
+        for (name, type_name), of_model in itertools.groupby(cases, lambda case: case[:2]):
+            dtype = DTYPES[type_name]
+            model = new_model(SHAPES[name], dtype, group)
+            if plant == "a bias on every rank":
+                for layer in model.model.layers:
+                    layer.self_attn.o_proj.__class__.own_bias = property(lambda self: self.bias)
+                model.model.join_layers()
+                for layer in model.model.layers:
+                    layer.self_attn.o_proj.__class__.own_bias = property(
+                        lambda self: self.bias if self._group.rank == 0 else None
+                    )
+            for *_, chunk in of_model:
+                together, apart = joined_and_one_by_one(model, prompts, chunk)
+                unfused = prompt_logits(model, prompts, chunk, is_fused=(False, True))
+                if not (are_equal(together, apart) and are_equal(together, unfused)):
+                    print(f"rank {rank}: {name} {dtype} {slot_bytes} {few} {chunk} differ", flush=True)
+        dist.barrier()
+        group.fast.close()
+    print(f"rank {rank} compared all", flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    import os
+    os._exit(0)
+"""
+
+
+def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
+    return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant, json.dumps(PROMPTS)])
+
+
+@needs_products
+@pytest.mark.matrix
+def test_two_ranks_that_share_memory_get_the_same_bits():
+    """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
+    done = compare_on_ranks("nothing")
+    assert done.returncode == 0, done.output
+    assert "differ" not in done.stdout, done.stdout
+    assert sorted(re.findall(r"rank \d compared all", done.stdout)) == ["rank 0 compared all", "rank 1 compared all"]
+
+
+@needs_products
+@pytest.mark.matrix
+def test_the_comparison_on_ranks_sees_a_bias_that_is_added_twice():
+    done = compare_on_ranks("a bias on every rank")
+    assert done.returncode == 0, done.output
+    found = set(re.findall(r"rank \d: ([a-z ]+) torch", done.stdout))
+    assert found == {"biased"}, done.stdout

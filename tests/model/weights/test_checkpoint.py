@@ -1,0 +1,280 @@
+import json
+import os
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from weight_files import entry, save_indexed, save_single, write_index, write_raw
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.layers.weight_slice import Place
+from spmd_worker.model.weights.checkpoint import Checkpoint
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def tensor(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rectangle(shape, dim=None, start=0, stop=0):
+    return tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (7,), (6, 5), (4, 3, 5), (0, 3), (3, 5000), (2, 3, 2500)])
+def test_slices_of_every_dimension_equal_torch_indexing(tmp_path, dtype, shape):
+    expected = tensor(*shape, dtype=dtype)
+    with Checkpoint.open(save_single(tmp_path, {"w": expected, "other": tensor(3)})) as checkpoint:
+        assert checkpoint.dtype("w") == dtype
+        assert checkpoint.shape("w") == shape
+        assert torch.equal(checkpoint.read("w", rectangle(shape)), expected)
+        for dim, size in enumerate(shape):
+            for start, stop in [(0, size // 2), (size // 2, size), (size, size), (size // 3, size // 3 + min(size, 1))]:
+                found = checkpoint.read("w", rectangle(shape, dim, start, stop))
+                assert found.dtype == dtype
+                assert torch.equal(found, expected.narrow(dim, start, stop - start))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_rectangle_equals_torch_indexing(tmp_path, data):
+    expected = tensor(4, 3, 2000)
+    checkpoint = Checkpoint.open(save_single(tmp_path, {"w": expected}))
+    region = []
+    for size in expected.shape:
+        start = data.draw(st.integers(0, size))
+        region.append((start, data.draw(st.integers(start, size))))
+    assert torch.equal(checkpoint.read("w", tuple(region)), expected[tuple(slice(*bounds) for bounds in region)])
+    checkpoint.close()
+
+
+def test_writing_to_a_tensor_that_was_read_neither_warns_nor_changes_the_file(tmp_path):
+    folder = save_single(tmp_path, {"w": tensor(4, 4)})
+    before = (folder / "model.safetensors").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Checkpoint.open(folder) as checkpoint:
+            found = checkpoint.read("w", rectangle((4, 4)))
+        found.zero_()
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_shard_reads_its_share_of_the_bytes_and_no_more(tmp_path, dim):
+    shape = (64, 4096)
+    folder = save_single(tmp_path, {"w": tensor(*shape)})
+    with Checkpoint.open(folder) as checkpoint:
+        checkpoint.read("w", rectangle(shape, dim, shape[dim] // 2, shape[dim]))
+        assert checkpoint.num_bytes_read == 64 * 4096 * 4 // 2
+
+
+def test_an_empty_region_reads_nothing(tmp_path):
+    with Checkpoint.open(save_single(tmp_path, {"w": tensor(4, 4)})) as checkpoint:
+        assert checkpoint.read("w", ((2, 2), (0, 4))).shape == (0, 4)
+        assert checkpoint.num_bytes_read == 0
+
+
+def test_files_are_opened_once_only_when_read_and_closed_again(tmp_path):
+    def num_open():
+        opened = (os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd"))
+        return sum(path.startswith(str(tmp_path)) for path in opened)
+
+    checkpoint = Checkpoint.open(save_indexed(tmp_path, {f"{x}.safetensors": {x: tensor(2)} for x in "abc"}))
+    assert num_open() == 0
+    for name in ("a", "a", "b"):
+        checkpoint.read(name, ((0, 2),))
+    assert num_open() == 2
+    checkpoint.close()
+    assert num_open() == 0
+    assert torch.equal(checkpoint.read("c", ((0, 2),)), tensor(2))
+    checkpoint.close()
+
+
+def test_an_index_finds_each_tensor_in_its_file(tmp_path):
+    files = {
+        "model-00001-of-00002.safetensors": {"a": tensor(3, seed=1), "b": tensor(4, seed=2)},
+        "model-00002-of-00002.safetensors": {"c": tensor(5, seed=3)},
+    }
+    with Checkpoint.open(save_indexed(tmp_path, files)) as checkpoint:
+        assert checkpoint.names() == ["a", "b", "c"]
+        assert checkpoint.shapes() == {"a": (3,), "b": (4,), "c": (5,)}
+        assert torch.equal(checkpoint.read("c", ((0, 5),)), tensor(5, seed=3))
+
+
+def test_files_may_be_symlinks_as_in_the_hugging_face_cache(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    save_indexed(blobs, {"x.safetensors": {"a": tensor(3)}})
+    snapshot.mkdir()
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    with Checkpoint.open(snapshot) as checkpoint:
+        assert torch.equal(checkpoint.read("a", ((0, 3),)), tensor(3))
+
+
+@pytest.mark.parametrize(
+    "file_name",
+    [
+        "../x.safetensors",
+        "sub/x.safetensors",
+        "/etc/x.safetensors",
+        "sub\\x.safetensors",
+        "x\0.safetensors",
+        ".x.safetensors",
+        "..",
+        "",
+        "x.bin",
+        "x" * 300 + ".safetensors",
+        3,
+        None,
+    ],
+)
+def test_an_index_cannot_name_a_file_outside_the_folder(tmp_path, file_name):
+    save_single(tmp_path / "sub", {"a": tensor(1)})
+    save_single(tmp_path, {"a": tensor(1)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
+    write_index(tmp_path, {"a": file_name})
+    with pytest.raises(CheckpointError, match="must be the plain name"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({"a": "x.safetensors"}, "'b' is in this file, the index has nothing"),
+        ({"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"}, "'c' is not in x.safetensors"),
+        ({"a": "x.safetensors", "b": "gone.safetensors"}, "gone.safetensors, which is not in"),
+        ({}, "weight_map must be an object"),
+        (["a"], "weight_map must be an object"),
+        (None, "weight_map must be an object"),
+    ],
+)
+def test_index_and_headers_must_agree_both_ways(tmp_path, weight_map, words):
+    save_indexed(tmp_path, {"x.safetensors": {"a": tensor(1), "b": tensor(2)}})
+    write_index(tmp_path, weight_map)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    files = {"x.safetensors": {"a": tensor(1)}, "y.safetensors": {"a": tensor(1), "b": tensor(1)}}
+    save_indexed(tmp_path, files)
+    write_index(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
+    with pytest.raises(CheckpointError, match=r"y\.safetensors: tensor 'a' is in this file, the index has x"):
+        Checkpoint.open(tmp_path)
+
+
+def test_two_names_that_become_one_are_refused(tmp_path):
+    """The later one won, without a word."""
+    files = {"a.gamma": tensor(2, seed=1), "a.weight": tensor(2, seed=2), "b.gamma": tensor(2)}
+    with Checkpoint.open(save_single(tmp_path, files)) as checkpoint:
+        checkpoint.rename(lambda name: name.replace("b.gamma", "b.weight"))
+        with pytest.raises(
+            CheckpointError, match=r"tensors 'a\.gamma' and 'a\.weight' are the same weight of the model"
+        ):
+            checkpoint.rename(lambda name: name.replace("gamma", "weight"))
+        assert checkpoint.names() == ["a.gamma", "a.weight", "b.weight"]
+        assert checkpoint.stored_name("b.weight") == "b.gamma"
+
+
+def test_a_tensor_that_another_has_inside_too_is_refused(tmp_path):
+    """Experts each by itself, beside the stack of all of them."""
+    files = {"experts": tensor(2, 4, 3), "experts.1": tensor(4, 3)}
+
+    def places(name, shape):
+        return (
+            {f"experts.{number}": Place("experts", number, (0, 4)) for number in range(2)} if name == "experts" else {}
+        )
+
+    with (
+        Checkpoint.open(save_single(tmp_path, files)) as checkpoint,
+        pytest.raises(CheckpointError, match=r"tensors 'experts' and 'experts\.1' are the same weight of the model"),
+    ):
+        checkpoint.look_inside(places)
+
+
+def test_an_index_with_a_name_twice_is_refused(tmp_path):
+    save_single(tmp_path, {"a": tensor(1)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
+    text = '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="the index is not strict JSON: the key 'a' appears twice"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_a_folder_of_pickles_is_refused_with_the_reason_and_the_way_out(tmp_path, name):
+    (tmp_path / name).write_bytes(b"never opened")
+    with pytest.raises(CheckpointError, match="reading a pickle can run code") as error_result:
+        Checkpoint.open(tmp_path)
+    assert name in str(error_result.value)
+    assert "convert them to safetensors" in str(error_result.value)
+
+
+def test_pickles_beside_safetensors_are_left_alone(tmp_path):
+    save_single(tmp_path, {"a": tensor(1)})
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    assert Checkpoint.open(tmp_path).names() == ["a"]
+
+
+def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
+    with pytest.raises(CheckpointError, match=r"looked for model\.safetensors and model\.safetensors\.index\.json"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        Checkpoint.open(tmp_path / "nowhere")
+    save_single(tmp_path, {"a": tensor(1)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "part-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds part-1\.safetensors without an index"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8", "I64", "BOOL"])
+def test_a_quantised_tensor_is_refused_when_it_is_wanted_not_when_it_is_there(tmp_path, dtype):
+    num_bytes = 16 if dtype == "I64" else 2
+    header = {"q": entry(dtype, [2], 0, num_bytes), "w": entry("F32", [1], num_bytes, num_bytes + 4)}
+    write_raw(tmp_path / "model.safetensors", header, bytes(num_bytes + 4))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.read("w", ((0, 1),)).item() == 0.0
+    with pytest.raises(CheckpointError, match=f"dtype {dtype}.*quantization_config.*is quantised"):
+        checkpoint.read("q", ((0, 2),))
+
+
+def test_an_unknown_name_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="has no tensor 'b'"):
+        Checkpoint.open(save_single(tmp_path, {"a": tensor(1)})).shape("b")
+
+
+def test_a_file_that_shrinks_after_it_was_checked_is_an_error_and_not_a_signal(tmp_path):
+    path = save_single(tmp_path, {"a": tensor(1024), "b": tensor(1024)}) / "model.safetensors"
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.read("a", ((0, 1024),))
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match="the file ends at"):
+        checkpoint.read("b", ((0, 1024),))
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="bytes now"):
+        checkpoint.read("a", ((0, 1024),))
+
+
+def test_the_fingerprint_knows_names_shapes_and_files_but_not_the_folder(tmp_path):
+    def fingerprint(folder, **tensors):
+        return Checkpoint.open(save_single(tmp_path / folder, tensors)).fingerprint()
+
+    first = fingerprint("one", a=tensor(4), b=tensor(2))
+    assert first == fingerprint("two", a=tensor(4), b=tensor(2))
+    assert first != fingerprint("three", a=tensor(2), b=tensor(4))
+    assert first != fingerprint("four", a=tensor(4), c=tensor(2))
+    assert first != fingerprint("five", a=tensor(4), b=tensor(2, dtype=torch.bfloat16))
+    split = save_indexed(tmp_path / "six", {"x.safetensors": {"a": tensor(4)}, "y.safetensors": {"b": tensor(2)}})
+    assert first != Checkpoint.open(split).fingerprint()
+
+
+def test_the_fingerprint_does_not_depend_on_how_the_index_is_written(tmp_path):
+    folder = save_indexed(tmp_path, {"x.safetensors": {"a": tensor(4), "b": tensor(2)}})
+    before = Checkpoint.open(folder).fingerprint()
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict(reversed(weight_map.items()))}, indent=2))
+    assert Checkpoint.open(folder).fingerprint() == before

@@ -1,0 +1,116 @@
+import pytest
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
+from spmd_worker.model.weights.coverage import check_coverage
+
+
+def merged(name, rows, first):
+    """A checkpoint tensor [rows, 4] that becomes rows of the parameter `qkv`."""
+    return WeightSlice(name, (rows, 4), ((0, rows), (0, 4)), "qkv", ((first, first + rows), (0, 4)))
+
+
+SLICES = [merged("q", 4, 0), merged("k", 2, 4), merged("v", 2, 6), shard("embed", (5, 4), "vocab", 0, 4, 5)]
+PADDINGS = [PaddingSlice("vocab", ((1, 4), (0, 4)))]
+PARAMETERS = {"qkv": (8, 4), "vocab": (4, 4)}
+CHECKPOINT = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "embed": (5, 4)}
+
+
+def check(slices=SLICES, paddings=PADDINGS, parameters=PARAMETERS, checkpoint=CHECKPOINT, ignorable=lambda name: False):
+    check_coverage(slices, paddings, parameters, checkpoint, ignorable=ignorable)
+
+
+def test_merged_slices_and_a_padded_vocabulary_shard_cover_their_parameters():
+    check()
+
+
+def test_one_tensor_may_be_read_into_two_parameters():
+    check([*SLICES, whole("q", (4, 4), "copy")], parameters={**PARAMETERS, "copy": (4, 4)})
+
+
+def test_a_tensor_of_another_stage_is_known_and_needs_no_parameter():
+    check([*SLICES, nothing_of("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 9)})
+
+
+def test_stacked_experts_cover_their_parameter():
+    slices = [
+        WeightSlice(f"e{i}", (2, 3), ((0, 2), (0, 3)), "experts", ((i, i + 1), (0, 2), (0, 3))) for i in range(200)
+    ]
+    check(slices, [], {"experts": (200, 2, 3)}, {f"e{i}": (2, 3) for i in range(200)})
+
+
+def test_rectangles_side_by_side_in_every_dimension_do_not_overlap():
+    quarters = [((r, r + 2), (c, c + 2)) for r in (0, 2) for c in (0, 2)]
+    slices = [WeightSlice(f"w{i}", (2, 2), ((0, 2), (0, 2)), "w", quarter) for i, quarter in enumerate(quarters)]
+    check(slices, [], {"w": (4, 4)}, {f"w{i}": (2, 2) for i in range(4)})
+    moved = [*slices[:3], WeightSlice("w3", (2, 2), ((0, 2), (0, 2)), "w", ((2, 4), (1, 3)))]
+    with pytest.raises(CheckpointError, match="overlap"):
+        check(moved, [], {"w": (4, 4)}, {f"w{i}": (2, 2) for i in range(4)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"checkpoint": {"q": (4, 4), "k": (2, 4), "embed": (5, 4)}}, ["1 missing from the checkpoint", "  v"]),
+        ({"checkpoint": {**CHECKPOINT, "gate": (1,)}}, ["1 in the checkpoint but not in the model", "  gate"]),
+        (
+            {"checkpoint": {**CHECKPOINT, "k": (2, 5)}},
+            ["1 of another shape than the model's", "k: checkpoint [2, 5], model [2, 4]"],
+        ),
+        ({"checkpoint": {**CHECKPOINT, "k": (8,)}}, ["k: checkpoint [8], model [2, 4]"]),
+        ({"paddings": []}, ["vocab [4, 4]: 12 elements come from nowhere"]),
+        ({"slices": SLICES[1:], "checkpoint": {**CHECKPOINT}}, ["q", "qkv [8, 4]: 16 elements come from nowhere"]),
+        ({"slices": [*SLICES, SLICES[0]]}, ["qkv", "overlap"]),
+        ({"slices": [merged("q", 4, 1), *SLICES[1:]]}, ["[(1, 5), (0, 4)] and [(4, 6), (0, 4)] overlap"]),
+        ({"paddings": [PaddingSlice("vocab", ((0, 4), (0, 4)))]}, ["vocab", "overlap"]),
+        ({"paddings": [PaddingSlice("vocab", ((1, 5), (0, 4)))]}, ["[(1, 5), (0, 4)] lies outside of it"]),
+        ({"paddings": [PaddingSlice("vocab", ((1, 4),))]}, ["[(1, 4)] lies outside of it"]),
+        ({"parameters": {**PARAMETERS, "norm": (3,)}}, ["norm [3]: 3 elements come from nowhere"]),
+        ({"parameters": {**PARAMETERS, "scale": ()}}, ["scale []: 1 elements come from nowhere"]),
+        ({"parameters": {"qkv": (8, 4)}}, ["1 slices for a parameter that the model does not have", "  vocab"]),
+    ],
+)
+def test_each_way_not_to_fit_is_reported(changes, words):
+    with pytest.raises(CheckpointError) as error_result:
+        check(**changes)
+    for word in words:
+        assert word in str(error_result.value)
+
+
+def test_a_scalar_parameter_is_covered_once_and_not_twice():
+    check([whole("s", (), "s")], [], {"s": ()}, {"s": ()})
+    with pytest.raises(CheckpointError, match="overlap"):
+        check([whole("s", (), "s"), whole("t", (), "s")], [], {"s": ()}, {"s": (), "t": ()})
+
+
+def test_the_shape_of_a_tensor_of_another_stage_is_checked_too():
+    with pytest.raises(CheckpointError, match=r"far: checkpoint \[9, 8\], model \[9, 9\]"):
+        check([*SLICES, nothing_of("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 8)})
+
+
+def test_ignorable_names_may_be_there_but_need_not():
+    found = {**CHECKPOINT, "layers.0.rotary_emb.inv_freq": (8,)}
+    check(checkpoint=found, ignorable=lambda name: name.endswith("rotary_emb.inv_freq"))
+    with pytest.raises(CheckpointError, match="inv_freq"):
+        check(checkpoint=found)
+
+
+def test_one_error_lists_everything_that_does_not_fit():
+    with pytest.raises(CheckpointError) as error_result:
+        check(paddings=[], checkpoint={"q": (3, 3), "k": (2, 4), "x": (1,), "embed": (5, 4)})
+    assert str(error_result.value) == (
+        "checkpoint and model do not fit each other\n"
+        "1 missing from the checkpoint:\n  v\n"
+        "1 in the checkpoint but not in the model:\n  x\n"
+        "1 of another shape than the model's:\n  q: checkpoint [3, 3], model [4, 4]\n"
+        "1 parameters not filled exactly once:\n  vocab [4, 4]: 12 elements come from nowhere"
+    )
+
+
+def test_long_lists_are_cut_with_the_number_left_out():
+    with pytest.raises(CheckpointError) as error_result:
+        check(checkpoint={**CHECKPOINT, **{f"x{i:02d}": (1,) for i in range(33)}})
+    message = str(error_result.value)
+    assert "33 in the checkpoint but not in the model" in message
+    assert "  x19\n  and 13 more" in message
+    assert "x20" not in message

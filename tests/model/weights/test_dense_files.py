@@ -1,0 +1,23 @@
+"""Dense layers behind a pooled vector, as sentence-transformers writes them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.weights.dense_files import read_denses
+from spmd_worker.model_config.pooling import DenseConfig
+
+
+def test_what_is_not_finite_is_refused_unless_it_is_wanted(tmp_path: Path):
+    weight = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
+    (tmp_path / "2_Dense").mkdir()
+    save_file({"linear.weight": weight}, tmp_path / "2_Dense" / "model.safetensors")
+    dense = DenseConfig("2_Dense", num_inputs=2, num_outputs=2, has_bias=False, activation="none")
+    with pytest.raises(CheckpointError, match=r"2_Dense: has weights that are NaN or infinite.*allow_nonfinite=true"):
+        read_denses(tmp_path, [dense])
+    ((read, bias),) = read_denses(tmp_path, [dense], allows_nonfinite=True)
+    assert torch.equal(read.nan_to_num(7.0), weight.nan_to_num(7.0))
+    assert bias is None

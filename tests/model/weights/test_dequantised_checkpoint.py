@@ -1,0 +1,321 @@
+"""Quantised weights read as the formats' own definitions give them, bit for bit in float32, whatever part is read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_files import BLOCK, FORMATS, GROUP, Format, gptq
+from weight_files import save_single
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.weights import quantised_weight
+from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
+from spmd_worker.model.weights.identity import tensor_digests
+from spmd_worker.model_config.quantization import read_quantization
+
+ROWS, COLUMNS = 72, 96
+"""Rows are whole int32 of numbers, and no whole number of blocks; columns are groups."""
+WHOLE = ((0, ROWS), (0, COLUMNS))
+
+
+def matrix(rows: int = ROWS, columns: int = COLUMNS, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def opened(folder: Path, format_: Format, tensors: dict[str, torch.Tensor], **changes: Any) -> DequantisedCheckpoint:
+    save_single(folder, {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()})
+    config = {"quantization_config": {**format_.config, **changes}}
+    quantization = read_quantization(config, folder / "config.json")
+    assert quantization is not None
+    return DequantisedCheckpoint.open(Checkpoint.open(folder), quantization)
+
+
+def named(parts: dict[str, torch.Tensor], module: str = "model.layers.0.mlp.up_proj") -> dict[str, torch.Tensor]:
+    return {module + ending: tensor for ending, tensor in parts.items()}
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+ONE_OF_EACH_LAYOUT = ("fp8_block", "gptq_order", "awq", "int_row_zeros", "w4a16_zeros")
+EACH = [pytest.param(name, marks=() if name in ONE_OF_EACH_LAYOUT else pytest.mark.matrix) for name in FORMATS]
+"""In the default tier one of each layout."""
+
+
+class Made(dict[str, tuple[DequantisedCheckpoint, torch.Tensor]]):
+    """By format: a checkpoint of one weight, and what it means."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> tuple[DequantisedCheckpoint, torch.Tensor]:
+        parts, meant = FORMATS[name].pack(matrix())
+        self[name] = opened(self._folder / name, FORMATS[name], named(parts)), meant
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("made"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_what_its_format_defines_to_the_last_bit(made: Made, name: str):
+    checkpoint, meant = made[name]
+    assert (checkpoint.names(), checkpoint.shape(NAME)) == ([NAME], (ROWS, COLUMNS))
+    assert checkpoint.dtype(NAME) == torch.float32
+    assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
+    # Negative control: it is not the float matrix, and near it.
+    assert 0 < (meant - matrix()).abs().max() < 1.0
+
+
+@pytest.mark.parametrize("name", EACH)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_rectangle_is_that_of_the_whole(made: Made, name: str, data: st.DataObject):
+    checkpoint, meant = made[name]
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in (ROWS, COLUMNS)]
+    region = tuple((start, stop) for start, stop in bounds)
+    assert torch.equal(checkpoint.read(NAME, region), meant[tuple(slice(*each) for each in region)])
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("block_elements", [90, 1000])
+def test_small_blocks_give_the_same_and_none_is_larger(
+    made: Made, name: str, block_elements: int, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoint, meant = made[name]
+    monkeypatch.setattr(quantised_weight, "_BLOCK_ELEMENTS", block_elements)
+    weight = checkpoint.weights[NAME]
+    sizes = []
+    right = type(weight)._read_block
+
+    def counted(self: Any, block: Any) -> torch.Tensor:
+        values = right(self, block)
+        sizes.append(values.numel())
+        return values
+
+    monkeypatch.setattr(type(weight), "_read_block", counted)
+    assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
+    assert max(sizes) <= block_elements
+    assert sum(sizes) == ROWS * COLUMNS
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_rank_reads_its_share_and_not_the_whole(made: Made, name: str, monkeypatch: pytest.MonkeyPatch):
+    checkpoint, _ = made[name]
+    monkeypatch.setattr("spmd_worker.model.weights.checkpoint._MAX_GAP_BYTES", 0)
+
+    def bytes_of(*region: tuple[int, int]) -> int:
+        before = checkpoint.num_bytes_read
+        checkpoint.read(NAME, region)
+        return checkpoint.num_bytes_read - before
+
+    whole = bytes_of(*WHOLE)
+    # Groups in an order of their own are spread over all scales.
+    limit = 0.75 if "order" in name or "v2" in name else 0.6
+    assert bytes_of((0, 40), (0, COLUMNS)) <= 0.7 * whole
+    assert bytes_of((0, ROWS), (0, COLUMNS // 2)) <= max(limit, 0.6) * whole
+
+
+def test_a_symmetric_file_with_the_middle_itself_as_zero_point_is_read_right_under_either_name(tmp_path: Path):
+    """https://github.com/vllm-project/vllm/pull/38966: a writer of today names it the first version."""
+    parts, meant = gptq(matrix(), bits=4, is_symmetric=True, has_order=False, is_second=True)
+    for kind in ("gptq", "gptq_v2"):
+        checkpoint = opened(tmp_path / kind, FORMATS["gptq"], named(parts), checkpoint_format=kind)
+        assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
+    # Negative control: an asymmetric one is shifted.
+    checkpoint = opened(tmp_path / "shifted", FORMATS["gptq"], named(parts), sym=False)
+    assert not torch.equal(checkpoint.read(NAME, WHOLE), meant)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "wrong"),
+    [
+        ("awq", "AWQ_ORDER", tuple(range(8))),
+        ("gptq_order", "_whole", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
+        ("w4a16_zeros", "_groups_of", lambda groups: (groups * 0, (0, 1))),
+    ],
+)
+def test_the_comparison_sees_another_order_of_bits_and_another_group(
+    made: Made, name: str, key: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoint, meant = made[name]
+    region = ((8, 16), (8, 16))
+    monkeypatch.setattr(quantised_weight, key, wrong)
+    assert not torch.equal(checkpoint.read(NAME, region), meant[tuple(slice(*each) for each in region)])
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_every_part_that_is_missing_is_named(tmp_path: Path, name: str):
+    parts, _ = FORMATS[name].pack(matrix())
+    first = next(iter(parts))
+    needed = [ending for ending in parts if ending not in (first, ".input_scale")]
+    if not FORMATS[name].config.get("desc_act"):
+        needed = [ending for ending in needed if ending != ".g_idx"]
+    assert needed
+    for index, ending in enumerate(needed):
+        rest = {other: tensor for other, tensor in parts.items() if other != ending}
+        with pytest.raises(CheckpointError) as caught:
+            opened(tmp_path / str(index), FORMATS[name], named(rest))
+        words = str(caught.value)
+        assert f"model.layers.0.mlp.up_proj{first} has no " in words
+        assert f"model.layers.0.mlp.up_proj{ending}" in words
+        assert "\n" not in words
+
+
+def test_an_order_that_is_the_plain_one_may_be_left_out(tmp_path: Path):
+    parts, meant = FORMATS["gptq"].pack(matrix())
+    del parts[".g_idx"]
+    assert torch.equal(opened(tmp_path, FORMATS["gptq"], named(parts)).read(NAME, WHOLE), meant)
+
+
+def test_a_weight_that_is_there_plain_and_quantised_is_refused(tmp_path: Path):
+    parts, _ = FORMATS["gptq"].pack(matrix())
+    with pytest.raises(CheckpointError, match=r"up_proj\.qweight' and '.*up_proj\.weight' are the same weight"):
+        opened(tmp_path, FORMATS["gptq"], {**named(parts), NAME: matrix()})
+
+
+def test_a_part_without_its_weight_keeps_its_name_and_is_found_by_the_check_of_names(tmp_path: Path):
+    parts, _ = FORMATS["awq"].pack(matrix())
+    checkpoint = opened(tmp_path, FORMATS["awq"], {**named(parts), "model.layers.1.mlp.up_proj.scales": matrix()})
+    assert checkpoint.names() == [NAME, "model.layers.1.mlp.up_proj.scales"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("fp8_block", {"weight_block_size": [16, 16]}, ["weight_block_size", "FP8 in blocks of 16 x 16", "[5, 6]"]),
+        ("fp8_block", {"weight_block_size": None}, ["weight_block_size", "one scale a tensor or a row"]),
+        ("gptq", {"group_size": 36}, ["bits and group_size", "96 inputs, which groups of 36 do not divide"]),
+        ("gptq", {"group_size": 32}, ["group_size", "scales has the shape [6, 72], and [3, 72] follows"]),
+        ("gptq", {"bits": 8}, ["bits and group_size", "8-bit integers in groups of 16", "[3, 72] follows"]),
+        ("awq", {"group_size": -1}, ["group_size", "scales has the shape [6, 72], and [1, 72] follows"]),
+        ("w4a16", FORMATS["w8a16_rows"].config, ["config_groups", "weight_packed has the shape [72, 12]"]),
+        ("w4a16", FORMATS["w4a16_zeros"].config, ["config_groups", "weight_zero_point beside it"]),
+        ("int_row", FORMATS["float_row"].config, ["config_groups", "is int8, and must be float8_e4m3fn"]),
+        ("fp8_block", FORMATS["awq"].config, []),
+    ],
+)
+def test_a_config_that_is_not_the_files_is_one_sentence_with_the_key(
+    tmp_path: Path, name: str, changes: dict[str, Any], words: list[str]
+):
+    parts, _ = FORMATS[name].pack(matrix())
+    if not words:
+        # Another method altogether: no weight is found, and the check of names and dtypes says so.
+        checkpoint = opened(tmp_path, FORMATS[name], named(parts), **changes)
+        with pytest.raises(CheckpointError, match=r"has dtype F8_E4M3.*quantization_config"):
+            checkpoint.dtype(NAME)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        opened(tmp_path, FORMATS[name], {**named(parts), **named(parts, "model.layers.0.mlp.gate_proj")}, **changes)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}: the files do not have what quantization_config.")
+    assert message.endswith("(and 1 more like it)")
+    for word in words:
+        assert word in message, message
+
+
+def test_groups_that_do_not_exist_are_refused_when_they_are_read(tmp_path: Path):
+    parts, _ = FORMATS["gptq_order"].pack(matrix())
+    parts[".g_idx"][5] = 6
+    checkpoint = opened(tmp_path, FORMATS["gptq_order"], named(parts))
+    checkpoint.read(NAME, ((0, ROWS), (6, COLUMNS)))
+    with pytest.raises(CheckpointError, match=r"up_proj\.g_idx: has groups outside 0 to 5"):
+        checkpoint.read(NAME, WHOLE)
+
+
+def test_modules_that_are_listed_and_weights_that_are_plain_are_read_as_they_are(tmp_path: Path):
+    parts, meant = FORMATS["fp8_block"].pack(matrix())
+    plain = {"lm_head.weight": matrix(seed=1), "model.visual.proj.weight": matrix(seed=2).bfloat16()}
+    checkpoint = opened(
+        tmp_path, FORMATS["fp8_block"], {**named(parts), **plain}, modules_to_not_convert=["model.visual"]
+    )
+    assert checkpoint.names() == ["lm_head.weight", NAME, "model.visual.proj.weight"]
+    assert torch.equal(checkpoint.read("lm_head.weight", WHOLE), plain["lm_head.weight"])
+    assert checkpoint.read("model.visual.proj.weight", WHOLE).dtype == torch.bfloat16
+    assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
+
+
+@pytest.mark.parametrize("listed", ["up_proj", "model.layers.0", "model.*mlp", "model.layers.0.mlp.up_proj"])
+def test_a_listed_module_is_not_dequantised(tmp_path: Path, listed: str):
+    parts, _ = FORMATS["fp8_block"].pack(matrix())
+    checkpoint = opened(tmp_path, FORMATS["fp8_block"], named(parts), modules_to_not_convert=[listed])
+    assert checkpoint.names() == [NAME, NAME + "_scale_inv"]
+    with pytest.raises(CheckpointError, match="has dtype F8_E4M3"):
+        checkpoint.read(NAME, WHOLE)
+
+
+@pytest.mark.parametrize("listed", ["mlp.up", "layers", "model.layers.0.mlp.up_pro", "proj", "el.layers.0"])
+def test_a_part_of_a_word_lists_nothing(tmp_path: Path, listed: str):
+    parts, meant = FORMATS["fp8_block"].pack(matrix())
+    checkpoint = opened(tmp_path, FORMATS["fp8_block"], named(parts), modules_to_not_convert=[listed])
+    assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
+
+
+def test_groups_of_modules_have_formats_of_their_own(tmp_path: Path):
+    """As llm-compressor writes mixed precision: names come before classes."""
+    group = FORMATS["w4a16"].config["config_groups"]["group_0"]
+    eight = FORMATS["w8a16_rows"].config["config_groups"]["group_0"]
+    groups = {
+        "group_0": {**group, "format": "pack-quantized"},
+        "group_1": {**eight, "targets": [r"re:.*down_proj$"], "format": "pack-quantized"},
+    }
+    up, up_meant = FORMATS["w4a16"].pack(matrix())
+    down, down_meant = FORMATS["w8a16_rows"].pack(matrix(seed=4))
+    tensors = {**named(up), **named(down, "model.layers.0.mlp.down_proj")}
+    checkpoint = opened(tmp_path, FORMATS["w4a16"], tensors, config_groups=groups, format="mixed-precision")
+    assert torch.equal(checkpoint.read(NAME, WHOLE), up_meant)
+    assert torch.equal(checkpoint.read("model.layers.0.mlp.down_proj.weight", WHOLE), down_meant)
+
+
+def test_scales_of_activations_are_not_used_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    parts, _ = FORMATS["fp8_tensor"].pack(matrix())
+    tensors = {**named(parts), "model.layers.0.self_attn.k_scale": torch.tensor(1.0)}
+    with caplog.at_level("INFO"):
+        assert opened(tmp_path, FORMATS["fp8_tensor"], tensors).names() == [NAME]
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}: 2 scales of activations and caches, such as model.layers.0.mlp.up_proj.input_scale, are not "
+        f"used: both are computed in the run's dtype"
+    ]
+
+
+def test_a_bias_of_zeros_that_the_model_does_not_have_says_nothing(tmp_path: Path):
+    parts, _ = FORMATS["gptq"].pack(matrix())
+    biases = {".bias": torch.zeros(ROWS, dtype=torch.float16)}
+    checkpoint = opened(tmp_path / "zeros", FORMATS["gptq"], named({**parts, **biases}))
+    assert checkpoint.is_unused("model.layers.0.mlp.up_proj.bias")
+    biases[".bias"][3] = 1
+    checkpoint = opened(tmp_path / "one", FORMATS["gptq"], {**named({**parts, **biases}), "b.bias": torch.zeros(1)})
+    assert not checkpoint.is_unused("model.layers.0.mlp.up_proj.bias")
+    assert not checkpoint.is_unused("b.bias")
+
+
+def test_scales_of_other_dtypes_count_and_those_of_integers_are_refused(tmp_path: Path):
+    parts, _ = FORMATS["fp8_block"].pack(matrix())
+    powers = torch.exp2(torch.round(torch.log2(parts[".weight_scale_inv"])))
+    for dtype in (torch.bfloat16, torch.float8_e8m0fnu):
+        stored = {**parts, ".weight_scale_inv": powers.to(dtype)}
+        checkpoint = opened(tmp_path / str(dtype), FORMATS["fp8_block"], named(stored))
+        spread = powers.repeat_interleave(BLOCK[0], 0)[:ROWS].repeat_interleave(BLOCK[1], 1)[:, :COLUMNS]
+        assert torch.equal(checkpoint.read(NAME, WHOLE), parts[".weight"].float() * spread)
+    with pytest.raises(CheckpointError, match="weight_scale_inv is int32, and must be float32"):
+        opened(tmp_path / "int", FORMATS["fp8_block"], named({**parts, ".weight_scale_inv": powers.int()}))
+
+
+def test_ranks_with_copies_of_their_own_compare_quantised_tensors_too(tmp_path: Path):
+    parts, _ = FORMATS["gptq"].pack(matrix())
+    digests = {}
+    for index, name in enumerate(("a", "b", "c")):
+        changed = {**parts, ".qweight": parts[".qweight"] + (index == 2)}
+        save_single(tmp_path / name, named(changed))
+        digests[name] = tensor_digests(tmp_path / name)
+    assert digests["a"] == digests["b"] != digests["c"]
+
+
+def test_group_size_of_the_formats_is_what_the_tests_think():
+    assert COLUMNS % GROUP == 0
+    assert ROWS % BLOCK[0], "a block that is cut off"

@@ -1,0 +1,212 @@
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, shard, whole
+from spmd_worker.model.weights import dummy
+from spmd_worker.model.weights.dummy import NormalStream, fill_dummy
+from spmd_worker.native import threads as threads_of_torch
+
+SHAPES = {
+    "embed_tokens.weight": (1003, 96),
+    "gate.weight": (512, 300),
+    "down.weight": (300, 512),
+    "wide.weight": (3, 200_000),
+    "input_layernorm.weight": (96,),
+    "gate.bias": (512,),
+    "experts.weight": (4, 20, 60),
+}
+# Which dimension of each tensor the ranks divide; None is replicated.
+DIMS = {
+    "embed_tokens.weight": 0,
+    "gate.weight": 0,
+    "down.weight": 1,
+    "wide.weight": 1,
+    "input_layernorm.weight": None,
+    "gate.bias": 0,
+    "experts.weight": 2,
+}
+
+
+def build(rank, parts, dtype=torch.float32):
+    model, slices = nn.Module(), []
+    for name, shape in SHAPES.items():
+        dim, parameter_name = DIMS[name], name.replace(".", "_")
+        if dim is None:
+            piece = whole(name, shape, parameter_name)
+        else:
+            piece = shard(
+                name, shape, parameter_name, dim, shape[dim] * rank // parts, shape[dim] * (rank + 1) // parts
+            )
+        size = tuple(stop for _, stop in piece.destination)
+        model.register_parameter(parameter_name, nn.Parameter(torch.full(size, 99.0, dtype=dtype)))
+        slices.append(piece)
+    return model, slices
+
+
+def reassemble(parts, seed=0):
+    shards = []
+    for rank in range(parts):
+        model, slices = build(rank, parts)
+        fill_dummy(model, slices, [], seed)
+        shards.append({name: model.get_parameter(name.replace(".", "_")).data for name in SHAPES})
+    full = {}
+    for name, dim in DIMS.items():
+        values = [part[name] for part in shards]
+        assert dim is not None or all(torch.equal(value, values[0]) for value in values)
+        full[name] = values[0] if dim is None else torch.cat(values, dim)
+    return full
+
+
+def test_shards_reassemble_to_the_same_tensors_whatever_the_number_of_ranks():
+    whole_tensors = reassemble(1)
+    for parts in (2, 4):
+        for name, value in reassemble(parts).items():
+            assert torch.equal(value, whole_tensors[name]), (name, parts)
+
+
+def test_a_generator_that_forgets_the_position_is_caught(monkeypatch):
+    """The negative control of the test above: values by order of generation, as a naive dummy loader has them."""
+
+    def forgetful(self, region):
+        size = tuple(stop - start for start, stop in region)
+        return np.random.Generator(np.random.Philox(self._key())).standard_normal(size, dtype=np.float32)
+
+    monkeypatch.setattr(NormalStream, "region", forgetful)
+    assert not torch.equal(reassemble(2)["gate.weight"], reassemble(1)["gate.weight"])
+
+
+def test_names_and_seeds_give_different_values_and_the_same_ones_the_same():
+    first, again, other = reassemble(1), reassemble(1), reassemble(1, seed=1)
+    for name in SHAPES:
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+    assert not torch.equal(first["gate.weight"].flatten()[:512], first["down.weight"].flatten()[:512])
+
+
+def test_values_and_the_hosts_generators_do_not_know_of_each_other():
+    torch.manual_seed(3)
+    np.random.seed(3)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first = reassemble(1)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert (np.random.get_state()[1] == numpy_state).all()
+    torch.manual_seed(4)
+    np.random.seed(4)
+    assert all(torch.equal(value, first[name]) for name, value in reassemble(1).items())
+
+
+@pytest.mark.matrix
+def test_values_do_not_depend_on_the_process_its_hash_seed_or_its_threads():
+    code = (
+        "import hashlib, sys; sys.path.insert(0, 'tests/model/weights'); from test_dummy import reassemble\n"
+        "print(hashlib.sha256(b''.join(v.contiguous().numpy().tobytes() for v in reassemble(2).values())).hexdigest())"
+    )
+    root = Path(__file__).parents[3]
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env={"PYTHONPATH": str(root), "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed, threads in [("1", "1"), ("2", "2")]
+    }
+    assert len(digests) == 1
+
+
+def test_scales_follow_the_kind_of_weight():
+    full = reassemble(1)
+    assert full["embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert full["gate.weight"].std() == pytest.approx(300**-0.5, rel=0.05)
+    assert full["down.weight"].std() == pytest.approx(512**-0.5, rel=0.05)
+    assert full["experts.weight"].std() == pytest.approx(60**-0.5, rel=0.05)
+    assert full["input_layernorm.weight"].mean() == pytest.approx(1.0, abs=0.05)
+    assert full["gate.bias"].mean() == pytest.approx(0.0, abs=0.05)
+    assert full["gate.bias"].std() == pytest.approx(0.1, rel=0.2)
+    assert abs(full["gate.weight"].mean()) < 1e-3
+
+
+def test_neighbouring_blocks_of_positions_are_independent():
+    values = NormalStream("w", 0, (4 * 65536,)).region(((0, 4 * 65536),)).reshape(4, 65536)
+    correlation = np.corrcoef(values)
+    assert np.abs(correlation - np.eye(4)).max() < 0.02
+    # Streams that overlap with a shift do not correlate, but share nearly all of their values.
+    num_shared = len(np.intersect1d(values[0], values[1]))
+    assert num_shared < 65536 // 20
+
+
+def test_a_lower_precision_is_the_float32_values_rounded():
+    model, slices = build(0, 1, torch.bfloat16)
+    fill_dummy(model, slices, [])
+    assert torch.equal(model.gate_weight.data, reassemble(1)["gate.weight"].bfloat16())
+
+
+def test_small_buffers_give_the_same_values(monkeypatch):
+    expected = reassemble(2)
+    monkeypatch.setattr(dummy, "_MAX_BUFFER_ELEMENTS", 1000)
+    for name, value in reassemble(2).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_padding_is_zero():
+    model = nn.Module()
+    model.register_parameter("embed", nn.Parameter(torch.full((6, 4), 99.0)))
+    slices = [WeightSlice("embed.weight", (5, 4), ((0, 5), (0, 4)), "embed", ((0, 5), (0, 4)))]
+    fill_dummy(model, slices, [PaddingSlice("embed", ((5, 6), (0, 4)))])
+    assert not model.embed[5].any()
+    assert model.embed[:5].all()
+
+
+def test_slices_that_leave_a_hole_are_refused():
+    model = nn.Module()
+    model.register_parameter("embed", nn.Parameter(torch.full((6, 4), 99.0)))
+    with pytest.raises(CheckpointError, match="24 elements come from nowhere"):
+        fill_dummy(model, [], [])
+
+
+@pytest.mark.stress
+@pytest.mark.timed
+def test_a_model_of_tens_of_millions_of_weights_is_filled_in_a_few_seconds():
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.empty(20_000, 1000, dtype=torch.bfloat16)))
+    start_s = time.perf_counter()
+    fill_dummy(model, [whole("w.weight", (20_000, 1000), "w")], [])
+    assert time.perf_counter() - start_s < 10
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 16])
+def test_threads_share_out_a_tensor_and_change_no_value(monkeypatch, num_threads):
+    monkeypatch.setattr(dummy, "_MAX_BUFFER_ELEMENTS", 1 << 12)
+    runs, widths = [], set()
+    fill_blocks = dummy._fill_blocks
+
+    def fill(*args):
+        runs.append(len(args[-1]))
+        fill_blocks(*args)
+        if threading.current_thread().name.startswith("dummy-weights"):
+            widths.add(torch.get_num_threads())
+
+    monkeypatch.setattr(dummy, "_fill_blocks", fill)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    filled = []
+    for threads in (1, num_threads):
+        model, slices = build(0, 1)
+        fill_dummy(model, slices, [], num_threads=threads)
+        filled.append([each.data for each in model.parameters()])
+    torch.set_num_threads(before)
+    assert len(runs) > 2 * len(SHAPES)
+    assert widths == {1} or threads_of_torch._set_openmp_threads() is None
+    for alone, shared in zip(*filled, strict=True):
+        assert torch.equal(alone, shared)

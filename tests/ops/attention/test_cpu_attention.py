@@ -1,0 +1,415 @@
+"""Compiled attention: close to the formula, and the same bits for a row however it is computed.
+
+The bits are compared for every instruction set that this machine runs: each is one arithmetic, kept by itself.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from native_libraries import NATIVE, each_library, library_for
+from paged_steps import Sizes, error, formula, run, sequence, together
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spmd_worker.ops.attention import sdpa
+from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
+
+WHOLE = 10_000
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+GROUPS = [(2, 1), (1, 2), (3, 3), (2, 4), (1, 7), (2, 8), (1, 20)]
+HEAD_SIZES = [16, 32, 48, 64, 80, 96, 112, 128, 256]
+ODD_PLACES = [1, 7, 50, 64, 100]
+
+each_dtype = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+
+
+def backend_for(instruction_set: str, sizes: Sizes) -> CpuBackend:
+    return CpuBackend(library_for(instruction_set), sizes.dtype, sizes.head_size, sizes.block_size)
+
+
+def is_close(result, expected, dtype) -> bool:
+    return error(result, expected) < (2e-6 if dtype == FLOAT32 else 4e-3)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_every_head_size_agrees_with_the_formula(instruction_set, dtype, head_size):
+    sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=head_size)
+    one = sequence(203, sizes)
+    assert is_close(run(backend_for(instruction_set, sizes), one, WHOLE), formula(one), dtype)
+
+
+WINDOWS = [0, 1, 50, 64, 150]
+FEW_GROUPS = [(1, 2), (1, 7), (1, 20)]
+
+
+def each_group_and_window():
+    """All groups without a window and with one, all windows with three of the groups; the rest in the stress tier."""
+    return [
+        pytest.param(*group, window, marks=[] if window in (0, 50) or group in FEW_GROUPS else pytest.mark.stress)
+        for group in GROUPS
+        for window in WINDOWS
+    ]
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize(("num_kv_heads", "group_size", "window"), each_group_and_window())
+def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, num_kv_heads, group_size, window):
+    sizes = Sizes(dtype, num_kv_heads, group_size, head_size=32, window=window)
+    one = sequence(203, sizes)
+    backend = backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    assert torch.equal(run(backend, one, 1), whole)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize(
+    "score_cap", [3.0, pytest.param(0.5, marks=pytest.mark.matrix), pytest.param(50.0, marks=pytest.mark.matrix)]
+)
+def test_bounded_scores_agree_with_the_formula_and_chunks_change_no_bit(instruction_set, dtype, window, score_cap):
+    sizes = Sizes(dtype=dtype, group_size=3, window=window, score_cap=score_cap)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    # Few scores here come near a bound of 50.
+    other_cap = 0.7 * score_cap if score_cap < 50 else 5.0
+    assert not is_close(whole, formula(replace(one, sizes=replace(sizes, score_cap=other_cap))), dtype)
+    for chunk in ODD_PLACES:
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+    for other, result in zip((one, one), together(backend, [one, one], [1, 66]), strict=True):
+        assert torch.equal(result, run(backend, other, WHOLE)[-len(result) :])
+
+
+@each_library
+@each_dtype
+def test_sinks_agree_with_the_formula_and_chunks_change_no_bit(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, group_size=3, window=50, has_sinks=True)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    assert not is_close(whole, formula(replace(one, sizes=replace(sizes, has_sinks=False))), dtype)
+    for chunk in (1, 7, 64):
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+    for result in together(backend, [one, one], [1, 66]):
+        assert torch.equal(result, whole[-len(result) :])
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_plain_torch_takes_sinks_too(window):
+    one = sequence(90, Sizes(group_size=3, window=window, has_sinks=True))
+    for chunk in (WHOLE, 7):
+        assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_plain_torch_bounds_scores_too(window):
+    one = sequence(90, Sizes(group_size=3, window=window, score_cap=3.0))
+    for chunk in (WHOLE, 7):
+        assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        found = [each.numel() for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *found, 0)
+        return made
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("more", [{"score_cap": 3.0}, {"has_sinks": True}], ids=str)
+def test_plain_torch_writes_few_scores_down_at_once(window, more, monkeypatch):
+    """All scores of a chunk were, several times over; no estimate had them, and a long row took the memory of all."""
+    one = sequence(203, Sizes(group_size=3, window=window, **more))
+    num_heads = one.sizes.num_heads
+    with LargestTensor() as seen:
+        whole = run(SdpaBackend(), one, WHOLE)
+    assert seen.num_elements >= 203 * num_heads * 203, "negative control: so few are written down together"
+    monkeypatch.setattr(sdpa, "_SCORES_IN_FULL", 203 * num_heads * 8)
+    with LargestTensor() as seen:
+        result = run(SdpaBackend(), one, WHOLE)
+    assert is_close(result, formula(one), FLOAT32)
+    assert is_close(result, whole, FLOAT32)
+    # Keys and values of all heads, and the mask, are there in whole.
+    assert seen.num_elements < 203 * num_heads * 203
+    # A row alone has more scores than are allowed.
+    monkeypatch.setattr(sdpa, "_SCORES_IN_FULL", 1)
+    assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), FLOAT32)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("group_size", [1, 3, 4, 7])
+@pytest.mark.parametrize("window", [0, 50])
+def test_chunks_of_any_length_give_the_bits_of_the_whole_prompt(instruction_set, dtype, group_size, window):
+    sizes = Sizes(dtype=dtype, group_size=group_size, window=window)
+    one = sequence(331, sizes)
+    backend = backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    # Token by token takes longest.
+    for chunk in ODD_PLACES if group_size in (1, 7) else ODD_PLACES[1:]:
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+
+
+def test_the_chunk_test_can_fail():
+    """Negative control: torch's own attention does not keep the promise."""
+    one = sequence(331, Sizes())
+    whole = run(SdpaBackend(), one, WHOLE)
+    assert is_close(whole, formula(one), FLOAT32)
+    assert not all(torch.equal(run(SdpaBackend(), one, chunk), whole) for chunk in ODD_PLACES)
+
+
+@each_library
+@each_dtype
+def test_a_row_has_the_same_bits_alone_and_among_others(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, group_size=3)
+    lengths, last_chunks = [1, 64, 65, 130, 331, 17, 200], [1, 64, 1, 66, 1, 3, 200]
+    sequences = [sequence(length, sizes, seed) for seed, length in enumerate(lengths)]
+    backend = backend_for(instruction_set, sizes)
+    batched = together(backend, sequences, last_chunks)
+    for one, last_chunk, result in zip(sequences, last_chunks, batched, strict=True):
+        assert torch.equal(result, run(backend, one, WHOLE)[-last_chunk:])
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("window", [0, 40])
+def test_block_size_and_placement_change_no_bit(instruction_set, dtype, window):
+    whole = None
+    for block_size in (16, 2, 4, 8, 32, 64, 128, 256):
+        sizes = Sizes(dtype=dtype, block_size=block_size, window=window)
+        backend, one = backend_for(instruction_set, sizes), sequence(203, sizes)
+        few = 1 if block_size in (2, 64, 256) else 5
+        results = [run(backend, one, chunk, order_seed) for chunk, order_seed in ((WHOLE, 0), (50, 1), (few, 2))]
+        whole = results[0] if whole is None else whole
+        assert all(torch.equal(result, whole) for result in results), block_size
+
+
+@each_library
+@each_dtype
+def test_threads_change_no_bit(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            results.append(run(backend, one, 100))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@each_library
+@each_dtype
+def test_a_rank_with_some_of_the_heads_has_their_bits(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, num_kv_heads=4, group_size=3)
+    one = sequence(203, sizes)
+    whole = run(backend_for(instruction_set, sizes), one, WHOLE)
+    for head in range(4):
+        query, key, value = one.parts
+        mine = torch.cat((query[:, 3 * head : 3 * head + 3], key[:, head : head + 1], value[:, head : head + 1]), dim=1)
+        shard = replace(one, merged=mine, sizes=replace(sizes, num_kv_heads=1))
+        result = run(backend_for(instruction_set, shard.sizes), shard, 64)
+        assert torch.equal(result, whole[:, 3 * head : 3 * head + 3])
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("last", [70, 77, 95])
+@pytest.mark.parametrize("trouble", [math.nan, math.inf, -math.inf])
+def test_a_token_that_overflowed_leaves_the_rows_before_it_alone(instruction_set, dtype, last, trouble):
+    """Its key and value are in the tile that earlier rows of the same chunk read, with probability zero."""
+    sizes = Sizes(dtype=dtype, group_size=3)
+    healthy = sequence(130, sizes)
+    broken = replace(healthy, merged=healthy.merged.clone())
+    broken.merged[last, sizes.num_heads :] = trouble
+    backend = backend_for(instruction_set, sizes)
+    expected, result = run(backend, healthy, WHOLE), run(backend, broken, WHOLE)
+    assert torch.equal(result[:last], expected[:last])
+    assert not result[last:].isfinite().any()
+
+
+@each_library
+@each_dtype
+def test_tokens_before_a_window_leave_the_rows_after_it_alone(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, window=20)
+    healthy = sequence(130, sizes)
+    broken = replace(healthy, merged=healthy.merged.clone())
+    broken.merged[67, sizes.num_heads :] = math.nan
+    backend = backend_for(instruction_set, sizes)
+    expected, result = run(backend, healthy, WHOLE), run(backend, broken, WHOLE)
+    assert torch.equal(result[:67], expected[:67])
+    assert result[67:87].isnan().all()
+    assert torch.equal(result[87:], expected[87:])
+
+
+@each_library
+@each_dtype
+def test_large_scores_neither_overflow_nor_lose_the_largest(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype)
+    one = sequence(203, sizes)
+    one.merged[:, : sizes.num_heads] *= 100
+    result = run(backend_for(instruction_set, sizes), one, WHOLE)
+    # Weights are near 0 or 1, so what counts is how well the scores themselves are known.
+    assert error(result, formula(one)) < (1e-4 if dtype == FLOAT32 else 1e-2)
+
+
+def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
+    """The packing that DESIGN.md gives; what swaps and copies blocks does not know it."""
+    for dtype, pair in ((BFLOAT16, 2), (FLOAT32, 1)):
+        sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=1, head_size=16, block_size=4)
+        backend = backend_for(NATIVE, sizes)
+        shape = backend.block_shape(2, 4, 16)
+        assert shape == (2 * 2 * 4 * 16,)
+        cache = torch.zeros(3, *shape, dtype=dtype)
+        key = torch.arange(4 * 2 * 16).view(4, 2, 16).to(dtype)
+        value = -key
+        metadata = AttentionMetadata((0, 4), (4,), torch.tensor([[2]]), torch.full((4,), 2), torch.arange(4))
+        backend.write(key, value, cache, metadata)
+        assert not cache[:2].any()
+        heads = cache[2].view(2, 2, -1)
+        keys, values = heads[:, 0].view(2, 16 // pair, 4, pair), heads[:, 1].view(2, 4 // pair, 16, pair)
+        assert torch.equal(keys.permute(2, 0, 1, 3).flatten(2), key)
+        assert torch.equal(values.permute(1, 3, 0, 2).flatten(0, 1), value)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_tokens_are_written_the_same_all_at_once_and_one_by_one(instruction_set, dtype, block_size):
+    """Beginnings and ends at odd places, blocks of one token, and a sequence that goes on in a block behind its own."""
+    sizes = Sizes(dtype=dtype, num_kv_heads=3, group_size=1, head_size=48, block_size=block_size)
+    backend = backend_for(instruction_set, sizes)
+    numbers, places = torch.Generator().manual_seed(block_size), []
+    block = 0
+    for start, count in [(0, 2), (3, 1), (1, 70), (block_size - 1, 2), (2, 1), (2, 33), (1, 1), (0, 1), (3, 40)]:
+        places += [(block + place // block_size, place % block_size) for place in range(start, start + count)]
+        block = places[-1][0] + 1
+    num_tokens = len(places)
+    blocks, offsets = torch.tensor(places).unbind(1)
+    key, value = (torch.randn(num_tokens, 3, 48, generator=numbers).to(dtype) for _ in range(2))
+    earlier = torch.randn(block, *backend.block_shape(3, block_size, 48), generator=numbers).to(dtype)
+    at_once, one_by_one, swapped = earlier.clone(), earlier.clone(), earlier.clone()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        backend.write(key, value, at_once, _written(blocks, offsets))
+    finally:
+        torch.set_num_threads(before)
+    for token in range(num_tokens):
+        here = slice(token, token + 1)
+        backend.write(key[here], value[here], one_by_one, _written(blocks[here], offsets[here]))
+        there = slice(token ^ 1, (token ^ 1) + 1) if (token ^ 1) < num_tokens else here
+        backend.write(key[there], value[there], swapped, _written(blocks[here], offsets[here]))
+    assert torch.equal(at_once, one_by_one)
+    assert not torch.equal(at_once, swapped)
+
+
+def _written(blocks, offsets) -> AttentionMetadata:
+    """Of a write, which looks at no tables."""
+    tables = torch.zeros(1, len(blocks), dtype=torch.int64)
+    return AttentionMetadata((0, len(blocks)), (len(blocks),), tables, blocks.clone(), offsets.clone())
+
+
+@each_library
+@each_dtype
+def test_from_the_projections_on_is_the_same_as_step_by_step(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=64)
+    backend, kernels = backend_for(instruction_set, sizes), CpuKernels(library_for(instruction_set))
+    metadata = AttentionMetadata(
+        query_starts=(0, 2, 39),
+        context_lengths=(30, 37),
+        block_tables=torch.tensor([[0, 3, 0], [1, 2, 4]]),
+        token_blocks=torch.tensor([3, 3, *[1] * 16, *[2] * 16, *[4] * 5]),
+        token_offsets=torch.tensor([12, 13, *range(16), *range(16), *range(5)]),
+    )
+    numbers = torch.Generator().manual_seed(0)
+    projected = torch.randn(39, 10 * 64, generator=numbers).to(dtype)
+    angles = tuple(torch.randn(39, 32, generator=numbers).to(dtype) for _ in range(2))
+    earlier = torch.randn(5, *backend.block_shape(2, 16, 64), generator=numbers).to(dtype)
+    query, key, value = (part.reshape(39, -1, 64) for part in projected.split([6 * 64, 2 * 64, 2 * 64], dim=1))
+    caches = earlier.clone(), earlier.clone()
+    backend.write(kernels.rotate(key, *angles), value, caches[0], metadata)
+    expected = backend.attend(kernels.rotate(query, *angles), caches[0], metadata, 0.125, 0)
+    result = backend.attend_projected(projected.clone(), angles, caches[1], metadata, 6, 0.125, 0)
+    assert torch.equal(result.view(expected.shape), expected)
+    assert torch.equal(*caches)
+    assert not torch.equal(caches[0], earlier)
+    with pytest.raises(AssertionError, match="39"):
+        backend.attend_projected(projected[:38], angles, caches[1], metadata, 6, 0.125, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("block_tables", torch.tensor([[0, 9]]), "block_tables: 0 to 9 of 4"),
+        ("block_tables", torch.tensor([[0, -1]]), "block_tables: -1 to 0 of 4"),
+        ("token_blocks", torch.tensor([4]), "token_blocks: 4 to 4 of 4"),
+        ("token_offsets", torch.tensor([16]), "token_offsets: 16 to 16 of 16"),
+        ("context_lengths", (33,), "33"),
+        ("context_lengths", (0,), "0"),
+    ],
+)
+def test_metadata_that_would_read_or_write_out_of_bounds_is_refused(field, value, words):
+    sizes = Sizes()
+    backend = backend_for(NATIVE, sizes)
+    cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
+    good = AttentionMetadata((0, 1), (20,), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
+    query = torch.zeros(1, 8, 64)
+    assert backend.attend(query, cache, good, 1.0, 0).shape == (1, 8, 64)
+    with pytest.raises(AssertionError, match=words):
+        backend.attend(query, cache, replace(good, **{field: value}), 1.0, 0)
+
+
+def test_what_is_not_supported_is_said_in_words():
+    assert "float16" in str(cpu_backend_or_reason(torch.float16, 64, 16))
+    assert "not 72" in str(cpu_backend_or_reason(FLOAT32, 72, 16))
+    assert "not 512" in str(cpu_backend_or_reason(FLOAT32, 512, 16))
+    assert "not of 24" in str(cpu_backend_or_reason(FLOAT32, 64, 24))
+    assert "not of 1" in str(cpu_backend_or_reason(FLOAT32, 64, 1))
+    assert isinstance(cpu_backend_or_reason(BFLOAT16, 80, 2), CpuBackend)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        CpuBackend(library_for(NATIVE), FLOAT32, 72, 16)
+
+
+BOTH_WAYS = [
+    pytest.param(window, marks=[] if window == 50 else pytest.mark.matrix if window == 0 else pytest.mark.stress)
+    for window in (50, 0, 1, 2, 64, 65, 150)
+]
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("window", BOTH_WAYS)
+def test_attention_both_ways_agrees_with_the_formula_and_a_row_hangs_on_its_own_length(instruction_set, dtype, window):
+    sizes = Sizes(dtype=dtype, num_kv_heads=1, group_size=3, head_size=48, window=window, sees_later=True)
+    lengths = (7, 64, 131)
+    rows, backend = [sequence(length, sizes, seed=length) for length in lengths], backend_for(instruction_set, sizes)
+    alone = [run(backend, one, WHOLE) for one in rows]
+    assert all(is_close(result, formula(one), dtype) for result, one in zip(alone, rows, strict=True))
+    assert all(map(torch.equal, together(backend, rows, list(lengths)), alone))
+    assert all(map(torch.equal, together(backend, rows[::-1], list(lengths[::-1])), alone[::-1]))
+    other = replace(rows[-1], sizes=replace(sizes, block_size=2))
+    assert torch.equal(run(backend_for(instruction_set, other.sizes), other, WHOLE), alone[-1])
+    if dtype == FLOAT32:
+        assert is_close(run(SdpaBackend(), rows[-1], WHOLE), alone[-1].double(), dtype)
+    # The control: causal attention is something else.
+    causal = replace(rows[-1], sizes=replace(sizes, sees_later=False))
+    assert window == 1 or not is_close(alone[-1], formula(causal), dtype)

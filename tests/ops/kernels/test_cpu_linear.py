@@ -1,0 +1,465 @@
+"""Packed products: close to plain ones, and the same bits for a row whatever the batch and the number of threads."""
+
+import logging
+import re
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from native_libraries import (
+    EMULATED,
+    HAS_AMX,
+    LEAVE_OUT,
+    NATIVE,
+    ONEDNN,
+    ONEDNN_PACKS_BFLOAT16,
+    WITHOUT_AMX,
+    compiled_with,
+    emulated,
+    library_for,
+    needs_avx512,
+)
+
+from spmd_worker.native import build
+from spmd_worker.ops.kernels.cpu import linear
+from spmd_worker.ops.kernels.cpu.linear import PackedKernels
+from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+
+# (inputs, outputs); the last two have numbers of inputs and outputs that fit no tile.
+SHAPES = [(576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (64, 192), (128, 64), (4096, 1024)]
+ODD_SHAPES = [(72, 48), (64, 50)]
+ROWS = [1, 2, 3, 5, 7, 15, 16, 17, 31, 32, 33]
+NUM_ROWS = 64
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+each_shape = pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES + ODD_SHAPES)
+
+
+def numbers(*shape, dtype):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+OTHERS = (ONEDNN, *((WITHOUT_AMX,) if HAS_AMX else ()))
+MATRIX = [
+    pytest.param(EMULATED, marks=[needs_avx512, pytest.mark.matrix]),
+    *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS),
+]
+
+
+@pytest.fixture(params=[NATIVE, *MATRIX])
+def kernels(request):
+    """Built before oneDNN's first use, as a worker does. Emulated: the products for an AMX unit, on any machine."""
+    made = CpuKernels(library_for(request.param))
+    made.is_emulated = request.param == EMULATED
+    return made
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="the processor has no AMX to compare with")
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_the_emulated_unit_gives_the_bits_of_the_processors(dtype, num_inputs, num_outputs, is_gated):
+    num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
+    weight, x = numbers(num_outputs, num_inputs, dtype=dtype), numbers(NUM_ROWS, num_inputs, dtype=dtype)
+    results = []
+    for name in (NATIVE, EMULATED):
+        kernels = CpuKernels(library_for(name))
+        pack, multiply = (kernels.pack_gated, kernels.gated_linear) if is_gated else (kernels.pack, kernels.linear)
+        results.append(multiply(x, pack(weight), None))
+    assert torch.equal(*results)
+
+
+@needs_avx512
+@pytest.mark.stress
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_the_emulated_unit_is_used_and_a_mistake_in_it_is_seen(num_rows, tmp_path, monkeypatch):
+    """Negative control: with the second of each pair taken for the first, results are others."""
+    weight, x = numbers(64, 96, dtype=torch.bfloat16), numbers(num_rows, 96, dtype=torch.bfloat16)
+    expected = x.float() @ weight.float().T
+    assert error_of(CpuKernels(library_for(EMULATED)), x, weight, expected) < 1e-2
+    sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
+    text = (sources / "amx.h").read_text()
+    right = "_mm512_slli_epi32(lefts, 16)"
+    assert text.count(right) == 1
+    (sources / "amx.h").write_text(text.replace(right, "_mm512_and_si512(lefts, high)"))
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
+    compiled_with.cache_clear()
+    planted = emulated()
+    compiled_with.cache_clear()
+    assert error_of(CpuKernels(planted), x, weight, expected) > 0.1
+
+
+def error_of(kernels, x, weight, expected):
+    """Largest, as a share of the largest value."""
+    return float((kernels.linear(x, kernels.pack(weight), None).float() - expected).abs().max() / expected.abs().max())
+
+
+@each_dtype
+@each_shape
+def test_a_row_has_the_same_bits_whatever_the_batch(kernels, dtype, num_inputs, num_outputs):
+    packed = kernels.pack(numbers(num_outputs, num_inputs, dtype=dtype))
+    x, bias = numbers(NUM_ROWS, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
+    whole = kernels.linear(x, packed, bias)
+    for num_rows in ROWS:
+        assert torch.equal(kernels.linear(x[:num_rows], packed, bias), whole[:num_rows]), num_rows
+        assert torch.equal(kernels.linear(x[-num_rows:], packed, bias), whole[-num_rows:]), num_rows
+
+
+def many_rows_for(kernels, num_inputs):
+    """Fewer where the unit is emulated, which takes a hundred times as long."""
+    if not kernels.is_emulated:
+        return MANY_ROWS
+    return 70 if num_inputs > 1000 else 140
+
+
+# Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
+# panel that is alone.
+CUTS = [(576, 960), (1536, 576), (4864, 896), (896, 2080), (64, 16400)]
+MANY_ROWS = 520
+
+
+@contextmanager
+def threads(number: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.matrix
+@each_dtype
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_row_has_the_same_bits_however_a_product_is_cut(kernels, dtype, num_inputs, num_outputs, is_gated):
+    """By one thread and by two; rows in their place and in another."""
+    num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
+    weight = numbers(num_outputs, num_inputs, dtype=dtype)
+    x, bias = numbers(many_rows_for(kernels, num_inputs), num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
+    pack, multiply = (kernels.pack_gated, kernels.gated_linear) if is_gated else (kernels.pack, kernels.linear)
+    packed, plain = pack(weight), ReferenceKernels().gated_linear if is_gated else ReferenceKernels().linear
+    wholes = []
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            wholes.append(whole := multiply(x, packed, bias))
+            for num_rows in [each for each in (1, 32, 128, 257) if each < len(x)]:
+                assert torch.equal(multiply(x[:num_rows], packed, bias), whole[:num_rows]), (num_threads, num_rows)
+            for num_rows in [each for each in (1, 33, 127, 129, 513) if each < len(x)]:
+                assert torch.equal(multiply(x[-num_rows:], packed, bias), whole[-num_rows:]), (num_threads, num_rows)
+    assert torch.equal(*wholes)
+    expected = plain(x.double(), weight.double(), bias.double())
+    largest_error = (whole.double() - expected).abs().max() / expected.abs().max()
+    assert largest_error < (5e-6 if dtype == torch.float32 else 2e-2)
+
+
+def rows_and_weight_with_ties(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype):
+    """Small whole numbers, so that results are exact and many are equal; one row of NaN, one of infinities."""
+    x = (numbers(num_rows, num_inputs, dtype=torch.float32) / 2).round()
+    weight = (numbers(num_outputs, num_inputs, dtype=torch.float32) / 2).round()
+    x[num_rows // 2 :, 4:] = 0.0
+    x[0], x[-1] = 0.0, torch.nan
+    if num_rows > 2:
+        x[1] = torch.inf
+    return x.to(dtype), weight.to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), *CUTS, (64, 50)])
+def test_the_largest_of_a_product_is_found_without_writing_it_down(kernels, dtype, num_inputs, num_outputs):
+    """By one thread and by two, which share the columns among them."""
+    all_counts = (1, 15, num_outputs - 17, num_outputs)
+    packed = None
+    for num_rows in (1, 3, 33, min(300, many_rows_for(kernels, num_inputs))):
+        x, weight = rows_and_weight_with_ties(num_rows, num_inputs, num_outputs, dtype)
+        packed = kernels.pack(weight) if packed is None else packed
+        product = kernels.linear(x, packed, None)
+        for num_threads, counts in ((1, all_counts[-2:]), (2, all_counts)):
+            with threads(num_threads):
+                for count in counts:
+                    values, places = kernels.linear_argmax(x, packed, count)
+                    expected_values, expected_places = kernels.largest(product[:, :count])
+                    assert places.tolist() == expected_places.tolist(), (num_threads, num_rows, count)
+                    torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
+    values, places = kernels.linear_argmax(x[:0], packed, num_outputs)
+    assert (values.shape, places.shape) == ((0,), (0,))
+
+
+def test_in_the_product_where_the_largest_is_sought_are_equal_ones(kernels):
+    """Negative control: whoever takes the last of equal numbers, or the wrong one of a row of NaN, is found out."""
+    x, weight = rows_and_weight_with_ties(33, 576, 960, torch.bfloat16)
+    product = kernels.linear(x, kernels.pack(weight), None).float()
+    last = product.shape[1] - 1 - product.flip(1).argmax(dim=1)
+    assert (last != product.argmax(dim=1)).sum() > 10
+    assert product[-1].isnan().all()
+
+
+def test_the_batch_test_can_fail():
+    """Negative control: plain float32 products do not keep the promise."""
+    plain, num_different = ReferenceKernels(), 0
+    for num_inputs, num_outputs in SHAPES:
+        weight = numbers(num_outputs, num_inputs, dtype=torch.float32)
+        x = numbers(NUM_ROWS, num_inputs, dtype=torch.float32)
+        whole = plain.linear(x, weight, None)
+        num_different += any(not torch.equal(plain.linear(x[:n], weight, None), whole[:n]) for n in ROWS)
+    assert num_different > 0
+
+
+# A loop over the inputs, and which number of the template is that of its rows: one for each instruction set and dtype.
+_LOOP = re.compile(r"template <[^>]*?int (k\w+)[^>]*>(?:(?!template <).)*?input < end;", re.DOTALL)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("is_of_one_row", [True, False], ids=["a row alone", "any row"])
+@each_dtype
+def test_a_step_that_is_left_out_is_seen(dtype, is_of_one_row, tmp_path, monkeypatch):
+    """Negative control for the products by vectors: one row alone has other bits, or all are too far away."""
+    if not CpuKernels(library_for(WITHOUT_AMX)).has_products(dtype):
+        pytest.skip("the library has no products of its own for this processor and dtype")
+    sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
+    text = (sources / "gemms_vector.cpp").read_text()
+
+    def with_a_step_less(loop: re.Match[str]) -> str:
+        left_out = f"({loop[1]} == 1 ? 2 : 0)" if is_of_one_row else "2"
+        return f"{loop[0].removesuffix(';')} - {left_out};"
+
+    wrong, num_loops = _LOOP.subn(with_a_step_less, text)
+    assert num_loops == text.count("input < end;") > 0
+    (sources / "gemms_vector.cpp").write_text(wrong)
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
+    compiled_with.cache_clear()
+    planted = CpuKernels(compiled_with(LEAVE_OUT))
+    compiled_with.cache_clear()
+    check = (
+        test_a_row_has_the_same_bits_whatever_the_batch
+        if is_of_one_row
+        else test_products_are_close_to_double_precision
+    )
+    with pytest.raises(AssertionError):
+        check(planted, dtype, 576, 960)
+
+
+@each_dtype
+@each_shape
+def test_threads_change_no_bit(kernels, dtype, num_inputs, num_outputs):
+    packed = kernels.pack(numbers(num_outputs, num_inputs, dtype=dtype))
+    x = numbers(NUM_ROWS, num_inputs, dtype=dtype)
+    results = []
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            results.append(kernels.linear(x, packed, None))
+    assert torch.equal(*results)
+
+
+@each_dtype
+@each_shape
+def test_products_are_close_to_double_precision(kernels, dtype, num_inputs, num_outputs):
+    weight = numbers(num_outputs, num_inputs, dtype=dtype)
+    x, bias = numbers(33, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
+    for chosen in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if chosen is None else chosen.double())
+        result = kernels.linear(x, kernels.pack(weight), chosen)
+        assert result.dtype == dtype
+        largest_error = (result.double() - expected).abs().max() / expected.abs().max()
+        assert largest_error < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def float32_error(kernels: PackedKernels, num_inputs: int, num_outputs: int) -> float:
+    """Root mean square, relative to the sums of magnitudes; small, large and one-sided rows are among them."""
+    weight, x = numbers(num_outputs, num_inputs, dtype=torch.float32), numbers(64, num_inputs, dtype=torch.float32)
+    x[:16] *= 1e-20
+    x[16:32] *= 1e15
+    x[32:48] = x[32:48].abs()
+    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    errors = (kernels.linear(x, kernels.pack(weight), None).double() - exact) / size
+    return float(errors.pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+def test_float32_by_amx_is_as_exact_as_by_float32_instructions(kernels, num_inputs, num_outputs):
+    """A chain of steps as long as the inputs, against one that oneDNN cuts as it likes: within twice of each other."""
+    ours, onednns = (float32_error(each, num_inputs, num_outputs) for each in (kernels, PackedKernels()))
+    assert ours < 2 * onednns
+    assert ours < 5e-8
+
+
+@pytest.mark.stress
+@needs_avx512
+def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
+    """Negative control: without the products of first and third pieces, errors are those of 16 bits."""
+    sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
+    text = (sources / "gemms_float32.cpp").read_text()
+    piece = "    take_weight(2);\n    multiply_pieces<kTwoTiles, kTwoPanels>();\n"
+    assert text.count(piece) == 1
+    (sources / "gemms_float32.cpp").write_text(text.replace(piece, ""))
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
+    compiled_with.cache_clear()
+    planted = emulated()
+    compiled_with.cache_clear()
+    assert float32_error(CpuKernels(planted), 576, 960) > 1e-7
+
+
+@each_dtype
+def test_outputs_of_a_shard_are_those_of_the_whole(kernels, dtype):
+    weight, x = numbers(960, 576, dtype=dtype), numbers(7, 576, dtype=dtype)
+    whole = kernels.linear(x, kernels.pack(weight), None)
+    for start in (0, 320, 640):
+        part = kernels.linear(x, kernels.pack(weight[start : start + 320]), None)
+        assert torch.equal(part, whole[:, start : start + 320])
+
+
+@each_dtype
+def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
+    weight, merged = numbers(64, 96, dtype=dtype), numbers(9, 200, dtype=dtype)
+    packed, x = kernels.pack(weight), merged[:, 50:146]
+    assert torch.equal(kernels.linear(x, packed, None), kernels.linear(x.contiguous(), packed, None))
+    assert kernels.linear(x[:0], packed, None).shape == (0, 64)
+
+
+def test_without_products_of_its_own_the_librarys_are_onednns(kernels):
+    packed = CpuKernels(library_for(ONEDNN)).pack(numbers(64, 64, dtype=torch.bfloat16))
+    assert packed.is_mkldnn == ONEDNN_PACKS_BFLOAT16
+    assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn
+
+
+@pytest.fixture
+def packs_only(monkeypatch):
+    """A function: from now on, in this test, oneDNN packs these dtypes and no other."""
+
+    def forget() -> None:
+        for each in ("rows_are_invariant", "warn_unless_invariant", "say_what_multiplies_instead"):
+            getattr(linear, each).cache_clear()
+        linear.converts_to_float32.cache_clear()
+
+    def packs_only(*dtypes: torch.dtype) -> None:
+        monkeypatch.setattr(linear, "can_pack", lambda dtype: dtype in dtypes)
+        forget()
+
+    yield packs_only
+    forget()
+
+
+@each_dtype
+def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, packs_only, dtype, caplog):
+    """Said once, as is what rows are then like."""
+    half = numbers(64, 64, dtype=torch.float16)
+    assert kernels.pack(half) is half
+    packs_only()
+    weight, x = numbers(50, 64, dtype=dtype), numbers(3, 64, dtype=dtype)
+    with caplog.at_level(logging.WARNING):
+        assert kernels.pack(weight) is weight
+        assert kernels.pack(weight) is weight
+    assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([each for each in messages if "torch's own products multiply them" in each]) == 1
+    is_told = len([each for each in messages if "other bits in another batch" in each]) == 1
+    assert is_told != linear.rows_are_invariant(dtype)
+
+
+# One block and several, of a number of outputs that ends in a block of its own; then one that fits no tile.
+CONVERTED = [(576, 960), (4864, 272), (4096, 530), (64, 50), (33, 40)]
+
+
+@pytest.fixture
+def converting(packs_only) -> PackedKernels:
+    """The kernels of a CPU without a compiler on which oneDNN cannot pack bfloat16, on any CPU."""
+    packs_only(torch.float32)
+    return PackedKernels()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), CONVERTED)
+def test_weights_that_are_converted_multiply_each_row_by_itself(converting, num_inputs, num_outputs, has_bias):
+    """In any batch, at any place in it, by one thread and by two; past the rows that share a block; to the last bit."""
+    weight = converting.pack(numbers(num_outputs, num_inputs, dtype=torch.bfloat16))
+    bias = numbers(num_outputs, dtype=torch.bfloat16) if has_bias else None
+    x = numbers(linear._BLOCK_ROWS + NUM_ROWS, num_inputs, dtype=torch.bfloat16)
+    wholes = []
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            wholes.append(whole := converting.linear(x, weight, bias))
+            for num_rows in (*ROWS, linear._BLOCK_ROWS, linear._BLOCK_ROWS + 1):
+                for rows in (slice(num_rows), slice(-num_rows, None), slice(9, 9 + num_rows)):
+                    assert torch.equal(converting.linear(x[rows], weight, bias), whole[rows]), (num_threads, rows)
+    assert torch.equal(*wholes)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Rounded once: within a little more than half a unit in the last of eight places.
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-8 * 1.01, atol=1e-4)
+    assert converting.linear(x[:0], weight, bias).shape == (0, num_outputs)
+
+
+def test_the_comparison_sees_a_row_that_is_multiplied_in_another_way_alone(converting, monkeypatch):
+    """Negative control: what looks at the rows of products says so, and does not raise, where bfloat16 is converted."""
+    assert linear.rows_are_invariant(torch.bfloat16)
+    linear.rows_are_invariant.cache_clear()
+    monkeypatch.setattr(linear, "_gemm", lambda x, weight, bias: F.linear(x, weight, bias) * (1 + 0.01 * (len(x) == 2)))
+    assert not linear.rows_are_invariant(torch.bfloat16)
+
+
+def test_that_weights_are_converted_is_said_once_and_takes_no_second_copy(converting, caplog):
+    weight = numbers(50, 64, dtype=torch.bfloat16)
+    with caplog.at_level(logging.INFO):
+        assert converting.pack(weight) is weight
+        assert converting.pack(weight) is weight
+        assert converting.pack(weight.float()).is_mkldnn
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("oneDNN cannot pack bfloat16 weights on this CPU")
+    assert "float32, a block at a time" in message
+
+
+def test_float16_gets_plain_operations_and_a_reason():
+    kernels, reason = cpu_kernels(torch.float16)
+    assert type(kernels) is PackedKernels
+    assert "not in float16" in str(reason)
+
+
+def test_products_that_depend_on_the_batch_are_seen_and_said_once(packs_only, monkeypatch, caplog):
+    """A product that adds the number of rows stands for oneDNN on a processor where its rows differ."""
+    packs_only(torch.float32)
+    monkeypatch.setattr(linear, "_gemm", lambda x, packed, bias: x.new_full((len(x), 1), len(x)))
+    with caplog.at_level(logging.WARNING):
+        linear.warn_unless_invariant(torch.float32)
+        linear.warn_unless_invariant(torch.float32)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "ONEDNN_MAX_CPU_ISA" in messages[0]
+
+
+def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatch):
+    """In a process of its own: what oneDNN may use is settled at its first product."""
+    script = tmp_path / "invariant.py"
+    script.write_text(
+        "import os, torch\n"
+        "from spmd_worker.ops.kernels.cpu.linear import PackedKernels, rows_are_invariant\n"
+        "before = dict(os.environ)\n"
+        "PackedKernels().pack(torch.ones(16, 16, dtype=torch.bfloat16))\n"
+        "assert dict(os.environ) == before\n"
+        "print(rows_are_invariant(torch.bfloat16), rows_are_invariant(torch.float32))\n"
+    )
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    done = ranks.run_script([script], timeout_s=120)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.output
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 33, 100, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_gates_in_the_products_epilogue_are_bit_for_bit_gates_after_it(dtype, num_rows, num_inputs, size, has_bias):
+    kernels, reason = cpu_kernels(dtype)
+    assert reason is None
+    generator = torch.Generator().manual_seed(size)
+    x = (2 * torch.randn(num_rows, num_inputs, generator=generator)).to(dtype)
+    weight = (torch.randn(2 * size, num_inputs, generator=generator) / num_inputs**0.5).to(dtype)
+    bias = torch.randn(2 * size, generator=generator).to(dtype) if has_bias else None
+    gated = kernels.gated_linear(x, kernels.pack_gated(weight), bias)
+    assert gated.shape == (num_rows, size)
+    assert torch.equal(gated, kernels.silu_and_mul(kernels.linear(x, kernels.pack(weight), bias)))
+    torch.testing.assert_close(gated, ReferenceKernels().gated_linear(x, weight, bias), rtol=3e-2, atol=3e-2)

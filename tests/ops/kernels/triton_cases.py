@@ -1,0 +1,609 @@
+"""Kernels of a GPU, interpreted on CPU tensors: run in a process of its own, where TRITON_INTERPRET is set in time.
+
+    OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python tests/ops/kernels/triton_cases.py
+                                                                  prints {case: what went wrong, or ""}
+    python tests/ops/kernels/triton_cases.py cuda                     the same on a GPU
+
+Right indices, masks, dtypes and order of joins. In float16 and float32 only: the interpreter truncates where a GPU
+rounds to bfloat16, and multiplies bfloat16's bit patterns as integers. Matmuls are numpy's here, so a GPU's bits,
+registers and races are not seen. Tiles are cut down: as many cases with a few keys.
+"""
+
+import functools
+import itertools
+import json
+import math
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.nn.functional as F
+from decoding_steps import decoding
+
+from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
+from spmd_worker.ops.kernels.api import Cuts
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.triton import attention, attention_kernels, draw_kernels, draws, matmul, peer_sums, rows
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.launching import is_interpreted
+from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
+from spmd_worker.ops.sampling import read_back
+from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.sampling.sampler import Sampler
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.replica.sequence.sampled import NON_FINITE
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.runner.batch_state import BatchState
+
+BLOCK = 8
+REFERENCE = ReferenceKernels()
+Heads = tuple[int, int, int]  # query heads, key-value heads, head size
+Chunk = tuple[int, int, int]  # sequence, first query, end
+
+
+class Step:
+    """Sequences in a paged cache whose blocks lie in random order. What no sequence has written is NaN."""
+
+    def __init__(self, lengths: list[int], heads: Heads, dtype: torch.dtype) -> None:
+        generator = torch.Generator(torch.get_default_device()).manual_seed(sum(lengths))
+        self.num_heads, num_kv_heads, size = heads
+        counts = [-(-length // BLOCK) for length in lengths]
+        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+        self.tables = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
+        # Of two layers, as a cache by blocks is: a layer's blocks lie apart.
+        self.cache = torch.full((len(order), 2, 2, num_kv_heads, BLOCK, size), math.nan, dtype=dtype)[:, 1]
+        self.keys, self.values = [], []
+        for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            blocks, order = order[:count], order[count:]
+            self.tables[index, :count] = torch.tensor(blocks)
+            pair = torch.randn(2, length, num_kv_heads, size, generator=generator).to(dtype)
+            for position in range(length):
+                self.cache[blocks[position // BLOCK], :, :, position % BLOCK] = pair[:, position]
+            self.keys.append(pair[0])
+            self.values.append(pair[1])
+        self.queries = [torch.randn(length, self.num_heads, size, generator=generator).to(dtype) for length in lengths]
+        self.sinks = torch.randn(self.num_heads, generator=generator)
+
+    def attend(
+        self, chunks: list[Chunk], splits: bool = True, extra: int = 0, **arguments: object
+    ) -> list[torch.Tensor]:
+        """Each chunk's rows. `extra` keys too many are planned: for controls."""
+        starts = [0]
+        for _, first, end in chunks:
+            starts.append(starts[-1] + end - first)
+        _, _, num_kv_heads, _, size = self.cache.shape
+        window = arguments.get("window", 0)
+        tables = self.tables[[index for index, _, _ in chunks]]
+        ends = [end + extra for _, _, end in chunks]
+        heads = (self.num_heads, num_kv_heads, size)
+        plan = attention.plan_attention(starts, ends, tables, *heads, window, splits=splits)
+        queries = torch.cat([self.queries[index][first:end] for index, first, end in chunks]).flatten(1)
+        out = attention.attend(queries, self.cache, plan, self.num_heads, size**-0.5, **arguments)
+        return list(out.split([end - first for _, first, end in chunks]))
+
+    def reference(self, chunk: Chunk, window: int = 0, score_cap: float = 0.0, sinks: object = None) -> torch.Tensor:
+        """torch's, in float64."""
+        index, first, end = chunk
+        q = self.queries[index][first:end].double().transpose(0, 1)
+        group = len(q) // self.keys[index].shape[1]
+        k, v = (
+            each[index][:end].double().repeat_interleave(group, 1).transpose(0, 1) for each in (self.keys, self.values)
+        )
+        position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
+        seen = (key <= position) & (key > position - (window or 2**30))
+        if not score_cap and sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, seen, scale=q.shape[2] ** -0.5).transpose(0, 1)
+        scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        scores = score_cap * (scores / score_cap).tanh() if score_cap else scores
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, self.sinks.double().view(-1, 1, 1).expand(-1, end - first, 1)), -1)
+        return (scores.softmax(-1)[..., :end] @ v).transpose(0, 1)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 4e-3 if dtype == torch.float16 else 2e-5
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    difference = (got.double() - expected.double()).abs().max().item()
+    assert difference < tolerance(dtype) * max(1.0, expected.abs().max().item()), difference
+
+
+def attention_is_right() -> None:
+    for heads, dtype in (((3, 1, 16), torch.float32), ((4, 2, 16), torch.float16), ((4, 2, 80), torch.float32)):
+        step = Step([1, 37, 70], heads, dtype)
+        chunks = [(0, 0, 1), (1, 27, 37), (2, 69, 70)]
+        for chunk, found in zip(chunks, step.attend(chunks), strict=True):
+            assert_near(found, step.reference(chunk), dtype)
+
+
+def a_window_is_right_and_what_is_before_it_is_never_read() -> None:
+    step = Step([70], (3, 1, 16), torch.float32)
+    for chunk, window in (((0, 69, 70), 5), ((0, 69, 70), 40), ((0, 60, 70), 40)):
+        assert_near(step.attend([chunk], window=window)[0], step.reference(chunk, window), torch.float32)
+    expected = step.attend([(0, 69, 70)], window=5)[0]
+    step.cache[step.tables[0, :8]] = math.nan  # positions 0 to 63
+    assert torch.equal(step.attend([(0, 69, 70)], window=5)[0], expected)
+
+
+def bounded_scores_and_sinks_are_right() -> None:
+    step = Step([70], (3, 1, 16), torch.float32)
+    for chunk in ((0, 69, 70), (0, 60, 70)):
+        for arguments in ({"score_cap": 2.0}, {"sinks": step.sinks}):
+            found = step.attend([chunk], **arguments)[0]
+            assert_near(found, step.reference(chunk, **arguments), torch.float32)
+
+
+def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
+    step = Step([70, 13], (3, 1, 16), torch.float32)
+    (alone,) = step.attend([(0, 69, 70)])
+    (whole,) = step.attend([(0, 30, 70)])
+    beside = step.attend([(1, 12, 13), (0, 66, 70)])
+    (unsplit,) = step.attend([(0, 69, 70)], splits=False)
+    assert torch.equal(alone[0], whole[-1])
+    assert torch.equal(whole[-4:], beside[1])
+    assert torch.equal(alone, unsplit)
+
+
+def only_the_lone_query_of_a_sequence_is_split() -> None:
+    """Prompts were, where a tile holds a query: of models with more than half of ROWS query heads a key-value head."""
+    group = attention_kernels.ROWS
+    assert made_items([0, 1], [70], group)[1] == [[0, 0, 3]]
+    items, joins = made_items([0, 5, 6], [70, 20], group)
+    assert (len(items), joins) == (6, [])
+    assert attention.count_items([0, 5, 6], [70, 20], group).num_partials == 0
+    assert made_items([0, attention_kernels.ROWS + 1], [70], 1)[1] == []
+
+
+def made_items(starts: list[int], lengths: list[int], group: int, window: int = 0) -> tuple[list, list]:
+    counts = attention.count_items(starts, lengths, group, window)
+    items, joins = attention.make_items(integers(starts), integers(lengths), counts, group, window)
+    assert (len(items), len(joins)) == (counts.num_items, counts.num_joins)
+    return items.tolist(), joins.tolist()
+
+
+def integers(values: list[int], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def items_in_words(starts: list[int], lengths: list[int], group: int, window: int) -> tuple[list, list]:
+    """One item after the other."""
+    rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
+    items, joins, partial, per_tile = [], [], 0, rows // group
+    for index, length in enumerate(lengths):
+        start, stop = starts[index], starts[index + 1]
+        for token in range(start, stop, per_tile):
+            num_tokens = min(per_tile, stop - token)
+            position = length - stop + token
+            first = max(0, position - window + 1) // segment if window else 0
+            end = -(-(position + num_tokens) // segment)
+            if stop - start == 1 and end - first > 1:
+                items += [[index, token, 1, each, each + 1, partial + each - first] for each in range(first, end)]
+                joins.append([token, partial, end - first])
+                partial += end - first
+            else:
+                items.append([index, token, num_tokens, first, end, -1])
+    return items, joins
+
+
+def items_are_all_the_work_there_is() -> None:
+    """And the host needs no value of the device for them."""
+    chance = random.Random(5)
+    for _ in range(60):
+        counts = [chance.choice([1, 1, 1, 2, 17, 100]) for _ in range(chance.randrange(1, 9))]
+        starts = [0, *itertools.accumulate(counts)]
+        lengths = [count + chance.choice([0, 3, 40, 700]) for count in counts]
+        for group, window in ((1, 0), (3, 0), (4, 50), (attention_kernels.ROWS, 33)):
+            assert made_items(starts, lengths, group, window) == items_in_words(starts, lengths, group, window)
+            counted = attention.count_items(starts, lengths, group, window)
+            on_meta = integers(starts, "meta"), integers(lengths, "meta")
+            made = attention.make_items(*on_meta, counted, group, window)
+            assert [len(each) for each in made] == [counted.num_items, counted.num_joins]
+
+
+def a_plan_that_is_taken_over_gives_the_same_bits() -> None:
+    """Rows decode over the end of a segment, with a window and without."""
+    device = torch.get_default_device()
+    shape = (4, 2, 16)
+    num_heads, num_kv_heads, size = shape
+    made: list[bool] = []
+    make_items = attention.make_items
+
+    def noted(is_kept: bool, *arguments: object, **named: object) -> object:
+        made.append(is_kept)
+        return make_items(*arguments, **named)
+
+    for window in (0, 20):
+        state, kept = BatchState(BLOCK, device), TritonBackend()
+        cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
+        for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 12):
+            metadata = state.build(scheduled).attention
+            queries = torch.randn(3, num_heads, size)
+            answers = []
+            for is_kept, backend in ((True, kept), (False, TritonBackend())):
+                attention.make_items = functools.partial(noted, is_kept)
+                answers.append(backend.attend(queries, cache, metadata, size**-0.5, window))
+                attention.make_items = make_items
+            assert torch.equal(*answers)
+    assert made.count(False) == 24
+    assert 2 < made.count(True) < 18, made
+
+
+def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
+    """Filled up, over the end of a segment, with a window and without; with room for all partial results, and for two,
+    where rows stay whole.
+    """
+    device, most = torch.get_default_device(), attention._MOST_FIXED_PARTIALS
+    num_heads, num_kv_heads, size = 4, 2, 16
+    num_joined = []
+    for room, window in ((most, 0), (most, 20), (2, 0)):
+        state, backend = BatchState(BLOCK, device), TritonBackend()
+        fixed = TritonFixedAttention(6, 4, 8, BLOCK, device)
+        cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
+        attention._MOST_FIXED_PARTIALS = room
+        for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 9):
+            metadata, queries = state.build(scheduled).attention, torch.randn(5, num_heads, size)
+            expected = TritonBackend().attend(queries[:3], cache, metadata, size**-0.5, window)
+            found = backend.attend(queries, cache, fixed.fill(metadata, 5), size**-0.5, window)
+            assert torch.equal(found[:3], expected), (room, window)
+        (plan,) = fixed._plans.values()
+        num_joined.append(int(plan.num_joins))
+    attention._MOST_FIXED_PARTIALS = most
+    assert num_joined == [3, 3, 0]
+
+
+def control_other_cuts_give_other_bits() -> None:
+    step = Step([70], (3, 1, 16), torch.float32)
+    (one,) = step.attend([(0, 69, 70)])
+    kept, attention_kernels.SEGMENT = attention_kernels.SEGMENT, 48
+    (other,) = step.attend([(0, 69, 70)])
+    attention_kernels.SEGMENT = kept
+    assert not torch.equal(one, other)
+    assert_near(one, other, torch.float32)
+
+
+def control_a_key_too_many_is_found() -> None:
+    step = Step([69], (3, 1, 16), torch.float32)
+    assert step.attend([(0, 68, 69)])[0].isfinite().all()
+    assert not step.attend([(0, 68, 69)], extra=1)[0].isfinite().all()
+
+
+SMALL = matmul.Tile(16, 16, 32, 4, 2)
+
+
+def matmuls_are_right() -> None:
+    for (m, n, k), dtype in (((1, 40, 96), torch.float32), ((37, 24, 70), torch.float16)):
+        x, weight, bias = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype) * k**-0.5, torch.randn(n).to(dtype)
+        for added in (None, bias):
+            expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
+            assert_near(matmul.linear(x, weight, added, SMALL), expected, dtype)
+            gated = matmul.gated_linear(x, weight, added, SMALL)
+            assert_near(gated, REFERENCE.silu_and_mul(expected), dtype)
+            separate = REFERENCE.silu_and_mul(matmul.linear(x, weight, added, SMALL))
+            assert_near(gated, separate, dtype)
+
+
+def a_rows_matmul_does_not_depend_on_the_others() -> None:
+    x, weight = torch.randn(65, 96), torch.randn(24, 96)
+    whole = matmul.linear(x, weight, None)
+    for row in (0, 17, 64):
+        assert torch.equal(matmul.linear(x[row : row + 1], weight, None)[0], whole[row])
+    # Control: a split of K, joined in float32, is another chain.
+    split = matmul.linear(x[:, :32], weight[:, :32], None) + matmul.linear(x[:, 32:], weight[:, 32:], None)
+    assert not torch.equal(split, whole)
+
+
+def rows_are_normed_as_the_reference_does() -> None:
+    for dtype in (torch.float16, torch.float32):
+        x, residual, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((3, 70), (3, 70), (70,), (70,)))
+        expected_residual = residual.clone()
+        expected = REFERENCE.add_rms_norm(x, expected_residual, weight, 1e-5)
+        found = rows.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(residual, expected_residual)
+        assert_near(found, expected, dtype)
+        assert_near(rows.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), dtype)
+        for added, offset, is_centred in ((bias, 0.0, True), (None, 1.0, False)):
+            arguments = {"offset": offset, "is_centred": is_centred}
+            found = rows.full_norm(x, weight, added, 1e-5, **arguments)
+            assert_near(found, REFERENCE.full_norm(x, weight, added, 1e-5, **arguments), dtype)
+        assert torch.equal(rows.rms_norm(x[1:2], weight, 1e-5)[0], rows.rms_norm(x, weight, 1e-5)[1])
+
+
+def queries_and_keys_are_turned_and_written_as_the_reference_does() -> None:
+    num_heads, num_kv_heads, size = 3, 2, 12
+    slots = torch.tensor([5, -1, 2 * BLOCK], dtype=torch.int32)
+    for dtype in (torch.float16, torch.float32):
+        projected = torch.randn(3, (num_heads + 2 * num_kv_heads) * size).to(dtype)
+        cos, sin = torch.randn(3, size // 2).to(dtype), torch.randn(3, size // 2).to(dtype)
+        cache = torch.zeros(3, 2, num_kv_heads, BLOCK, size, dtype=dtype)
+        q, k, v = projected.view(3, -1, size).split([num_heads, num_kv_heads, num_kv_heads], 1)
+        turned, keys, expected = REFERENCE.rotate(q, cos, sin), REFERENCE.rotate(k, cos, sin), cache.clone()
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[slot // BLOCK, 0, :, slot % BLOCK] = keys[row]
+                expected[slot // BLOCK, 1, :, slot % BLOCK] = v[row]
+        rows.rotate_and_write(projected, cos, sin, cache, slots, num_heads)
+        assert torch.equal(projected[:, : num_heads * size], turned.flatten(1))
+        assert torch.equal(cache, expected)
+        # Those that are not turned, or are turned before; keys in one piece, values among others.
+        cache.zero_()
+        rows.write_rows(keys, v, cache, slots)
+        assert torch.equal(cache, expected)
+
+
+def logits_of_every_kind(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a wider tensor. Equal ones, both zeros, minus infinity in places and nearly everywhere."""
+    logits = (3 * torch.randn(num_rows, size + 5)).to(dtype)[:, 2 : size + 2]
+    logits[0] = logits[0].round()
+    logits[1, 1:] = -torch.inf
+    logits[2, 1::3] = -torch.inf
+    logits[3, ::2], logits[3, 1::2] = 0.0, -0.0
+    return logits
+
+
+def drawn_by(num_rows: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    factors = torch.tensor([1.44, 0.3, 9.0, 1e38, 1e-30])[torch.arange(num_rows) % 5]
+    return logits.float().amax(1), factors
+
+
+def masses_are_the_references_and_found_in_any_pieces() -> None:
+    for size, dtype in ((1, torch.float32), (16, torch.float16), (35, torch.float32)):
+        logits = logits_of_every_kind(7, size, dtype)
+        largest, factors = drawn_by(7, logits)
+        each = draws.masses(logits.reshape(-1, 1), largest.repeat_interleave(size), factors.repeat_interleave(size))
+        each = each.view(7, size)
+        expected = (((logits.float() - largest[:, None]) * factors[:, None]).double().exp2() * 2.0**40).floor().long()
+        assert torch.allclose(each.double(), expected.double(), rtol=4e-7, atol=1)
+        sums = draws.masses(logits, largest, factors)
+        assert sums.shape == (7, -(-size // draw_kernels.PIECE))
+        assert torch.equal(sums.sum(1), each.sum(1))
+        running = each.cumsum(1)
+        for share in (0.0, 0.3, 0.999, 1.0):
+            targets = (running[:, -1].double() * share).long().clamp(max=running[:, -1] - 1)
+            found = draws.find_mass(logits, largest, factors, sums, targets)
+            assert torch.equal(found, torch.searchsorted(running, targets[:, None], right=True)[:, 0]), (size, share)
+            # Control: the sums of other pieces lead elsewhere.
+            if sums.shape[1] > 1 and share == 0.3:
+                other = draws.find_mass(logits, largest, factors, sums.roll(1, 1), targets)
+                assert not torch.equal(other, found)
+        for beyond in (running[:, -1], -1 - targets):
+            assert draws.find_mass(logits, largest, factors, sums, beyond).tolist() == [-1] * 7
+
+
+def larger_logits_are_counted_as_the_reference_does() -> None:
+    for size, dtype in ((1, torch.float32), (163, torch.float16)):
+        logits = logits_of_every_kind(7, size, dtype)
+        logits[5, ::2] = torch.nan
+        values = logits[:, size // 2].clone().float()
+        values[4], values[6] = -torch.inf, torch.inf
+        expected = (logits.float() > values[:, None]).sum(1)
+        assert torch.equal(draws.count_above(logits, values), expected)
+        assert expected[4] == size
+
+
+def what_a_form_forbids_is_forbidden() -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    allowed = torch.randint(-(2**31), 2**31 - 1, (3, 4), generator=generator, dtype=torch.int32)
+    which, places = torch.tensor([4, 0, 2]), torch.tensor([1, 1, 0])
+    for first_id in (0, 32, 45):
+        logits = logits_of_every_kind(6, 110, torch.float16)
+        found, expected = logits.clone(), logits.clone()
+        draws.forbid_(found, allowed, which, places, first_id)
+        REFERENCE.forbid_(expected, allowed, which, places, first_id)
+        assert torch.equal(found, expected)
+        assert torch.equal(found[[1, 3, 5]], logits[[1, 3, 5]])
+        assert not torch.equal(found, logits)
+
+
+def filters_leave_what_the_reference_leaves() -> None:
+    kinds = [(0, 1.0), (3, 1.0), (0, 0.5), (7, 0.9), (1, 0.1), (39, 0.999), (0, 1e-9), (400, 1.0)]
+    for size in (1, 40):
+        logits = logits_of_every_kind(len(kinds), size, torch.float32)
+        largest, factors = drawn_by(len(logits), logits)
+        lowest = torch.full((len(logits),), -torch.inf)
+        lowest[::3] = largest[::3] - 2.0
+        top_k = torch.tensor([kind[0] for kind in kinds])
+        top_p = torch.tensor([kind[1] for kind in kinds], dtype=torch.float64)
+        cuts = Cuts(largest, factors, lowest, top_k, top_p)
+        found, expected = logits.clone(), logits.clone()
+        draws.cut_(found, cuts)
+        REFERENCE.cut_(expected, cuts)
+        assert torch.equal(found, expected), size
+        alone = logits[5:6].clone()
+        draws.cut_(alone, Cuts(*(each[5:6] for each in cuts.tensors())))
+        assert torch.equal(alone, found[5:6])
+        # Control: one more of each row.
+        draws.cut_(logits, Cuts(largest, factors, lowest, top_k + 1, top_p))
+        assert size == 1 or not torch.equal(logits, expected)
+
+
+def rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them() -> None:
+    """As on a device, where the host does not look which rows these are before all are drawn."""
+    kinds = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5, "logprobs": 2}, {"logprobs": 1}, {"temperature": 0}]
+    rows = [SampleRow(SamplingParams(**kind), stream, 0, 2, (1,), [2]) for stream, kind in enumerate(kinds * 4)]
+    sampler = Sampler(single_group(), 0, 70, (), "raw_logprobs", TritonKernels())
+    logits = logits_of_every_kind(len(rows), 70, torch.float32)
+    logits = torch.where(logits.isfinite().any(1, keepdim=True), logits, 0.0)
+    broken = logits.clone()
+    for third, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        broken[6 * third : 6 * third + 6, 35 * (third < 2) :] = value
+    free_on, read_back._FREE_ON = read_back._FREE_ON, ()
+    try:
+        expected, found = sampler.sample(logits, rows), sampler.sample(broken, rows)
+    finally:
+        read_back._FREE_ON = free_on
+    assert NON_FINITE not in expected.token_ids
+    assert found.token_ids == (NON_FINITE,) * 18 + expected.token_ids[18:]
+    assert found.logprobs == (None,) * 18 + expected.logprobs[18:]
+
+
+class Peers:
+    """The memory of ranks that are threads here, of which one runs at a time: `meet` hands over."""
+
+    def __init__(self, size: int, room_bytes: int) -> None:
+        num_bytes = 2 * peer_sums.half_bytes(room_bytes, size)
+        self.views = [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(size)]
+        self.addresses = torch.tensor([view.data_ptr() for view in self.views], dtype=torch.int64)
+        self._met, self._turn, self.num_meetings = threading.Barrier(size, timeout=60), threading.Lock(), 0
+        self._room_bytes = room_bytes
+
+    def meet(self) -> None:
+        self.num_meetings += 1
+        self._turn.release()
+        self._met.wait()
+        self._turn.acquire()
+
+    def on_each(self, call: Callable[[PeerSums, int], torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank gets."""
+        size, device = len(self.views), torch.get_default_device()
+
+        def run(rank: int) -> torch.Tensor:
+            with self._turn, torch.device(device):
+                return call(PeerSums(self, rank, self._room_bytes), rank)
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(run, range(size)))
+
+
+def parts_of(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of very different sizes: their sum's last bits depend on the order."""
+    return [(torch.randn(shape) * 10.0 ** (rank % 3)).to(dtype) for rank in range(size)]
+
+
+def summed(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def ranks_add_up_in_their_order_in_one_round_in_two_and_in_pieces() -> None:
+    for size, dtype in ((2, torch.float16), (3, torch.float32)):
+        parts = parts_of(size, (7, 24), dtype)
+        expected = summed(parts)
+        for room, one_round, num_meetings in ((4096, 4096, 1), (4096, 64, 2), (256, 4096, None), (256, 64, None)):
+            peer_sums.ONE_ROUND_BYTES = one_round
+            peers = Peers(size, room)
+            # Three sums one after the other: the halves take turns.
+            for turn in range(3):
+                found = peers.on_each(lambda sums, rank, parts=parts: sums.all_reduce(parts[rank].clone()))
+                assert all(torch.equal(each, expected) for each in found), (size, dtype, room, one_round, turn)
+            assert num_meetings is None or peers.num_meetings == 3 * size * num_meetings
+        # Control: in another order other bits, from three ranks on.
+        assert torch.equal(summed(parts[::-1]), expected) == (size == 2)
+    strided = [part.t() for part in parts_of(2, (6, 5), torch.float32)]
+    found = Peers(2, 512).on_each(
+        lambda sums, rank: sums.all_reduce(strided[rank].clone(memory_format=torch.preserve_format))
+    )
+    assert all(torch.equal(each, summed(strided)) for each in found)
+
+
+def a_sum_and_the_norm_behind_it_are_the_two_one_after_the_other() -> None:
+    for dtype, room, one_round in ((torch.float16, 4096, 4096), (torch.float32, 256, 4096), (torch.float32, 4096, 64)):
+        peer_sums.ONE_ROUND_BYTES = one_round
+        parts, weight = parts_of(3, (9, 20), dtype), torch.randn(20).to(dtype)
+        residual = torch.randn(9, 20).to(dtype)
+        expected_residual = residual.clone()
+        expected = rows.add_rms_norm(summed(parts), expected_residual, weight, 1e-5)
+        residuals = [residual.clone() for _ in range(3)]
+        found = Peers(3, room).on_each(
+            lambda sums, rank, given=(parts, residuals, weight): sums.all_reduce_add_rms_norm(
+                given[0][rank], given[1][rank], given[2], 1e-5
+            )
+        )
+        assert all(torch.equal(each, expected) for each in found), (dtype, room, one_round)
+        assert all(torch.equal(each, expected_residual) for each in residuals)
+
+
+def ranks_gather_and_are_told_in_pieces_too() -> None:
+    values = [torch.randn(5, 3, dtype=torch.float64) for _ in range(3)]
+    for room in (128, 4096):
+        found = Peers(3, room).on_each(lambda sums, rank: sums.all_gather(values[rank]))
+        assert all(torch.equal(each, torch.stack(values)) for each in found)
+        found = Peers(3, room).on_each(lambda sums, rank: sums.broadcast(values[rank].clone(), 1))
+        assert all(torch.equal(each, values[1]) for each in found)
+
+
+def what_is_launched_again_finds_both_halves_free() -> None:
+    """Sums in a graph are in the halves that they were in when it was recorded, however many there were before."""
+    peer_sums.ONE_ROUND_BYTES = 4096
+    parts = parts_of(2, (40,), torch.float32)
+    peers = Peers(2, 512)
+
+    def sum_twice(sums: PeerSums, rank: int) -> torch.Tensor:
+        turns = []
+        for num_sums in (1, 2):
+            for _ in range(num_sums):
+                total = sums.all_reduce(parts[rank].clone())
+            sums.start_anew()
+            turns.append(sums._turn)
+        assert turns == [0, 0]
+        return total
+
+    assert all(torch.equal(each, summed(parts)) for each in peers.on_each(sum_twice))
+    # A meeting for each sum, and one where all start anew: nobody reads any more what is written next.
+    assert peers.num_meetings == 2 * (3 + 2)
+
+
+def control_a_rank_that_does_not_wait_adds_up_what_is_not_there() -> None:
+    parts = parts_of(2, (40,), torch.float32)
+    peers = Peers(2, 512)
+    peers.meet = lambda: None
+    found = peers.on_each(lambda sums, rank: sums.all_reduce(parts[rank].clone()))
+    assert not all(torch.equal(each, summed(parts)) for each in found)
+
+
+CASES: tuple[Callable[[], None], ...] = (
+    attention_is_right,
+    a_window_is_right_and_what_is_before_it_is_never_read,
+    bounded_scores_and_sinks_are_right,
+    a_rows_bits_do_not_depend_on_how_it_was_cut,
+    only_the_lone_query_of_a_sequence_is_split,
+    items_are_all_the_work_there_is,
+    a_plan_that_is_taken_over_gives_the_same_bits,
+    a_plan_in_tensors_that_stay_gives_the_same_bits,
+    control_other_cuts_give_other_bits,
+    control_a_key_too_many_is_found,
+    matmuls_are_right,
+    a_rows_matmul_does_not_depend_on_the_others,
+    rows_are_normed_as_the_reference_does,
+    queries_and_keys_are_turned_and_written_as_the_reference_does,
+    masses_are_the_references_and_found_in_any_pieces,
+    larger_logits_are_counted_as_the_reference_does,
+    what_a_form_forbids_is_forbidden,
+    filters_leave_what_the_reference_leaves,
+    rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them,
+    ranks_add_up_in_their_order_in_one_round_in_two_and_in_pieces,
+    a_sum_and_the_norm_behind_it_are_the_two_one_after_the_other,
+    ranks_gather_and_are_told_in_pieces_too,
+    what_is_launched_again_finds_both_halves_free,
+    control_a_rank_that_does_not_wait_adds_up_what_is_not_there,
+)
+
+
+def run(case: Callable[[], None]) -> str:
+    torch.manual_seed(7)
+    try:
+        case()
+    except Exception:  # the other cases are still worth their answers
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
+    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
+    torch.set_num_threads(1)
+    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
+    draw_kernels.PIECE, draw_kernels.BLOCK = 16, 32
+    matmul.FLOAT32 = matmul.Tile(32, 16, 32, 4, 2)
+    print(json.dumps({case.__name__: run(case) for case in CASES}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""States of rows in their forms: each its own, and made anew from a row's tokens what it was."""
+
+import numpy as np
+import pytest
+from constrained_rows import EOS, FORMS, VOCAB_SIZE
+from tokenizer_folders import write_byte_level
+
+from spmd_worker.replica.grammar import compiler
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.grammar.row_grammar import RowGrammar
+from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
+
+
+def compiler_of(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, (EOS,))
+
+
+def allowed(state: RowGrammar) -> list[int]:
+    bits = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    state.fill(bits)
+    return [each for each in range(VOCAB_SIZE) if bits[each // 32] >> each % 32 & 1]
+
+
+@pytest.mark.parametrize("are_copies", [False, True])
+def test_what_a_row_makes_the_lexer_work_out_is_charged_to_no_other(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, are_copies: bool
+):
+    """Negative control: copies of the engine's have one lexer, and all rows' states are too many for it."""
+    monkeypatch.setitem(compiler.LIMITS, "max_lexer_states", 300)
+    grammars = compiler_of(tokenizer)
+    form = StructuredOutputsParams(regex="x[ab]{150}|y[cd]{150}|z[ef]{150}")
+    base = grammars.start(form)
+    problems = []
+    for text in ("x" + "a" * 150, "y" + "c" * 150, "z" + "f" * 150):
+        state = grammars.start(form)
+        if are_copies:
+            # One that forces is made anew where it is too much for it.
+            state._matcher, state.can_force = base._matcher.deep_copy(), False
+        state.take(tokenizer.encode(text))
+        problems += [state.problem] if state.problem else []
+    assert bool(problems) == are_copies
+    assert all("too many states" in each for each in problems)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_state_that_takes_all_tokens_at_once_is_the_one_that_took_each(tokenizer: Tokenizer, name: str):
+    grammars, form = compiler_of(tokenizer), StructuredOutputsParams(**FORMS[name][0])
+    generator = np.random.default_rng(3)
+    state, taken = grammars.start(form), []
+    num_forced = 0
+    while not taken or taken[-1] != EOS:
+        choices = allowed(state)
+        again = grammars.start(form)
+        again.take(taken)
+        assert allowed(again) == choices
+        forced = state.forced(9)
+        assert again.forced(9) == forced
+        num_forced += len(forced)
+        assert not forced or choices == [forced[0]]
+        taken.append(int(generator.choice(choices)))
+        state.take(taken)
+    assert FORMS[name][1](tokenizer.decode(taken[:-1]))
+    assert num_forced or name in ("choice", "regex", "unicode")
+
+
+def test_what_is_forced_are_tokens_that_the_tokenizer_gives_whatever_follows(tokenizer: Tokenizer):
+    grammars = compiler_of(tokenizer)
+    for text, behind in (
+        ("hello worlds: text", ("x", " hello", "t", "s")),
+        ("naïve 你好", ("a", " 世界", "!")),
+    ):
+        state = grammars.start(StructuredOutputsParams(choice=[f"{text}{each}" for each in behind]))
+        allowed(state)
+        forced = [*state.forced(100)]
+        assert len(forced) > 1
+        for each in behind:
+            assert tokenizer.encode(text + each)[: len(forced)] == forced
+
+
+def test_a_text_that_is_too_long_leaves_the_row_as_if_nothing_had_been_looked_at(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    grammars = compiler_of(tokenizer)
+    for pattern in ("a{1000000}(b|c)", "[bc]a{1000000}(b|c)"):
+        state = grammars.start(StructuredOutputsParams(regex=pattern))
+        taken = tokenizer.encode("b")[:1] if pattern[0] == "[" else []
+        # At the form's beginning it is known of the form, and not looked at again.
+        assert state.can_force == bool(taken)
+        state.take(taken)
+        assert allowed(state) == tokenizer.encode("a")
+        assert (state.can_force, state.problem, state.forced(9)) == (False, "", ())
+
+
+def test_what_stands_around_a_form_is_part_of_the_answer(tokenizer: Tokenizer):
+    grammars = compiler_of(tokenizer)
+    form = StructuredOutputsParams(choice=["yes", "no"], around='start: "<" @form ">"')
+    for text, is_right in (("<yes>", True), ("<no>", True), ("yes", False), ("<maybe>", False)):
+        state = grammars.start(form)
+        state.take([*tokenizer.encode(text), EOS])
+        assert (state.problem == "") == is_right, text
+    with pytest.raises(ValueError, match="must say where the form stands: @form"):
+        StructuredOutputsParams(regex="a", around='start: "x"')
+
+
+REPEATED = StructuredOutputsParams(grammar=f'start: "x" LIT{{2000}} ("y"|"z")\nLIT: "{"abcdefgh " * 100}"')
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_long_text_that_is_repeated_is_not_worked_through_to_its_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+):
+    """Negative control: with the limit of masks the engine makes all of it, 1.8 MB."""
+    if not is_bounded:
+        monkeypatch.setattr(compiler, "FORCING_ITEMS", compiler.LIMITS["step_max_items"])
+    grammars = compiler_of(tokenizer)
+    state = grammars.start(REPEATED)
+    assert not state.can_force
+    text = state._new_matcher(True).compute_ff_bytes()
+    assert (len(text) < 1_500_000) == is_bounded
+    assert allowed(state) == tokenizer.encode("x")
+    state.take(tokenizer.encode("xabc"))
+    assert set(tokenizer.encode("d")) <= {*allowed(state)}
+
+
+def test_a_mask_of_more_than_forcing_may_cost_is_made_without(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """At the form's beginning and on the way: as if nothing had ever been forced."""
+    for form, texts in (
+        (StructuredOutputsParams(grammar='start: (A|B)*\nA: "a"\nB: /[ab ]/'), ("", "ab")),
+        (StructuredOutputsParams(grammar='start: "<" (A|B)* ">"\nA: "a"\nB: /[ab ]/'), ("<", "<ab")),
+    ):
+        expected = compiler_of(tokenizer).start(form)
+        with monkeypatch.context() as patched:
+            patched.setattr(compiler, "FORCING_ITEMS", 2)
+            state = compiler_of(tokenizer).start(form)
+            for text in texts:
+                for each in (state, expected):
+                    each.take(tokenizer.encode(text))
+                assert (allowed(state), state.problem) == (allowed(expected), "")
+            assert not state.can_force
+        assert expected.can_force
+
+
+def test_what_checking_has_compiled_is_counted_once_a_form(tokenizer: Tokenizer):
+    grammars = compiler_of(tokenizer)
+    for pattern in ("abc", "a" * 1500, "abc"):
+        grammars.check(StructuredOutputsParams(regex=pattern))
+        grammars.start(StructuredOutputsParams(regex=pattern + "b"))
+    # However short, a form counts for 1 KiB, as in a step.
+    assert grammars.num_checked_bytes == 1024 + 1500

@@ -1,0 +1,204 @@
+"""Connecting the ranks of a replica: who is let in, where rank 0 listens, and what happens when that cannot be had."""
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from thread_control import thread_controls
+
+from spmd_worker.ranks.transport import connect
+from spmd_worker.ranks.transport.connect import open_step_channel
+from spmd_worker.ranks.transport.frames import FrameKind, send_frame
+from spmd_worker.ranks.transport.step_channel import GlooStepChannel, TcpFollower, TcpLeader
+
+TIMEOUT_S = 20.0
+Address = tuple[str, int]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Neither a socket nor a thread, whatever the test did; it closes what it was given."""
+    threads, sockets = threading.enumerate(), open_sockets()
+    yield
+    assert [thread for thread in threading.enumerate() if thread not in threads] == []
+    assert open_sockets() <= sockets
+
+
+def open_sockets() -> int:
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def open_all(size: int, before_broadcast: Callable[[bytes], None] = lambda payload: None, master: str | None = None):
+    """Every rank's channel; `before_broadcast` sees rank 0's address before the others do."""
+    controls = thread_controls(size)
+    controls[0].table.before_broadcast = before_broadcast
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(open_step_channel, control, master, TIMEOUT_S) for control in controls]
+        return [future.result(60) for future in futures]
+
+
+def close_all(channels) -> None:
+    for channel in channels:
+        channel.close()
+
+
+def check_messages_cross(channels) -> None:
+    leader, *followers = channels
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(follower.answer, 1, bytes([follower.rank])) for follower in followers]
+        assert leader.collect(1) == [bytes([rank]) for rank in range(1, len(channels))]
+        received = [pool.submit(follower.receive) for follower in followers]
+        leader.send(b"message")
+        assert [future.result(TIMEOUT_S) for future in received] == [b"message"] * len(followers)
+        assert [future.result(TIMEOUT_S) for future in answers] == [None] * len(followers)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_is_connected_to_rank_0_over_tcp(size: int):
+    channels = open_all(size)
+    assert [type(channel) for channel in channels] == [TcpLeader] + [TcpFollower] * (size - 1)
+    assert [channel.rank for channel in channels] == list(range(size))
+    check_messages_cross(channels)
+    close_all(channels)
+
+
+@pytest.mark.parametrize("master", [None, "127.0.0.1"])
+def test_rank_0_listens_on_loopback_alone_on_one_node_and_stops_when_everybody_has_come(monkeypatch, master):
+    bound: list[Address] = []
+    right = socket.create_server
+
+    def create_server(address: Address, **options) -> socket.socket:
+        listener = right(address, **options)
+        bound.append(listener.getsockname())
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    close_all(open_all(2, master=master))
+    assert [host for host, _ in bound] == ["127.0.0.1"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound[0], timeout=1)
+
+
+def test_across_nodes_rank_0_listens_on_the_interface_towards_the_launcher_never_on_all():
+    """No packet is sent: 192.0.2.1 is an address for documentation, which nobody has."""
+    try:
+        address = connect.own_address("192.0.2.1")
+    except OSError:
+        # A machine without any route has no such interface, and rank 0 says that it cannot listen.
+        return
+    assert address not in ("", "0.0.0.0", "::")
+
+
+# Strangers.
+
+
+def stranger(report: Callable[[socket.socket], None]) -> tuple[Callable[[bytes], None], list[socket.socket]]:
+    """Connects before any rank can, and speaks."""
+    sockets: list[socket.socket] = []
+
+    def come(payload: bytes) -> None:
+        address = json.loads(payload)
+        if address is not None and not sockets:
+            sockets.append(socket.create_connection(address[:2], timeout=5))
+            report(sockets[0])
+
+    return come, sockets
+
+
+STRANGERS = {
+    "with a token of its own": lambda connection: send_frame(connection, FrameKind.HELLO, 1, os.urandom(16)),
+    "without a token": lambda connection: send_frame(connection, FrameKind.HELLO, 1),
+    "with another kind of frame": lambda connection: send_frame(connection, FrameKind.ABORT, 1, b"\0go away"),
+    "with bytes that are no frame": lambda connection: connection.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "with a length that would fill the memory": lambda connection: connection.sendall(
+        struct.pack("<BQI", FrameKind.HELLO, 1, 1 << 29) + bytes(1 << 16)
+    ),
+    "that leaves again": lambda connection: connection.shutdown(socket.SHUT_RDWR),
+}
+
+
+@pytest.mark.parametrize("report", STRANGERS.values(), ids=STRANGERS.keys())
+def test_a_stranger_is_turned_away_and_the_ranks_connect(report, monkeypatch):
+    # Nobody waits for a stranger that has said something: with this the ranks would not connect in time.
+    monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)
+    come, sockets = stranger(report)
+    channels = open_all(3, come)
+    check_messages_cross(channels)
+    close_all(channels)
+    sockets[0].close()
+
+
+def test_a_stranger_that_says_nothing_delays_the_start_by_a_moment_only(monkeypatch):
+    monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 0.3)
+    come, sockets = stranger(lambda connection: None)
+    channels = open_all(2, come)
+    check_messages_cross(channels)
+    close_all(channels)
+    sockets[0].close()
+
+
+@pytest.mark.parametrize("rank", [0, 3, 2**63])
+def test_a_rank_that_does_not_exist_is_turned_away_even_with_the_token(rank: int):
+    sockets: list[socket.socket] = []
+
+    def come(payload: bytes) -> None:
+        address = json.loads(payload)
+        sockets.append(socket.create_connection(address[:2], timeout=5))
+        send_frame(sockets[0], FrameKind.HELLO, rank, bytes.fromhex(address[2]))
+
+    channels = open_all(3, come)
+    check_messages_cross(channels)
+    close_all(channels)
+    sockets[0].close()
+
+
+def test_with_the_token_one_is_let_in_and_with_another_not():
+    """Negative control: the token is what keeps strangers out."""
+    token = bytes(range(16))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for shown, rank in ((token, 1), (bytes(16), None)):
+            with socket.create_connection(listener.getsockname(), timeout=5) as comer:
+                send_frame(comer, FrameKind.HELLO, 1, shown)
+                connection, _ = listener.accept()
+                with connection:
+                    assert connect._greet(connection, token) == rank
+
+
+# Where it cannot be had.
+
+
+def refuse(*arguments, **options) -> None:
+    raise ConnectionRefusedError(111, "Connection refused")
+
+
+@pytest.mark.parametrize("place", ["create_connection", "create_server"])
+def test_where_ranks_cannot_connect_everybody_goes_over_gloo_and_rank_0_says_so(monkeypatch, caplog, place: str):
+    monkeypatch.setattr(socket, place, refuse)
+    monkeypatch.setattr(connect, "_CONNECT_S", 0.3)
+    with caplog.at_level(logging.WARNING):
+        channels = open_all(3)
+    assert [type(channel) for channel in channels] == [GlooStepChannel] * 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step messages go over gloo, which is slower: ")
+    check_messages_cross(channels)
+
+
+def test_when_one_rank_of_three_cannot_connect_the_connections_of_the_others_are_closed(monkeypatch, caplog):
+    right = socket.create_connection
+
+    def refuse_the_second(*arguments, **options) -> socket.socket:
+        return refuse() if next(numbers) else right(*arguments, **options)
+
+    numbers = iter((0, 1))
+    monkeypatch.setattr(socket, "create_connection", refuse_the_second)
+    monkeypatch.setattr(connect, "_CONNECT_S", 0.3)
+    channels = open_all(3)
+    assert [type(channel) for channel in channels] == [GlooStepChannel] * 3
+    assert "Connection refused" in caplog.text

@@ -1,0 +1,213 @@
+"""A scheduler with made-up samples: what each step computes, as tuples, told by a mirror that accepts every plan.
+
+Knows plans only through the mirror, so that how a plan spells a step does not matter. Every step is also done to a
+cache with contents (`visible_cache.py`), where each row must find its past. Needs no torch.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from visible_cache import VisibleCache
+
+from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
+from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
+from spmd_worker.replica.scheduler.scheduler import Scheduler
+from spmd_worker.replica.scheduler.step_order import must_end_oldest
+from spmd_worker.replica.scheduler.stop import DecoderFactory, StopChecker
+from spmd_worker.replica.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import SequenceGroup, SequenceKey, SequenceStatus
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+
+EOS = 0
+PLAIN_TOKEN = 9
+
+Values = Callable[[SequenceKey, int], int]
+"""The token sampled for a sequence at a position."""
+
+
+class Row(NamedTuple):
+    """One sequence of a step: `num_tokens` from `first` on, then `num_samples` are sampled."""
+
+    request: int
+    sample: int
+    first: int
+    num_tokens: int
+    num_samples: int
+
+
+class Run:
+    """Admit, abort and step; `ended` collects the groups that ended, by request."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        block_size: int = 4,
+        watermark: int = 0,
+        watermark_per_sequence: int = 0,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 100,
+        chunked: bool = True,
+        max_model_len: int = 64,
+        new_decoder: DecoderFactory | None = None,
+        caching: bool = False,
+        preemption: str = "recompute",
+        block_copy_tokens: float = 1.0,
+        num_host_blocks: int = 0,
+        num_tier_blocks: int = 0,
+        transfer_steps: int = 2,
+        virtual_engines: int = 1,
+        ahead: int = 0,
+    ) -> None:
+        self.cache = CacheManager(
+            num_blocks,
+            block_size,
+            watermark,
+            num_host_blocks=num_host_blocks,
+            connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
+        )
+        policy = PreemptionPolicy(preemption, block_copy_tokens)
+        counts = (watermark_per_sequence, virtual_engines, ahead)
+        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
+        self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
+        self.mirror = Mirror(num_blocks, block_size, ahead)
+        self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)
+        self.ended: dict[int, SequenceGroup] = {}
+        self.last_plan = StepPlan(0)
+        self._num_requests = 0
+        self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
+        self._was_transferring = False
+        self._in_flight = deque[StepResult | None]()
+
+    def admit(self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, **sampling: object) -> int:
+        """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1."""
+        request_id = RequestId(self._num_requests)
+        self._num_requests += 1
+        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
+        token_ids = prompt or (1,) * num_prompt_tokens
+        self.scheduler.handle(Admit(Request(request_id, token_ids, params, stream=request_id)))
+        return request_id
+
+    def abort(self, request_id: int) -> SequenceGroup | None:
+        group = self.scheduler.handle(Abort(RequestId(request_id)))
+        if group is not None:
+            self.ended[request_id] = group
+        self.scheduler.check_integrity()
+        return group
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.handle(ResetPrefixCache())
+        self.contents.forget()
+        self.scheduler.check_integrity()
+
+    def set_weight_version(self, version: int) -> None:
+        self.scheduler.handle(SetWeightVersion(version))
+        self.contents.forget()
+        self.scheduler.check_integrity()
+
+    def step(self, values: Values | int = PLAIN_TOKEN) -> list[Row]:
+        """One step, checked; what it computed, in service order (plans list decoding that continues first)."""
+        self._was_transferring = bool(self._transfers)
+        settled = [*self.running(), *self.swapped()]
+        plan = self.last_plan = self.scheduler.schedule()
+        if plan.block_ops.transfer:
+            self._transfers.append((plan.step + self._transfer_steps, plan.block_ops.transfer))
+            self._was_transferring = True
+        scheduled = self.mirror.apply(plan)
+        joined = [key for key in self.running() if key not in settled]
+        self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
+        self.scheduler.check_integrity()
+        rows, token_ids = [], []
+        for each in scheduled:
+            sequence = each.sequence
+            key = SequenceKey(sequence.request.request_id, sequence.sample_index)
+            rows.append(Row(*key, sequence.num_computed_tokens, each.num_scheduled_tokens, each.num_samples))
+            for offset in range(each.num_samples):
+                named = SequenceKey(key.request_id, key.sample_index + offset)
+                token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
+        assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
+        # The devices have what they sampled, whenever the scheduler is told.
+        self.mirror.take_sampled(plan.step, SampledIds(tuple(token_ids)))
+        self._in_flight.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
+        self._settle()
+        while self._transfers and self._transfers[0][0] <= plan.step:
+            number = self._transfers.popleft()[1]
+            self.contents.finish_transfer(number)
+            self.scheduler.handle(FinishTransfers((number,)))
+            self.scheduler.check_integrity()
+        return sorted(rows)
+
+    def _settle(self) -> None:
+        """What the engine does: the oldest step in flight ends, and all where nobody waits for them."""
+        depth, scheduler = self.limits.num_in_flight, self.scheduler
+        while must_end_oldest(len(self._in_flight), len(self._in_flight) == depth, (), scheduler, is_closed=False):
+            result = self._in_flight.popleft()
+            for group in self.scheduler.apply(result) if result is not None else []:
+                self.ended[group.request.request_id] = group
+            self.scheduler.check_integrity()
+
+    def steps(self, count: int) -> list[list[Row]]:
+        return [self.step() for _ in range(count)]
+
+    def finish(self, values: Values | int = PLAIN_TOKEN, limit: int = 10_000) -> int:
+        """Step until nothing is left. Every step must compute something unless a transfer was in flight. Returns how
+        many steps it took.
+        """
+        for count in range(limit):
+            if not self.scheduler.has_unfinished:
+                return count
+            was_under_way = any(self._in_flight)
+            is_busy = bool(self.step(values)) or self._was_transferring or was_under_way
+            assert is_busy, f"step {self.last_plan.step} computes nothing though requests wait"
+        raise AssertionError(f"requests are left after {limit} steps")
+
+    def settle(self) -> None:
+        """After the end: steps that compute nothing, until no transfer is in flight."""
+        assert not self.scheduler.has_unfinished
+        assert self.step() == []
+        while self._transfers:
+            assert self.step() == []
+
+    def tokens(self, request_id: int) -> list[list[int]]:
+        """Output tokens of each sample of a request that ended."""
+        return [sequence.output_token_ids for sequence in self.ended[request_id].sequences]
+
+    def waiting(self) -> list[tuple[int, int]]:
+        return [tuple(sequence.key) for sequence in self.scheduler.waiting]
+
+    def running(self) -> list[tuple[int, int]]:
+        return [tuple(sequence.key) for sequence in self.scheduler.running]
+
+    def loading(self) -> list[tuple[int, int]]:
+        return self._keys_of(SequenceStatus.LOADING)
+
+    def swapped(self) -> list[tuple[int, int]]:
+        return self._keys_of(SequenceStatus.SWAPPED)
+
+    def _keys_of(self, status: SequenceStatus) -> list[tuple[int, int]]:
+        groups = self.scheduler.queues.groups.values()
+        return [tuple(each.key) for group in groups for each in group.sequences if each.status is status]
+
+
+def tokens(start: int, count: int) -> tuple[int, ...]:
+    """Different tokens for different starts."""
+    return tuple(range(start, start + count))
+
+
+def cached_run(**limits: object) -> Run:
+    return Run(caching=True, **limits)
+
+
+def asked_once(prompt: tuple[int, ...], max_tokens: int = 1, **limits: object) -> Run:
+    """Request 0 asked this and has ended."""
+    run = cached_run(**limits)
+    run.admit(0, prompt, max_tokens=max_tokens)
+    run.finish()
+    return run

@@ -1,0 +1,488 @@
+"""What each step computes, literally: joining, chunks, decoding beside prompts, preemption, forks, limits, aborts.
+
+A row of a step is (request, sample, first token, tokens, samples). Blocks hold 4 tokens.
+"""
+
+import pytest
+from scheduler_runs import Row, Run
+
+from kv_cache.block_ops import BlockOps
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler import planner as planner_module
+from spmd_worker.replica.sequence.events import Close
+from spmd_worker.replica.sequence.metadata import SequenceData, SequenceGroupMetadata
+from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import FinishReason, SequenceKey
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+
+
+def test_the_first_plan_introduces_each_request_with_its_blocks():
+    run = Run()
+    run.admit(5, max_tokens=3)
+    run.admit(3)
+    plan = run.scheduler.schedule()
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 8)]
+    assert plan == StepPlan(
+        step=1,
+        groups=(
+            SequenceGroupMetadata(Request(0, (1,) * 5, params[0], 0), (SequenceData(0, (), (0, 1), 0, 5, 1),)),
+            SequenceGroupMetadata(Request(1, (1,) * 3, params[1], 1), (SequenceData(0, (), (2,), 0, 3, 1),)),
+        ),
+        num_tokens=8,
+    )
+    assert run.cache.num_free_blocks == 97
+
+
+def test_nothing_to_do_is_an_empty_plan_and_steps_are_counted():
+    run = Run()
+    assert run.scheduler.schedule() == StepPlan(step=1)
+    assert run.scheduler.schedule() == StepPlan(step=2)
+    assert run.scheduler.handle(Close()) is None
+    assert not run.scheduler.has_unfinished
+
+
+def test_a_request_is_computed_then_decoded_token_by_token_and_gives_its_blocks_back():
+    run = Run()
+    run.admit(6, max_tokens=3)
+    assert run.steps(4) == [[Row(0, 0, 0, 6, 1)], [Row(0, 0, 6, 1, 1)], [Row(0, 0, 7, 1, 1)], []]
+    assert run.tokens(0) == [[9, 9, 9]]
+    assert run.ended[0].sequences[0].finish_reason is FinishReason.LENGTH
+    assert run.cache.num_used_blocks == 0
+    # The mirrors hear of the end in the plan after it.
+    assert run.last_plan.finished_sequences == (SequenceKey(0, 0),)
+    assert run.last_plan.finished_request_ids == (0,)
+    assert len(run.mirror) == 0
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_samples_at_its_end():
+    run = Run(max_num_batched_tokens=8)
+    run.admit(20, max_tokens=2)
+    assert run.steps(4) == [
+        [Row(0, 0, 0, 8, 0)],
+        [Row(0, 0, 8, 8, 0)],
+        [Row(0, 0, 16, 4, 1)],
+        [Row(0, 0, 20, 1, 1)],
+    ]
+
+
+def test_decoding_goes_first_and_prompts_take_what_is_left_of_the_budget():
+    run = Run(max_num_batched_tokens=8)
+    run.admit(3)
+    run.step()
+    run.admit(10)
+    run.admit(2)
+    assert run.steps(3) == [
+        [Row(0, 0, 3, 1, 1), Row(1, 0, 0, 7, 0)],
+        [Row(0, 0, 4, 1, 1), Row(1, 0, 7, 3, 1), Row(2, 0, 0, 2, 1)],
+        [Row(0, 0, 5, 1, 1), Row(1, 0, 10, 1, 1), Row(2, 0, 2, 1, 1)],
+    ]
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_that_holds_it_whole():
+    run = Run(max_num_batched_tokens=8, chunked=False)
+    run.admit(3, max_tokens=3)
+    run.step()
+    run.admit(8)
+    assert run.steps(3) == [[Row(0, 0, 3, 1, 1)], [Row(0, 0, 4, 1, 1)], [Row(1, 0, 0, 8, 1)]]
+
+
+def test_a_request_that_does_not_fit_keeps_later_ones_waiting():
+    run = Run(num_blocks=4)
+    run.admit(10, max_tokens=2)
+    run.admit(9, max_tokens=2)
+    run.admit(1, max_tokens=1)
+    assert run.step() == [Row(0, 0, 0, 10, 1)]
+    assert run.step() == [Row(0, 0, 10, 1, 1)]
+    assert run.step() == [Row(1, 0, 0, 9, 1), Row(2, 0, 0, 1, 1)]
+
+
+def test_a_prompt_joins_only_where_the_whole_of_it_has_room():
+    run = Run(num_blocks=4, max_num_batched_tokens=8)
+    run.admit(6)
+    run.step()
+    run.admit(12)
+    assert run.step() == [Row(0, 0, 6, 1, 1)], "a chunk of 7 tokens would have found its blocks"
+
+
+def test_no_more_sequences_run_than_allowed():
+    run = Run(max_num_seqs=2)
+    for max_tokens in (2, 3, 1):
+        run.admit(2, max_tokens=max_tokens)
+    assert [[row.request for row in rows] for rows in run.steps(4)] == [[0, 1], [0, 1], [1, 2], []]
+
+
+def test_the_watermark_is_left_to_those_who_run_but_not_to_an_empty_engine():
+    run = Run(num_blocks=10, watermark=4)
+    run.admit(16, max_tokens=2)
+    run.admit(12)
+    assert run.step() == [Row(0, 0, 0, 16, 1)], "6 blocks are free, 3 are needed and 4 must be left"
+    assert run.step() == [Row(0, 0, 16, 1, 1)]
+    run = Run(num_blocks=4, watermark=4)
+    run.admit(16, max_tokens=1)
+    assert run.step() == [Row(0, 0, 0, 16, 1)]
+
+
+def preempted_run() -> Run:
+    """Three requests of 4 tokens and a block each; in the second step each needs another and there is one."""
+    run = Run(num_blocks=4)
+    for _ in range(3):
+        run.admit(4)
+    assert run.step() == [Row(0, 0, 0, 4, 1), Row(1, 0, 0, 4, 1), Row(2, 0, 0, 4, 1)]
+    run.admit(1)
+    assert run.step() == [Row(0, 0, 4, 1, 1), Row(1, 0, 4, 1, 1)]
+    return run
+
+
+def test_of_equals_the_last_in_service_order_gives_way_and_keeps_its_place():
+    run = preempted_run()
+    assert run.running() == [(0, 0), (1, 0)]
+    assert run.waiting() == [(2, 0), (3, 0)], "before the one that came later, which might have fitted"
+    assert run.scheduler.counters.num_preemptions == 1
+    assert run.scheduler.counters.num_recomputed_tokens == 0, "nothing is computed again yet"
+    assert run.cache.num_free_blocks == 0, "request 1 took the block of request 2"
+
+
+def test_a_preempted_request_waits_until_all_of_it_has_room():
+    run = preempted_run()
+    assert [row.request for row in run.step()] == [0, 1]
+    assert run.waiting() == [(2, 0), (3, 0)]
+
+
+def test_a_preempted_request_is_computed_again_with_the_tokens_it_had():
+    run = preempted_run()
+    run.abort(1)
+    assert run.step() == [Row(0, 0, 5, 1, 1), Row(2, 0, 0, 5, 1)]
+    assert run.scheduler.counters.num_recomputed_tokens == 4
+    run.finish()
+    assert run.tokens(2) == [[9] * 8]
+
+
+def test_a_request_that_is_behind_all_others_gives_way_itself():
+    run = Run(num_blocks=4)
+    run.admit(8, max_tokens=4)
+    run.admit(7)
+    run.step()
+    assert run.step() == [Row(0, 0, 8, 1, 1)], "request 1 lost its two blocks to request 0, which took one"
+    assert run.waiting() == [(1, 0)]
+    run.finish()
+    assert [len(tokens) for request in (0, 1) for tokens in run.tokens(request)] == [4, 8]
+
+
+def test_a_half_computed_prompt_can_be_preempted_and_starts_again():
+    run = Run(num_blocks=6, max_num_batched_tokens=12)
+    run.admit(8, max_tokens=12)
+    run.step()
+    run.admit(16, max_tokens=2)
+    assert run.step() == [Row(0, 0, 8, 1, 1)], "3 blocks are free, 4 are needed"
+    run = Run(num_blocks=6, max_num_batched_tokens=4)
+    run.admit(4, max_tokens=16)
+    run.step()
+    run.admit(15, max_tokens=2)
+    rows = [row for rows in run.steps(20) for row in rows if row.request == 1]
+    assert [row.first for row in rows][:3] == [0, 3, 6]
+    run.finish()
+    assert [len(tokens) for request in (0, 1) for tokens in run.tokens(request)] == [16, 2]
+
+
+def test_n_samples_are_drawn_from_one_prompt_and_then_run_on_their_own():
+    run = Run()
+    run.admit(6, n=3, max_tokens=3)
+    assert run.step(lambda key, position: 10 + key.sample_index) == [Row(0, 0, 0, 6, 3)]
+    assert run.running() == [(0, 0), (0, 1), (0, 2)]
+    assert run.cache.num_used_blocks == 2, "the prompt is shared"
+    rows = run.step(lambda key, position: 20 + key.sample_index)
+    assert rows == [Row(0, sample, 6, 1, 1) for sample in range(3)]
+    # Two copy the half-full block, the last one to write keeps it.
+    assert run.last_plan.block_ops == BlockOps(copy=((1, 2), (1, 3)))
+    assert run.cache.num_used_blocks == 4
+    run.finish(lambda key, position: 30 + key.sample_index)
+    assert run.tokens(0) == [[10, 20, 30], [11, 21, 31], [12, 22, 32]]
+    assert run.cache.num_used_blocks == 0
+
+
+def test_samples_fork_without_copies_where_the_prompt_fills_its_blocks():
+    run = Run()
+    run.admit(8, n=3)
+    run.steps(2)
+    assert run.last_plan.block_ops == BlockOps()
+    assert run.cache.num_used_blocks == 2 + 3
+
+
+def test_a_request_for_n_samples_counts_n_sequences_from_the_start():
+    run = Run(max_num_seqs=4)
+    run.admit(6, n=3, max_tokens=2)
+    run.admit(6, n=2, max_tokens=2)
+    run.admit(6, max_tokens=2)
+    assert [[row[:2] for row in rows] for rows in run.steps(5)] == [
+        [(0, 0)],
+        [(0, 0), (0, 1), (0, 2)],
+        [(1, 0), (2, 0)],
+        [(1, 0), (1, 1), (2, 0)],
+        [],
+    ]
+
+
+def test_forks_that_are_preempted_are_computed_again_on_their_own():
+    run = Run(num_blocks=6, max_model_len=24)
+    run.admit(6, n=4, max_tokens=10)
+    run.finish(lambda key, position: 10 * position + key.sample_index)
+    assert run.scheduler.counters.num_preemptions > 0
+    assert run.tokens(0) == [[10 * position + sample for position in range(6, 16)] for sample in range(4)]
+
+
+def test_samples_that_end_early_leave_the_others_running():
+    run = Run()
+    run.admit(4, n=3, max_tokens=5, stop_token_ids=[7])
+    run.step(lambda key, position: 7 if key.sample_index == 1 else 9)
+    assert run.running() == [(0, 0), (0, 2)]
+    run.finish()
+    assert [len(tokens) for tokens in run.tokens(0)] == [5, 1, 5]
+    reasons = [sequence.finish_reason for sequence in run.ended[0].sequences]
+    assert reasons == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]
+
+
+def test_an_abort_while_waiting():
+    run = Run(max_num_seqs=1)
+    run.admit(4)
+    run.admit(4)
+    run.step()
+    group = run.abort(1)
+    assert group is not None
+    assert group.sequences[0].finish_reason is FinishReason.ABORT
+    assert run.waiting() == []
+    run.finish()
+    assert sorted(run.ended) == [0, 1]
+    assert run.tokens(1) == [[]]
+
+
+def test_an_abort_before_the_first_plan():
+    run = Run()
+    run.admit(4)
+    assert run.abort(0) is not None
+    assert run.step() == []
+    assert run.last_plan.finished_request_ids == (0,)
+
+
+def test_an_abort_in_the_middle_of_a_prompt():
+    run = Run(max_num_batched_tokens=8)
+    run.admit(20)
+    run.step()
+    assert run.cache.num_used_blocks == 2
+    run.abort(0)
+    assert run.cache.num_used_blocks == 0
+    assert run.step() == []
+    assert len(run.mirror) == 0
+
+
+def test_an_abort_while_decoding_keeps_what_was_sampled():
+    run = Run()
+    run.admit(4)
+    run.admit(4)
+    run.steps(3)
+    run.abort(0)
+    assert run.tokens(0) == [[9, 9, 9]]
+    assert run.step() == [Row(1, 0, 6, 1, 1)]
+
+
+def test_an_abort_while_preempted():
+    run = preempted_run()
+    run.abort(2)
+    assert run.waiting() == [(3, 0)]
+    assert run.tokens(2) == [[9]]
+    run.finish()
+    assert run.cache.num_used_blocks == 0
+
+
+def test_an_abort_of_forks_of_which_one_has_ended_and_one_is_preempted():
+    run = Run(num_blocks=5, max_model_len=16)
+    run.admit(7, n=3, max_tokens=9, stop_token_ids=[7])
+    run.step(lambda key, position: 7 if key.sample_index == 0 else 9)
+    while not run.waiting():
+        run.step()
+    group = run.abort(0)
+    reasons = [sequence.finish_reason for sequence in group.sequences]
+    assert reasons == [FinishReason.STOP, FinishReason.ABORT, FinishReason.ABORT]
+    assert run.cache.num_used_blocks == 0
+    assert run.waiting() == run.running() == []
+
+
+def test_an_abort_of_what_is_unknown_or_has_ended_is_no_error():
+    run = Run()
+    assert run.abort(17) is None
+    run.admit(4, max_tokens=1)
+    run.step()
+    assert run.abort(0) is None
+    assert run.ended[0].sequences[0].finish_reason is FinishReason.LENGTH
+
+
+def test_what_was_sampled_for_a_request_that_is_aborted_meanwhile_is_dropped():
+    run = Run()
+    run.admit(4, n=2)
+    run.admit(4)
+    plan = run.scheduler.schedule()
+    run.abort(0)
+    assert run.scheduler.apply(StepResult(plan.step, (1, 2, 3))) == []
+    assert run.scheduler.running[0].output_token_ids == [3]
+    run.scheduler.check_integrity()
+
+
+def test_counters_add_up():
+    run = Run(num_blocks=8)
+    for length in (4, 5, 6):
+        run.admit(length, max_tokens=6, n=2)
+    run.finish()
+    counters = run.scheduler.counters
+    assert counters.num_prompt_tokens == 15
+    assert counters.num_output_tokens == 3 * 2 * 6
+    assert counters.num_preemptions > 0
+    # Each prompt once for two samples, each output token but the last once, and what was computed again.
+    once = 15 + 3 * 2 * 5
+    assert counters.num_computed_tokens == once + counters.num_recomputed_tokens
+
+
+def test_prompt_logprobs_arrive_chunk_by_chunk_and_again_after_a_preemption():
+    run = Run(max_num_batched_tokens=4, max_num_seqs=2)
+    run.admit(6, prompt_logprobs=0, max_tokens=2)
+    entries = [None, *({token: Logprob(-float(token), 1)} for token in range(1, 6))]
+    plan = run.scheduler.schedule()
+    run.scheduler.apply(StepResult(plan.step, (), (), ((0, 0, tuple(entries[:5])),)))
+    plan = run.scheduler.schedule()
+    run.scheduler.apply(StepResult(plan.step, (9,), (), ((0, 5, (entries[5],)),)))
+    plan = run.scheduler.schedule()
+    again = tuple({token: Logprob(-token - 0.5, 1)} for token in range(1, 4))
+    (group,) = run.scheduler.apply(StepResult(plan.step, (9,), (), ((0, 1, again),)))
+    assert group.prompt_logprobs == [None, *again, *entries[4:]]
+
+
+def test_logprobs_are_kept_and_summed_for_each_sample():
+    run = Run()
+    run.admit(4, n=2, logprobs=0, max_tokens=2)
+    run.admit(4, max_tokens=1)
+    values = [{5: Logprob(-1.0, 1)}, {6: Logprob(-2.0, 2)}, None]
+    plan = run.scheduler.schedule()
+    run.scheduler.apply(StepResult(plan.step, (5, 6, 7), tuple(values)))
+    plan = run.scheduler.schedule()
+    (group,) = run.scheduler.apply(StepResult(plan.step, (6, 5), ({6: Logprob(-0.5, 1)}, {5: Logprob(-0.25, 1)})))
+    assert [sequence.cumulative_logprob for sequence in group.sequences] == [-1.5, -2.25]
+    assert [len(sequence.logprobs) for sequence in group.sequences] == [2, 2]
+
+
+def test_the_tests_see_a_victim_that_is_not_the_last(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner_module, "choose_victim", lambda sequences: sequences[-2 % len(sequences)])
+    with pytest.raises(AssertionError):
+        preempted_run()
+
+
+def test_check_integrity_sees_blocks_that_are_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CacheManager, "release", lambda self, table: table.block_ids.clear())
+    run = Run()
+    run.admit(4, max_tokens=2)
+    with pytest.raises(AssertionError, match="0 tables list it"):
+        run.finish()
+
+
+def give(run: Run, *rows: tuple[int, ...]) -> StepPlan:
+    """One step that gives each sequence it samples for these ids; its plan, checked by the mirror."""
+    plan = run.scheduler.schedule()
+    run.mirror.apply(plan)
+    ids = SampledIds.of(rows)
+    for group in run.scheduler.apply(StepResult(plan.step, ids.token_ids, num_token_ids=ids.num_ids)):
+        run.ended[group.request.request_id] = group
+    run.scheduler.check_integrity()
+    return plan
+
+
+def test_sequences_continue_by_none_one_or_several_ids():
+    run = Run()
+    for _ in range(3):
+        run.admit(5)
+    keys = ((0, 0), (1, 0), (2, 0))
+    give(run, (), (11,), (21, 22, 23))
+    plan = give(run, (1,), (), (24,))
+    assert (plan.continuing, plan.groups, plan.num_tokens) == (keys, (), 1 + 1 + 3)
+    assert (plan.continuing_token_ids, plan.continuing_num_ids) == ((11, 21, 22, 23), (0, 1, 3))
+    plan = give(run, (2,), (12,), (25,))
+    assert (plan.continuing_token_ids, plan.continuing_num_ids) == ((1, 24), (1, 0, 1))
+    plan = give(run, (3,), (13,), (26,))
+    # All were given one: as if nothing had been.
+    assert (plan.continuing_token_ids, plan.continuing_num_ids, plan.num_tokens) == ((2, 12, 25), (), 3)
+    outputs = [sequence.output_token_ids for sequence in run.scheduler.running]
+    assert outputs == [[1, 2, 3], [11, 12, 13], [21, 22, 23, 24, 25, 26]]
+
+
+def test_who_is_given_no_id_computes_its_last_token_again():
+    run = Run()
+    run.admit(4)
+    give(run, (7,))
+    first, second = give(run, ()), give(run, (8,))
+    assert first.num_tokens == second.num_tokens == 1
+    assert (second.continuing, second.continuing_num_ids) == (((0, 0),), (0,))
+    assert run.mirror.state()[0, 0][2] == run.scheduler.running[0].num_computed_tokens == 5
+
+
+def test_several_ids_take_the_blocks_that_they_reach_into():
+    run = Run()
+    run.admit(4, max_tokens=20)
+    give(run, tuple(range(9)))
+    plan = give(run, (9,))
+    assert plan.continuing_num_ids == (9,)
+    assert [index for index, _ in plan.continuing_blocks] == [0, 0, 0]
+
+
+def test_more_ids_than_a_step_may_compute_are_computed_in_chunks():
+    run = Run(max_num_batched_tokens=4, max_num_seqs=2)
+    run.admit(4, max_tokens=20)
+    give(run, tuple(range(6)))
+    plan = give(run)
+    (data,) = plan.groups[0].sequences
+    assert (data.appended_token_ids, data.num_scheduled_tokens, data.num_samples) == ((0, 1, 2, 3, 4, 5), 4, 0)
+    plan = give(run, (6,))
+    assert (plan.num_tokens, plan.groups[0].sequences[0].appended_token_ids) == (2, ())
+    assert give(run, (7,)).continuing_token_ids == (6,)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "output", "reason"),
+    [
+        ({"stop_token_ids": [12]}, [11, 12], FinishReason.STOP),
+        ({"max_tokens": 2}, [11, 12], FinishReason.LENGTH),
+        ({"stop_token_ids": [12], "min_tokens": 3}, [11, 12, 12], FinishReason.STOP),
+        ({"stop_token_ids": [14], "max_tokens": 4}, [11, 12, 12, 13], FinishReason.LENGTH),
+    ],
+)
+def test_a_stop_condition_cuts_in_the_middle_of_the_ids(sampling, output, reason):
+    run = Run()
+    run.admit(4, **sampling)
+    run.admit(4)
+    give(run, (11, 12, 12, 13, 14), (1, 2, 3))
+    (sequence,) = run.ended[0].sequences
+    assert (sequence.output_token_ids, sequence.finish_reason) == (output, reason)
+    assert run.scheduler.counters.num_output_tokens == len(output) + 3
+    # What the others were given is theirs, also where the one before was cut.
+    plan = give(run, (4,))
+    assert (plan.finished_request_ids, plan.continuing, plan.continuing_token_ids) == ((0,), ((1, 0),), (1, 2, 3))
+
+
+def test_forks_are_given_ids_of_their_own():
+    run = Run()
+    run.admit(5, n=3)
+    give(run, (1, 2), (), (31,))
+    give(run, (3,), (21, 22), (32,))
+    give(run, (4,), (), (33,))
+    outputs = {each.sample_index: each.output_token_ids for each in run.scheduler.running}
+    assert outputs == {0: [1, 2, 3, 4], 1: [21, 22], 2: [31, 32, 33]}
+
+
+def test_log_probabilities_go_with_the_ids_that_are_kept():
+    run = Run()
+    run.admit(4, logprobs=0, max_tokens=2)
+    run.admit(4)
+    plan = run.scheduler.schedule()
+    entries = ({5: Logprob(-1.0, 1)}, {6: Logprob(-2.0, 1)}, {7: Logprob(-4.0, 1)}, None)
+    (group,) = run.scheduler.apply(StepResult(plan.step, (5, 6, 7, 8), entries, num_token_ids=(3, 1)))
+    assert group.sequences[0].cumulative_logprob == -3.0
+    assert group.sequences[0].logprobs == list(entries[:2])
+    assert run.scheduler.running[0].output_token_ids == [8]

@@ -1,0 +1,119 @@
+"""Device, host and tier with contents one can see: what plans say is done to cells, and every row reads back its past.
+
+A cell stands for the keys and values of one position: it knows the cell before it, its token and the epoch it was
+computed in, so nothing of another beginning, or from before a reset, reads right by chance. Knows plans as a worker
+does. Knows nothing of schedulers.
+"""
+
+from collections.abc import Container, Sequence
+
+from kv_cache.block_ops import BlockOps
+from spmd_worker.replica.mirror.records import MirroredSequence
+from spmd_worker.replica.sequence.sequence import SequenceKey
+
+ROOT, RUBBISH, TO_BE_WRITTEN = -1, -2, -3
+
+Cells = list[list[int]]
+
+
+class VisibleCache:
+    """`run_step` for each step, `finish_transfer` for each transfer, `forget` where nothing old may be found later."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, num_slots: int) -> None:
+        self._block_size = block_size
+        self._device, self._host, self._places = (
+            [[RUBBISH] * block_size for _ in range(count)] for count in (num_blocks, num_host_blocks, num_slots)
+        )
+        self._transfers: dict[int, tuple[Cells, BlockOps]] = {}
+        # A cell's number -> (the number of the cell before it, token, epoch), and the other way round.
+        self._contents: list[tuple[int, int, int]] = []
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._epoch = 0
+
+    def forget(self) -> None:
+        """What is written from now on is told apart from what was."""
+        self._epoch += 1
+
+    def run_step(self, block_ops: BlockOps, rows: list[MirroredSequence], joined: Container[SequenceKey]) -> None:
+        """Moves, then writes, then reads; AssertionError where a row does not find what it computed or was given.
+
+        What those that `joined` did not compute themselves was found, so it must be of this epoch.
+        """
+        self._move(block_ops)
+        self._write(rows)
+        for row in rows:
+            self._check_history(row, is_new=SequenceKey(row.request.request_id, row.sample_index) in joined)
+
+    def finish_transfer(self, number: int) -> None:
+        """What was stored and loaded arrives, and not before."""
+        stored, block_ops = self._transfers.pop(number)
+        for (_, place), block in zip(block_ops.store, stored):
+            self._places[place] = block
+        for place, block_id in block_ops.load:
+            self._device[block_id] = list(self._places[place])
+
+    def _move(self, block_ops: BlockOps) -> None:
+        """In the order of the contract of `BlockOps`."""
+        stored = [list(self._device[block_id]) for block_id, _ in block_ops.store]
+        _assign(self._device, self._host, block_ops.swap_out)
+        _assign(self._device, self._device, block_ops.copy)
+        _assign(self._host, self._device, block_ops.swap_in)
+        if block_ops.transfer:
+            self._transfers[block_ops.transfer] = stored, block_ops
+        for _, place in block_ops.store:
+            self._places[place] = [RUBBISH] * self._block_size
+        for _, block_id in block_ops.load:
+            self._device[block_id] = [RUBBISH] * self._block_size
+
+    def _write(self, rows: list[MirroredSequence]) -> None:
+        """Rows may begin behind what another row of the step writes, whichever comes first in the plan."""
+        for row in rows:
+            for position in _new_positions(row):
+                assert self._get(row, position) != TO_BE_WRITTEN, f"two rows write position {position} of {row}"
+                self._set(row, position, TO_BE_WRITTEN)
+        left = rows
+        while left:
+            ready = [row for row in left if self._get(row, row.num_computed_tokens - 1) != TO_BE_WRITTEN]
+            assert ready, f"these rows wait for each other: {left}"
+            for row in ready:
+                for position in _new_positions(row):
+                    (token_id,) = row.token_ids(position, position + 1)
+                    self._set(row, position, self._number(self._get(row, position - 1), token_id))
+            left = [row for row in left if row not in ready]
+
+    def _check_history(self, row: MirroredSequence, *, is_new: bool) -> None:
+        before = ROOT
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        for position, token_id in enumerate(row.token_ids(0, end)):
+            cell = self._get(row, position)
+            where = f"request {row.request.request_id}, sample {row.sample_index}, position {position} of {end}"
+            assert cell not in (RUBBISH, TO_BE_WRITTEN), f"{where}: nothing is there"
+            assert self._contents[cell][:2] == (before, token_id), f"{where}: {self._contents[cell]} follows {before}"
+            assert not is_new or self._contents[cell][2] == self._epoch, f"{where}: found, but forgotten before"
+            before = cell
+
+    def _number(self, before: int, token_id: int) -> int:
+        content = (before, token_id, self._epoch)
+        number = self._numbers.setdefault(content, len(self._contents))
+        if number == len(self._contents):
+            self._contents.append(content)
+        return number
+
+    def _get(self, row: MirroredSequence, position: int) -> int:
+        if position < 0:
+            return ROOT
+        return self._device[row.block_ids[position // self._block_size]][position % self._block_size]
+
+    def _set(self, row: MirroredSequence, position: int, cell: int) -> None:
+        self._device[row.block_ids[position // self._block_size]][position % self._block_size] = cell
+
+
+def _assign(source: Cells, destination: Cells, pairs: Sequence[tuple[int, int]]) -> None:
+    """One parallel assignment."""
+    gathered = [list(source[index]) for index, _ in pairs]
+    for (_, index), block in zip(pairs, gathered):
+        destination[index] = block
+
+
+def _new_positions(row: MirroredSequence) -> range:
+    return range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens)

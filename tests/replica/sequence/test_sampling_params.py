@@ -1,0 +1,246 @@
+"""What a row may ask of the sampler: how many samples run, how many come back, and when they are ranked."""
+
+import copy
+import dataclasses
+import enum
+import inspect
+import pickle
+
+import pytest
+
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampling_params import (
+    REFUSED,
+    SAMPLING_KEYS,
+    WITHOUT_EFFECT,
+    RequestOutputKind,
+    SamplingParams,
+)
+from spmd_worker.replica.sequence.taken_params import spellings, taken_params, truncated_prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "num_sequences", "is_ranked"),
+    [
+        ({}, 1, False),
+        ({"n": 3}, 3, False),
+        ({"best_of": 1}, 1, False),
+        ({"n": 3, "best_of": 3}, 3, False),
+        ({"n": 3, "best_of": 4}, 4, True),
+        ({"best_of": 1024}, 1024, True),
+        ({"best_of": 2, "temperature": 0.0}, 2, True),
+    ],
+)
+def test_best_of_says_how_many_samples_run(given: dict[str, object], num_sequences: int, is_ranked: bool):
+    sampling = SamplingParams(**given)
+    assert (sampling.num_sequences, sampling.is_ranked) == (num_sequences, is_ranked)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_needed"),
+    [
+        ({}, False),
+        ({"n": 3}, False),
+        ({"n": 3, "best_of": 3}, False),
+        ({"n": 3, "best_of": 4}, True),
+        ({"logprobs": 0}, True),
+        ({"n": 3, "best_of": 4, "logprobs": 2}, True),
+        ({"prompt_logprobs": 0}, False),
+    ],
+)
+def test_log_probabilities_of_samples_are_needed_to_be_returned_or_to_rank(given: dict[str, object], is_needed: bool):
+    assert SamplingParams(**given).needs_logprobs == is_needed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"n": 3, "best_of": 2},
+            "best_of=2 must be at least n=3: raise best_of, lower n, or leave best_of out, which runs n samples and "
+            "returns them all",
+        ),
+        ({"best_of": 1025}, "best_of=1025 must be at most 1024"),
+        ({"best_of": 2.0}, "best_of=2.0 must be a whole number"),
+        ({"best_of": True}, "best_of=True must be a whole number"),
+        ({"best_of": "2"}, "best_of='2' must be a whole number"),
+        ({"n": 0, "best_of": 2}, "n=0 must be from 1 to 1024"),
+    ],
+)
+def test_a_best_of_that_cannot_be_is_refused_with_the_way_out(given: dict[str, object], message: str):
+    with pytest.raises(ValueError) as error_result:
+        SamplingParams(**given)
+    assert str(error_result.value) == message
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_best_of_of_no_samples_is_below_every_n(value: int):
+    with pytest.raises(ValueError, match=f"best_of={value} must be at least n=1"):
+        SamplingParams(best_of=value)
+
+
+def test_best_of_is_a_key_of_rows_beside_n():
+    assert SAMPLING_KEYS[:2] == ("n", "best_of")
+
+
+# Names of vLLM: fields that are assigned, listed and inspected.
+
+# The fields of vLLM 0.32's SamplingParams, private ones and those it fills itself aside.
+VLLM_FIELDS = (
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+    *("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
+    *("stream_interval", "skip_clone", "structured_outputs", "logit_bias", "allowed_token_ids", "extra_args"),
+    *("bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection"),
+    *("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking"),
+)
+
+
+@pytest.mark.parametrize("name", VLLM_FIELDS)
+def test_every_field_of_vllm_is_there_to_be_asked_for(name: str):
+    assert name in inspect.signature(SamplingParams).parameters
+    assert name in SamplingParams.__struct_fields__
+    assert hasattr(SamplingParams, name)
+    assert SamplingParams(**{name: getattr(SamplingParams(), name)}) == SamplingParams()
+
+
+def test_fields_are_assigned_as_the_constructor_takes_them():
+    params = SamplingParams()
+    params.stop, params.stop_token_ids, params.seed = ["a"], [3], 7
+    params.logit_bias, params.temperature, params.output_kind = {"5": 1}, 1, 1
+    assert params == SamplingParams(
+        stop="a", stop_token_ids=(3,), seed=7, logit_bias={5: 1.0}, temperature=1.0, output_kind=RequestOutputKind.DELTA
+    )
+    with pytest.raises(AttributeError):
+        params.stopp = ["a"]  # type: ignore[attr-defined]  # no such field, which is the point
+
+
+def test_a_request_takes_a_frozen_copy_and_the_callers_goes_on_being_assignable():
+    params = SamplingParams(extra_args={"a": 1}, output_kind=RequestOutputKind.DELTA, max_tokens=3)
+    request = Request(0, (1,), params, 0)
+    params.max_tokens = 4
+    assert request.sampling == SamplingParams(max_tokens=3)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="max_tokens=5: a request has taken these parameters"):
+        request.sampling.max_tokens = 5
+    assert request.sampling.frozen() is request.sampling
+    changeable = request.sampling.clone()
+    changeable.max_tokens = 5
+    assert changeable == SamplingParams(max_tokens=5)
+
+
+def test_what_was_assigned_is_checked_when_it_is_taken():
+    params = SamplingParams(max_tokens=4)
+    params.min_tokens = 9
+    for take in (params.frozen, params.clone, lambda: Request(0, (1,), params, 0)):
+        with pytest.raises(ValueError, match="min_tokens=9 must not exceed max_tokens=4"):
+            take()
+    params.max_tokens = 9
+    assert params.frozen() == SamplingParams(min_tokens=9, max_tokens=9)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_are_equal_and_assignable(copied):
+    params = SamplingParams(stop=["a"], extra_args={"a": [1]}, logit_bias={3: 1.0}, seed=2**63)
+    for source in (params, params.frozen()):
+        made = copied(source)
+        assert made == source
+        made.n = 2
+        assert source.n == 1
+
+
+def test_a_clone_shares_nothing_that_can_change():
+    params = SamplingParams(extra_args={"a": [1]})
+    params.clone().extra_args["a"].append(2)
+    assert params.extra_args == {"a": [1]}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_the_reason_and_takes_what_asks_for_nothing(name: str):
+    asked = {"regex": "a+"}
+    with pytest.raises(ValueError) as error_result:
+        SamplingParams(**{name: asked})
+    assert str(error_result.value) == f"{name}={asked} is refused: {REFUSED[name]}"
+    assigned = SamplingParams()
+    setattr(assigned, name, asked)
+    with pytest.raises(ValueError, match=f"{name}=.* is refused"):
+        assigned.frozen()
+    for nothing in (None, False, 0, [], {}):
+        assert SamplingParams(**{name: nothing}).frozen() == SamplingParams()
+
+
+def test_what_stays_here_is_no_key_of_a_row_and_does_not_travel():
+    local = {*WITHOUT_EFFECT, *REFUSED, "output_kind", "guided_decoding"}
+    assert not local & {*SAMPLING_KEYS}
+    assert {*local, *SAMPLING_KEYS} == {*SamplingParams.__struct_fields__}
+    params = SamplingParams(extra_args={"a": 1}, flat_logprobs=True, stream_interval=3, output_kind=0)
+    assert params.frozen() == SamplingParams()
+
+
+def test_another_librarys_output_kind_is_taken_by_its_name():
+    theirs = enum.Enum("RequestOutputKind", {"CUMULATIVE": "a", "DELTA": "b", "FINAL_ONLY": "c"})
+    assert SamplingParams(output_kind=theirs.DELTA).output_kind is RequestOutputKind.DELTA
+    for wrong in (3, True, "DELTA", None):
+        with pytest.raises(ValueError, match="must be a RequestOutputKind: CUMULATIVE, DELTA, FINAL_ONLY"):
+            SamplingParams(output_kind=wrong)
+
+
+def test_none_is_the_default_where_parameters_are_optional():
+    made = SamplingParams.from_optional(n=None, temperature=0.5, max_tokens=None, stop=None)
+    assert made == SamplingParams(temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty: no token could be sampled; leave it out to allow all"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids: -1 must be a token id"),
+        ({"bad_words": [""]}, "bad_words=[''] must be a list of words"),
+        ({"bad_words": [" "]}, "bad_words=[' '] must be a list of words"),
+        ({"bad_words": ["a", "b\ud83d"]}, "bad_words: 'b\\ud83d' holds half of a surrogate pair"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids=[[]] must be a list of lists"),
+        ({"bad_words_ids": [3]}, "bad_words_ids=[3] must be a list of lists"),
+        ({"logprobs": -2}, "logprobs=-2 must be from 0 to 64, or -1 for the whole vocabulary"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be a number of tokens, or -1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens=-2 must be a number of tokens, or -1"),
+        ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache=1 must be true, false or null"),
+        ({"flat_logprobs": None}, "flat_logprobs=None must be true or false"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_is_named(given: dict[str, object], message: str):
+    with pytest.raises(ValueError) as error_result:
+        SamplingParams(**given)
+    assert str(error_result.value).startswith(message)
+
+
+class Letters:
+    """A tokenizer with a token a letter, but for "c" after a space, which is the same token as without."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [99] if text == " c" else [ord(each) for each in text if each != "~"]
+
+
+def test_a_bad_word_is_forbidden_as_it_is_spelled_at_the_beginning_and_inside_a_text():
+    assert spellings("c", Letters()) == [(ord("c"),)]
+    assert spellings(" dog", Letters()) == [tuple(map(ord, "dog"))]
+    assert spellings("c", type("Other", (Letters,), {"encode": lambda *_, **__: [1]})()) == [(1,)]
+    with pytest.raises(ValueError, match="bad_words: '~' is no token at all"):
+        spellings("~", Letters())
+    with pytest.raises(ValueError, match=r"bad_words need a tokenizer.json .*: use bad_words_ids"):
+        spellings("c", None)
+
+
+def test_what_is_taken_is_in_token_ids_alone():
+    params = SamplingParams(bad_words=["ab", "z"], bad_words_ids=[[4]], truncate_prompt_tokens=3)
+    taken = taken_params(params, Letters(), 122)
+    # z is token 122, which a model of 122 tokens has not.
+    assert taken == SamplingParams(bad_words_ids=[[4], [97, 98]])
+    assert taken_params(taken, None, 122) is taken
+
+
+@pytest.mark.parametrize(("length", "expected"), [(None, 9), (3, 3), (9, 9), (90, 9), (-1, 4)])
+def test_a_prompt_keeps_its_last_tokens(length: int | None, expected: int):
+    prompt = tuple(range(9))
+    sampling = SamplingParams(truncate_prompt_tokens=length, max_tokens=6)
+    assert truncated_prompt(prompt, sampling, 10) == prompt[9 - expected :]

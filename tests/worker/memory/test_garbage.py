@@ -1,0 +1,130 @@
+"""What full collections of a job look at."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+from ranks import REPOSITORY
+
+from spmd_worker.worker.memory.garbage import hold_collections, resume_collections, settled_objects
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_outlived_the_first_full_collection_is_looked_at_by_none_after_it():
+    assert gc.get_freeze_count() == 0
+    before = len(gc.callbacks)
+    with settled_objects():
+        assert gc.get_freeze_count() == 0
+        gc.collect(1)
+        assert gc.get_freeze_count() == 0, "a lesser one has not looked at all"
+        gc.collect()
+        settled = gc.get_freeze_count()
+        assert settled > 10_000
+        gone = weakref.ref(Cycle())
+        gc.collect()
+        assert gone() is None, "what came after it is looked at"
+        assert gc.get_freeze_count() <= settled
+        assert len(gc.callbacks) == before
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_a_job_that_ends_before_the_first_one_leaves_nothing():
+    before = len(gc.callbacks)
+    with pytest.raises(KeyError), settled_objects():
+        raise KeyError
+    assert (len(gc.callbacks), gc.get_freeze_count()) == (before, 0)
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_has_frozen_stays_and_nothing_else_does():
+    gc.collect()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    assert frozen > 10_000
+    with settled_objects():
+        ours = [Cycle() for _ in range(100)]
+        gc.collect()
+        # A frozen object goes like any other when nobody has it any more.
+        assert frozen - 1_000 < gc.get_freeze_count() <= frozen
+    assert frozen - 1_000 < gc.get_freeze_count() <= frozen
+    assert len(ours) == 100
+
+
+_COLLECTIONS = "sum(each['collections'] for each in gc.get_stats())"
+
+_PROGRAM = f"""
+import gc
+from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
+HOLD
+before = {_COLLECTIONS}
+import torch
+print({_COLLECTIONS} - before)
+resume_collections()
+print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+def test_a_program_looks_for_no_garbage_while_it_imports_and_passes_over_what_it_has_then():
+    assert _printed(_PROGRAM.replace("HOLD", "hold_collections()")) == ["0", "True", "True"]
+    num_collections, is_enabled, is_frozen = _printed(_PROGRAM.replace("HOLD", ""))
+    assert int(num_collections) > 10
+    assert (is_enabled, is_frozen) == ("True", "False")
+
+
+_MODEL = REPOSITORY / "scripts" / "demo" / "model"
+_JOB = [f"model.path={_MODEL}", "job.input=-", "job.output=-", "device=cpu"]
+_SERVER = [f"model.path={_MODEL}", "serve.port=0", "device=cpu"]
+
+_COMMAND = """
+import gc, runpy, sys
+from spmd_worker.frontends import rank_program
+from spmd_worker.worker.memory import garbage
+rank_program.run_rank = lambda *args: print(gc.isenabled(), gc.get_freeze_count() > 100_000) or 0
+FORGET
+sys.argv = {arguments}
+{run}
+"""
+_FORGETS = "garbage.resume_collections = lambda: None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run"),
+    [
+        pytest.param(_JOB, f"runpy.run_path({str(REPOSITORY / 'launch.py')!r}, run_name='__main__')", id="job"),
+        pytest.param(
+            *(_SERVER, "runpy.run_module('spmd_worker.serve', run_name='__main__')"),
+            marks=pytest.mark.stress,
+            id="server",
+        ),
+    ],
+)
+def test_commands_look_for_garbage_again_before_they_load_a_model(arguments: list[str], run: str):
+    program = _COMMAND.format(arguments=["command", *arguments], run=run)
+    assert _printed(program.replace("FORGET", "")) == ["True", "True"]
+    assert _printed(program.replace("FORGET", _FORGETS)) == ["False", "False"]
+
+
+def test_collections_that_the_caller_has_switched_off_stay_off():
+    gc.disable()
+    try:
+        frozen = gc.get_freeze_count()
+        hold_collections()
+        resume_collections()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.enable()
+
+
+def _printed(program: str) -> list[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()

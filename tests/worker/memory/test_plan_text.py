@@ -1,0 +1,275 @@
+"""The plan as people read it: literal text, equal ranks folded, and the refusal of a cache that is too small."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from model_configs import with_layers
+
+import launch
+from spmd_worker.base.config.schema import (
+    CacheConfig,
+    ExecutorConfig,
+    ModelOptions,
+    ParallelConfig,
+    PlanConfig,
+    RunConfig,
+)
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
+from spmd_worker.resolved import ResolvedRun, resolve
+from spmd_worker.worker.memory import host
+from spmd_worker.worker.memory.plan import check_cache_setting
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+GIB = 2**30
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 128001,
+}
+
+
+@pytest.fixture
+def model_config(tmp_path: Path) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return read_model_files(tmp_path).model_config
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
+    for name in ("available_bytes", "total_bytes"):
+        monkeypatch.setattr(host, name, lambda: 64 * GIB)
+
+
+WITHOUT_SCREEN = ExecutorConfig(argmax_screen=False)
+FORMS = (
+    "forms      not counted: host memory of rows that run with structured_outputs, 0.3 MiB each as a rule, at most "
+    "3.8 MiB (10,000 states of a lexer)"
+)
+
+
+def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: object) -> list[str]:
+    return describe_plan(make_plan(resolved(model_config, tensor_parallel_size, **config))).splitlines()
+
+
+def resolved(model_config: ModelConfig, tensor_parallel_size: int = 1, **config: object) -> ResolvedRun:
+    run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]  # a table has no types
+    return resolve(run, ModelFiles(model_config, {}, ""), "cuda" if run.device == "cuda" else "cpu")
+
+
+def test_quantised_weights_take_half_and_the_plan_says_what_they_take_while_they_are_loaded(model_config: ModelConfig):
+    options = ModelOptions(path="", quantization="int8")
+    quantised, plain = text_of(model_config, 2, model=options), text_of(model_config, 2)
+    line = next(line for line in quantised if line.startswith("quantised"))
+    assert line == (
+        "quantised  to int8, a scale an output, all but the embedding and norms: 4.0 GiB on a rank, scales included; "
+        "while they are loaded 7.5 GiB, in bfloat16"
+    )
+    assert any("7.5 GiB" in line for line in text_of(model_config, 2, executor=WITHOUT_SCREEN))
+    assert not any("quantised" in line for line in plain)
+    assert [line.startswith("screen") for line in (*quantised, *plain)].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "words"),
+    [
+        ({}, "cuda", "runs on the CPU alone"),
+        ({"intermediate_size": 200_000}, "cpu", "at most 131,072 inputs exactly"),
+        ({"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_by_name(
+    model_config: ModelConfig, changes: dict[str, object], device: str, words: str
+):
+    layers = tuple(replace(layer, **changes) for layer in model_config.layers)
+    files = ModelFiles(replace(model_config, layers=layers), {}, "")
+    with pytest.raises(ConfigError, match=words):
+        resolve(RunConfig(model=ModelOptions(path="", quantization="int8")), files, device)
+
+
+def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config: ModelConfig):
+    assert text_of(model_config, 2) == [
+        "model      LlamaForCausalLM, 8,030,261,248 parameters, 32 layers, hidden size 4,096, 32 heads, "
+        "8 key-value heads",
+        "screen     a copy of the head in int8, 251.0 MiB of a rank's weights, where that is faster "
+        "(executor.argmax_screen)",
+        "computes   in bfloat16 on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)",
+        "ranks      2 = 1 data x 1 pipeline x 2 tensor",
+        "",
+        "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
+        "0-1        32     16         4    7,168      64,128  7.7 GiB    990.1 MiB  19.8 GiB",
+        "",
+        "blocks     20,291 of 16 tokens on every rank, 324,656 tokens in all, 1.0 MiB each",
+        "sequences  39 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
+        "swap       none (cache.swap_space_gib): what is preempted is computed again",
+        "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
+        "           weights 7.7 GiB",
+        "           activations of the largest step 990.1 MiB (estimated)",
+        "           outside the tensors 300.0 MiB",
+        "           left for the cache 19.8 GiB, room for 20291 blocks",
+        "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
+        "could use 131072 blocks",
+        FORMS,
+    ]
+
+
+def test_the_plan_of_quantised_files_says_in_what_and_what_they_take_dequantised(
+    model_config: ModelConfig, tmp_path: Path
+):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": awq}))
+    lines = text_of(read_model_files(tmp_path).model_config, 2)
+    assert lines.pop(1) == (
+        "files      quantised, 4-bit integers in groups of 128 (awq): dequantised to bfloat16 when they are loaded, "
+        "the weights take 15.0 GiB, as plain ones do"
+    )
+    assert lines == text_of(model_config, 2)
+
+
+def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
+    plan = make_plan(resolved(model_config, 8, executor=WITHOUT_SCREEN))
+    norms = (2 * model_config.num_layers + 1) * model_config.hidden_size
+    padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - model_config.vocab_size
+    expected = model_config.num_parameters + 7 * norms + 2 * padded_rows * model_config.hidden_size
+    assert sum(share.weights_bytes for share in plan.shares) == 2 * expected
+
+
+def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_config: ModelConfig):
+    """On the CPU as much as an untied head; on a GPU head and embedding are the same rows."""
+    tied = replace(model_config, has_tied_embeddings=True)
+    weights = {
+        (each is tied, device): make_plan(resolved(each, device=device, executor=WITHOUT_SCREEN))
+        .shares[0]
+        .weights_bytes
+        for each in (tied, model_config)
+        for device in ("cpu", "cuda")
+    }
+    assert weights[True, "cpu"] == weights[False, "cpu"] == weights[False, "cuda"]
+    assert weights[False, "cuda"] - weights[True, "cuda"] == 2 * 128256 * 4096
+
+
+def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
+    table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[5:7]
+    assert table[1].startswith("0-31 ")
+    lines = text_of(with_layers(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
+    assert [line.split()[:5] for line in lines[6:8]] == [
+        ["0-1", "32", "8", "2", "3,585"],
+        ["2-3", "32", "8", "2", "3,584"],
+    ]
+
+
+def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(model_config: ModelConfig):
+    config = {"cache": CacheConfig(num_blocks=3), "model": ModelOptions(max_model_len=4096)}
+    message = (
+        "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 4096: "
+        "raise cache.num_blocks to at least 256 or lower max_model_len"
+    )
+    lines = text_of(model_config, 2, **config)
+    assert lines[-1] == f"refused    {message}"
+    assert "sequences  0 of 4,096 tokens" in lines[-5]
+    with pytest.raises(ConfigError) as refused:
+        check_cache_setting(resolved(model_config, **config))
+    assert str(refused.value) == message
+    # One block more than too few: nothing is refused.
+    enough = {**config, "cache": CacheConfig(num_blocks=256)}
+    assert not any(line.startswith("refused") for line in text_of(model_config, 2, **enough))
+    check_cache_setting(resolved(model_config, **enough))
+
+
+@pytest.mark.finding(number="D9")
+@pytest.mark.parametrize(
+    ("device", "gib", "size", "fits"),
+    [
+        *[("cpu", 16, 1, False), ("cpu", 40, 1, True), ("cpu", 40, 2, True), ("cpu", 18, 2, False)],
+        *[("cuda", 16, 1, False), ("cuda", 24, 1, True), ("cuda", 12, 2, True), ("cuda", 7, 2, False)],
+    ],
+)
+def test_plan_is_for_the_machine_that_is_named(
+    model_config: ModelConfig, device: str, gib: float, size: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the machine that all ranks share, and with GPUs of each; that of this machine counts for nothing."""
+    config = {"plan": PlanConfig(enabled=True, memory_gib=gib), "device": device}
+    texts = []
+    for here in (2 * GIB, 1024 * GIB):
+        for name in ("available_bytes", "total_bytes"):
+            monkeypatch.setattr(host, name, lambda here=here: here)
+        texts.append(text_of(model_config, size, **config))
+    assert texts[0] == texts[1]
+    assert texts[0][-1].startswith("refused") is not fits
+    share = gib if device == "cuda" else gib / size
+    assert any(line.startswith(f"why        device memory {share:.1f} GiB") for line in texts[0])
+
+
+@pytest.mark.finding(number="D9")
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        (("plan.memory_gib=16",), 1),
+        (("plan.memory_gib=64",), 0),
+        (("plan.memory_gib=64", "cache.num_blocks=1000"), 0),
+        (("plan.memory_gib=64", "cache.num_blocks=100000000"), 1),
+        ((), 0),
+    ],
+)
+def test_plan_that_refuses_exits_with_one(
+    tmp_path: Path, model_config: ModelConfig, keys: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+):
+    assert launch.main(["plan=true", "device=cpu", f"model.path={tmp_path}", *keys]) == code
+    assert ("\nrefused    " in capsys.readouterr().out) is (code == 1)
+
+
+def test_memory_that_is_too_small_is_refused_with_the_way_out(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
+    assert text_of(model_config, 2)[-1] == (
+        "refused    memory leaves room for 0 cache blocks, which hold 0 tokens, but model.max_model_len is 8192: "
+        "raise cache.gpu_memory_utilization or lower model.max_model_len"
+    )
+
+
+def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(model_config: ModelConfig):
+    lines = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=4.0))
+    assert lines[8].startswith("blocks     16,195 of 16 tokens on every rank")
+    assert lines[10] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
+    assert lines[15:17] == [
+        "           swap space 4.0 GiB",
+        "           left for the cache 15.8 GiB, room for 16195 blocks",
+    ]
+    too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
+    assert too_much[-1].startswith("refused    memory leaves room for 0 cache blocks")
+    assert too_much[-1].endswith("or lower model.max_model_len or cache.swap_space_gib")
+
+
+def test_a_gpus_memory_is_not_guessed_from_the_hosts(model_config: ModelConfig):
+    lines = text_of(model_config, 8, device="cuda")
+    assert lines[1] == "computes   in bfloat16 on one GPU a rank"
+    assert lines[5].endswith("measured")
+    assert lines[7:] == [
+        "blocks     measured when the run starts, or set by cache.num_blocks: 256.0 KiB each, 512 for a sequence of "
+        "8,192 tokens (model.max_model_len)",
+        "swap       16,384 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)",
+        "about      with cache.gpu_memory_utilization=0.9 a rank has, on a GPU of",
+        "            24 GiB     73,278 blocks: 143 sequences",
+        "            48 GiB    131,072 blocks: 256 sequences",
+        "            80 GiB    131,072 blocks: 256 sequences",
+        "           141 GiB    131,072 blocks: 256 sequences",
+        FORMS,
+    ]
+    with_blocks = text_of(model_config, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
+    assert with_blocks[5].endswith("512.0 MiB")
+    assert with_blocks[7].startswith("blocks     2,048 of 16 tokens on every rank, 32,768 tokens in all")

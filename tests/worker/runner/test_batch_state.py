@@ -1,0 +1,198 @@
+"""Batches of which the device keeps what the next step has in common with the last: the same as those laid out anew."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from decoding_steps import decoding
+from step_histories import BLOCK_SIZE, run_history
+
+from kv_cache.block import num_blocks_for
+from spmd_worker.replica.mirror.mirror import Mirror, MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.metadata import SequenceGroupMetadataDelta
+from spmd_worker.replica.sequence.step import StepPlan
+from spmd_worker.worker.runner import batch_state
+from spmd_worker.worker.runner.batch import Batch, build_batch
+from spmd_worker.worker.runner.batch_state import BatchState
+
+CPU = torch.device("cpu")
+KiB = 1024
+
+
+def assert_same(kept: Batch, anew: Batch) -> None:
+    for name in ("token_ids", "positions", "rope_regimes", "sample_rows"):
+        assert torch.equal(getattr(kept, name), getattr(anew, name)), name
+        assert getattr(kept, name).dtype == torch.int64, name
+    assert kept.rows == anew.rows
+    assert kept.token_types is anew.token_types is None
+    own, other = kept.attention, anew.attention
+    for name in ("query_starts", "context_lengths", "sees_later"):
+        assert getattr(own, name) == getattr(other, name), name
+    for name in ("token_blocks", "token_offsets"):
+        assert torch.equal(getattr(own, name), getattr(other, name)), name
+    assert own.block_tables.shape == other.block_tables.shape
+    for row, length in enumerate(other.context_lengths):
+        blocks = slice(num_blocks_for(length, BLOCK_SIZE))
+        assert own.block_tables[row, blocks].tolist() == other.block_tables[row, blocks].tolist(), row
+    assert own.starts is not None
+    assert own.lengths is not None
+    assert (own.starts.tolist(), own.lengths.tolist()) == ([*own.query_starts], [*own.context_lengths])
+    assert own.starts.dtype == own.lengths.dtype == torch.int32
+
+
+class Compared:
+    """Looks at the steps of histories: each is laid out with what was kept, and anew."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_further = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another history."""
+        self._state, self._layout = BatchState(BLOCK_SIZE, CPU), None
+
+    def __call__(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
+        self._state.forget(plan.finished_sequences, plan.finished_request_ids)
+        if not scheduled:
+            return
+        assert_same(self._state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU))
+        self.num_steps += 1
+        layout = self._state._layout
+        assert layout is not None
+        self.num_further += self._layout is not None and layout.query_starts is self._layout.query_starts
+        self._layout = layout
+
+
+def compare(num_histories: int, nums_of_ids: tuple[int, ...] = (1,)) -> Compared:
+    compared = Compared()
+    for seed in range(num_histories):
+        compared.begin()
+        run_history(seed, num_steps=25, nums_of_ids=nums_of_ids, look=compared)
+    return compared
+
+
+def test_batches_are_those_laid_out_anew_whatever_a_scheduler_does():
+    compared = compare(24)
+    # Negative control: both ways were met.
+    assert compared.num_further > 100
+    assert compared.num_steps - compared.num_further > 300
+
+
+def test_batches_are_those_laid_out_anew_where_a_step_gives_none_one_or_several_ids():
+    compare(12, nums_of_ids=(0, 1, 1, 3))
+
+
+def without_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_blocks, calls = BatchState._new_blocks, iter(range(10**6))
+
+    def forgetful(*arguments: object) -> object:
+        places, blocks = new_blocks(*arguments)
+        is_kept = next(calls) % 7 > 0
+        return (places, blocks) if is_kept else (places[:0], blocks[:0])
+
+    monkeypatch.setattr(BatchState, "_new_blocks", forgetful)
+
+
+def always_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_state, "_goes_on", lambda layout, sequences, firsts: layout.sequences == sequences)
+
+
+def one_list_for_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mirror changes a table in place."""
+    append = Mirror._append
+
+    def in_place(self: Mirror, update: SequenceGroupMetadataDelta, sequences: list[MirroredSequence]) -> None:
+        held = self._groups[update.request_id].sequences
+        lists = {sample_index: sequence.block_ids for sample_index, sequence in held.items()}
+        append(self, update, sequences)
+        for sample_index, table in lists.items():
+            table[:] = held[sample_index].block_ids
+            held[sample_index].block_ids = table
+
+    monkeypatch.setattr(Mirror, "_append", in_place)
+
+
+def slots_of_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences of a step in one slot."""
+    take_slots = BatchState._take_slots
+
+    def doubled(self: BatchState, sequences: list[MirroredSequence]) -> object:
+        slots = take_slots(self, sequences)
+        return [slots[0], *slots[:-1]]
+
+    monkeypatch.setattr(BatchState, "_take_slots", doubled)
+
+
+@pytest.mark.parametrize(
+    "broken", [without_new_blocks, always_further, one_list_for_every_table, slots_of_who_computes]
+)
+def test_a_state_that_is_not_what_the_step_needs_is_seen(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
+):
+    """Negative control of the comparison."""
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        compare(24)
+
+
+@pytest.mark.parametrize("spread", [15, 0], ids=["blocks at different steps", "all take a block in one step"])
+@pytest.mark.parametrize("length", [400, 4096])
+def test_256_rows_that_go_on_send_less_than_four_kib(length: int, spread: int):
+    state = BatchState(16, CPU)
+    sent = []
+    for step, scheduled in zip(range(18), decoding(256, length, 16, spread)):
+        assert len(state.build(scheduled).sample_rows) == 256, step
+        sent.append(state.num_bytes_sent)
+    assert max(sent[1:]) < 4 * KiB
+    # Negative control: what a step sends that is laid out anew.
+    assert sent[0] > 4 * KiB
+
+
+def test_larger_tables_have_what_stood_in_smaller_ones():
+    """With more rows, and with longer ones: nothing is sent again."""
+    state = BatchState(BLOCK_SIZE, CPU)
+    steps = decoding(5, 8 * BLOCK_SIZE - 2, BLOCK_SIZE, 0)
+    shapes, sent = [], []
+    for num_rows in (1, 1, 2, 3, 5, 5, 5, 5):
+        scheduled = next(steps)[:num_rows]
+        assert_same(state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU))
+        shapes.append(tuple(state._tables.shape))
+        sent.append(state.num_bytes_sent)
+    assert len(set(shapes)) == 4, shapes
+    assert max(sent[-3:]) <= 3 * 8 * 4, "ids, places and blocks of five rows, each to 16 bytes"
+
+
+def test_what_kernels_are_given_begins_at_multiples_of_16_bytes():
+    """Triton compiles a form of its own for a pointer that does not, in the middle of a job."""
+    state = BatchState(BLOCK_SIZE, CPU)
+    for num_rows in (7, 6, 6, 5, 3, 3, 1):
+        for scheduled, _ in zip(decoding(num_rows, 30 + num_rows, BLOCK_SIZE, 3), range(2)):
+            metadata = state.build(scheduled).attention
+            for tensor in (metadata.starts, metadata.lengths, metadata.block_tables):
+                assert tensor.data_ptr() % 16 == 0
+
+
+def test_slots_go_to_others_and_who_comes_back_is_sent_whole(monkeypatch: pytest.MonkeyPatch):
+    """Steps take turns with more sequences than there are slots for."""
+    monkeypatch.setattr(batch_state, "_SLOTS_A_SEQUENCE", 1)
+    steps = [decoding(4, 30 + turn, BLOCK_SIZE, 3) for turn in range(3)]
+    state = BatchState(BLOCK_SIZE, CPU)
+    for _ in range(6):
+        for step in steps:
+            scheduled = next(step)
+            assert_same(state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU))
+    assert len(state._tables) == 4
+
+
+def test_nothing_is_held_of_who_has_ended():
+    state = BatchState(BLOCK_SIZE, CPU)
+    scheduled = next(decoding(6, 30, BLOCK_SIZE, 3))
+    state.build(scheduled)
+    state.forget((), [each.sequence.request.request_id for each in scheduled[:5]])
+    assert [each.request.request_id for each in state._slots] == [5]
+    assert [slot.table for slot in state._free] == [None] * len(state._free), "nor their tables"
+    state.build(scheduled[5:])
+    later = [dataclasses.replace(each.sequence, request=each.sequence.request) for each in scheduled[:5]]
+    again = tuple(ScheduledSequence(each, 1, 1) for each in later)
+    assert_same(state.build(again), build_batch(again, BLOCK_SIZE, CPU))

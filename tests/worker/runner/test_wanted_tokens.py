@@ -1,0 +1,119 @@
+"""The last layer of a step computes the tokens that rows sample from, and of others keys and values: the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from expert_checkpoints import expert_folder
+from family_checkpoints import family_folder
+from ranks import REPOSITORY
+from reference_models import checkpoint_folder
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.model.decoder import DecoderLayer
+from spmd_worker.ops.attention.metadata import WantedTokens
+from spmd_worker.worker.runner import batch as batch_module
+
+DEMO = REPOSITORY / "scripts" / "demo" / "model"
+FOLDERS = {
+    "demo": lambda: DEMO,
+    "llama3": lambda: checkpoint_folder("llama3"),
+    "qwen2": lambda: checkpoint_folder("qwen2"),
+    "qwen3": lambda: checkpoint_folder("qwen3"),
+    "granite": lambda: family_folder("granite"),
+    "smollm3": lambda: family_folder("smollm3"),
+}
+"""Plain; other ropes; biases; norms of heads; multipliers; a last layer without a rope."""
+
+Answers = list[tuple[list[int], list[dict[int, float]]]]
+
+
+class Counts:
+    """Of the last layer's tokens: those that came, and those that more was computed of than keys and values."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shift: int = 0) -> None:
+        self.all, self.wanted = [], []
+        forward = DecoderLayer.forward_wanted
+
+        def counted(layer, x, residual, ropes, layer_cache, metadata, wanted):
+            self.all.append(len(residual))
+            self.wanted.append(len(wanted.rows))
+            wanted = WantedTokens((wanted.rows - shift).clamp(min=0), wanted.metadata)
+            return forward(layer, x, residual, ropes, layer_cache, metadata, wanted)
+
+        monkeypatch.setattr(DecoderLayer, "forward_wanted", counted)
+
+
+def answers(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, least: int, **settings: object) -> Answers:
+    """Prompts of several lengths, some in chunks, beside rows that decode; greedy, drawn, and two samples of one."""
+    monkeypatch.setattr(batch_module, "_LEAST_LEFT_OUT", least)
+    prompts = [[3 + (row * 31 + at * 17) % 90 for at in range(length)] for row, length in enumerate((70, 9, 40, 1, 23))]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=5, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=4, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=1.0, n=2, seed=5, max_tokens=3, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    ]
+    with LLM(folder, dtype=dtype, num_blocks=64, max_num_batched_tokens=48, max_num_seqs=8, **settings) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        (each.token_ids, [{token: entry.logprob for token, entry in at.items()} for at in each.logprobs or []])
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_rows_bits_do_not_depend_on_what_the_last_layer_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+):
+    folder = FOLDERS[name]()
+    expected = answers(folder, dtype, monkeypatch, 10**6)
+    counts = Counts(monkeypatch)
+    assert answers(folder, dtype, monkeypatch, 1) == expected
+    # Chunks of which nobody samples as well, and steps of rows that only decode are not among them.
+    assert min(counts.wanted) == 0
+    assert max(counts.wanted) > 1
+    assert all(wanted < count for wanted, count in zip(counts.wanted, counts.all, strict=True))
+
+
+def test_another_token_in_its_place_is_found(monkeypatch: pytest.MonkeyPatch):
+    expected = answers(DEMO, "float32", monkeypatch, 10**6)
+    Counts(monkeypatch, shift=1)
+    assert answers(DEMO, "float32", monkeypatch, 1) != expected
+
+
+def test_steps_of_which_more_is_asked_and_layers_of_several_ranks_leave_nothing_out(monkeypatch: pytest.MonkeyPatch):
+    counts = Counts(monkeypatch)
+    monkeypatch.setattr(batch_module, "_LEAST_LEFT_OUT", 1)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    with LLM(DEMO, dtype="float32", num_blocks=64) as llm:
+        llm.generate([[5] * 40, [6] * 50], [scored, SamplingParams(temperature=0.0, max_tokens=1)], use_tqdm=False)
+        assert counts.all == []
+        # Control: without it.
+        llm.generate([[7] * 40], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        assert counts.all == [40]
+    with LLM(expert_folder("qwen3_moe"), dtype="float32", num_blocks=64) as llm:
+        llm.generate([[7] * 40], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+    assert counts.all == [40]
+
+
+def test_what_is_wanted_is_told_literally():
+    from test_batch import STEP
+
+    step = batch_module.build_batch(STEP, 4, torch.device("cpu"))
+    assert batch_module.wanted_tokens(STEP, step) is None
+    least, batch_module._LEAST_LEFT_OUT = batch_module._LEAST_LEFT_OUT, 7
+    try:
+        wanted, samples = batch_module.wanted_tokens(STEP, step)
+    finally:
+        batch_module._LEAST_LEFT_OUT = least
+    assert wanted.rows.tolist() == [2, 3, 9]
+    # The first forks.
+    assert samples.tolist() == [0, 0, 1, 2]
+    assert (wanted.metadata.query_starts, wanted.metadata.context_lengths) == ((0, 1, 2, 3), (3, 8, 5))
+    assert wanted.metadata.token_blocks.tolist() == [5, 2, 3]
+    assert wanted.metadata.token_offsets.tolist() == [2, 3, 0]
+    assert [table[:2] for table in wanted.metadata.block_tables.tolist()] == [[5, 0], [7, 2], [0, 3]]
