@@ -44,8 +44,8 @@ check() {
 check ruff check --output-format concise
 check ruff format --check
 check mypy
-printf '$ python tests/architecture/size_rules.py\n'
-"$bin/python" tests/architecture/size_rules.py
+printf '$ python scripts/structure_figures.py\n'
+"$bin/python" scripts/structure_figures.py
 # Said before the tests run, so that pytest's closing line stays the last one.
 [ ${#failed[@]} -eq 0 ] || printf 'FAILED: %s the tests run all the same, and the exit code will not be 0\n' "${failed[*]}"
 

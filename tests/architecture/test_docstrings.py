@@ -1,0 +1,45 @@
+"""Every module has a docstring, and no more docstrings than today begin with a question word or a preposition."""
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from docstring_rules import missing_docstrings
+from planting import REPOSITORY, plant
+
+MOST_OPENINGS = 1152
+"""Docstrings of the product that begin with What, Whose, Of, As, See, ...: lower it with them, never raise it."""
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    return import_module("structure_figures")
+
+
+def num_openings(figures: ModuleType, root: Path) -> int:
+    modules = figures.parse(figures.read_tree(root)).values()
+    return figures.docstring_openings(module for module in modules if module.is_product).total()
+
+
+def test_every_module_says_what_it_is():
+    assert missing_docstrings(REPOSITORY) == []
+
+
+def test_a_module_that_says_nothing_is_found(tmp_path: Path):
+    plant(tmp_path, {"kv_cache/block_ops.py": "x = 1\n"})
+    assert missing_docstrings(tmp_path) == ["kv_cache/block_ops.py:1: no module docstring: say what it is"]
+
+
+def test_docstrings_begin_with_their_subject(figures: ModuleType):
+    found = num_openings(figures, REPOSITORY)
+    assert found <= MOST_OPENINGS, f"{found} docstrings begin with a question word or a preposition: subject first"
+
+
+def test_a_docstring_that_begins_with_a_question_word_is_counted(figures: ModuleType, tmp_path: Path):
+    """Negative control."""
+    before = num_openings(figures, plant(tmp_path, {}))
+    pool = '"""Of blocks."""\nclass Pool:\n    """Pool: what it is."""\n    def f(self):\n        """What it is."""\n'
+    plant(tmp_path, {"kv_cache/block_pool.py": pool, "scripts/measure.py": '"""How long."""\n'})
+    assert num_openings(figures, tmp_path) == before + 2
