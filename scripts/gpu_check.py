@@ -159,7 +159,7 @@ def run(part: Part) -> dict[str, object]:
     print(f"== {part.name}", flush=True)
     began = time.monotonic()
     # Cases of the kernels have helpers in tests/.
-    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    folders = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     lines: list[str] = []
     process = subprocess.Popen(

@@ -57,7 +57,7 @@ if [ -z "$is_stress" ]; then
   run_tests "$markers" "${processes[@]}"
   code=$?
 else
-  # One test at a time to whoever is free, the longest first: tests/stress_tier.py. A file's tests may be many and long.
+  # One test at a time to whoever is free, the longest first: tests/support/stress_tier.py. A file's tests may be many and long.
   beside=(-n 3 --dist load --maxschedchunk 1 --no-loadscope-reorder)
   report=$(mktemp) || exit 1
   trap 'rm -f "$report"' EXIT

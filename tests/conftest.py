@@ -10,7 +10,6 @@ import gc
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,29 +28,26 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 TESTS = str(Path(__file__).resolve().parent)
-if TESTS not in sys.path:
-    # pytest's default import mode does the same; with this, `import ranks` holds under the others too.
-    sys.path.append(TESTS)
 
 LONGEST_FILES = (
     "base/liveness/test_signals.py",
-    "test_fault_matrix.py",
+    "scenarios/test_fault_matrix.py",
     "replica/lockstep/test_divergence.py",
     "frontends/batch/test_data_parallel_job.py",
-    "test_kill_resume.py",
+    "scenarios/test_kill_resume.py",
     "model/test_families.py",
-    "test_two_nodes.py",
-    "test_faults_below.py",
-    "test_power_loss.py",
+    "scenarios/test_two_nodes.py",
+    "scenarios/test_faults_below.py",
+    "scenarios/test_power_loss.py",
     "ops/kernels/test_cpu_linear.py",
-    "test_cache_pressure.py",
+    "scenarios/test_cache_pressure.py",
     "ranks/test_pipeline.py",
-    "test_determinism.py",
+    "scenarios/test_determinism.py",
     "integrations/test_lm_eval.py",
     "frontends/serve/test_server_on_ranks.py",
     "ranks/test_rank_watchdog.py",
     "executor/test_multiproc_failures.py",
-    "test_hang_guard.py",
+    "support/test_hang_guard.py",
     "ranks/test_tensor_parallel.py",
     "frontends/batch/test_resume.py",
     "model/test_greedy_against_transformers.py",
@@ -60,16 +56,16 @@ LONGEST_FILES = (
     "test_launch.py",
     "model/test_joined_layers.py",
     "ops/attention/test_cpu_attention.py",
-    "test_packaging.py",
-    "test_external_launcher.py",
+    "scripts/test_packaging.py",
+    "scenarios/test_external_launcher.py",
     "base/config/test_config.py",
     "scripts/test_benchmarks.py",
     "ranks/test_cache_across_ranks.py",
     "ranks/test_families_on_ranks.py",
     "model/test_no_compiler.py",
     "ranks/test_shared_memory.py",
-    "test_fuzzed_calls.py",
-    "test_growth.py",
+    "scenarios/test_fuzzed_calls.py",
+    "scenarios/test_growth.py",
 )
 """Of tests/, the longest first, as `--durations=0` has them."""
 
@@ -138,7 +134,7 @@ def nothing_frozen() -> Iterator[None]:
 
 @pytest.fixture
 def forked_workers() -> Iterator[None]:
-    """In this test, worker processes of the multiprocess executor are forked: tests/forked_workers.py."""
+    """In this test, worker processes of the multiprocess executor are forked: tests/support/forked_workers.py."""
     from forked_workers import forked
 
     with forked():

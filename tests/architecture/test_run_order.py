@@ -30,10 +30,10 @@ def test_no_test_may_take_more_than_twenty_minutes(tmp_path: Path):
     )
     assert list(limits_beyond(tmp_path, stress_tier.LIMIT_S)) == ["test_x.py:3", "test_x.py:4"]
     ours = [each for each in limits_beyond(Path(TESTS), stress_tier.LIMIT_S) if "test_run_order" not in each]
-    assert ours == ["stress_tier.py:" + str(line) for line in lines_of("mark.timeout(LIMIT_S)")]
+    assert ours == ["support/stress_tier.py:" + str(line) for line in lines_of("mark.timeout(LIMIT_S)")]
 
 
 def lines_of(code: str) -> list[int]:
-    """Of stress_tier.py: where every stress test without a limit gets its own."""
+    """Of support/stress_tier.py: where every stress test without a limit gets its own."""
     lines = Path(stress_tier.__file__).read_text().splitlines()
     return [number for number, line in enumerate(lines, 1) if code in line]

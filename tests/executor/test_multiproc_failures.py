@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fork_server import ForkedProcess, fork_server
+from fork_server import IMPORT_PATH, ForkedProcess, fork_server
 from plain_executors import is_running, new_plain, open_descriptors, plain
 from ranks import REPOSITORY, environment, kill_all, processes_of, without_unanswered_names
 from waiting import LIMIT_S, wait_until
@@ -36,7 +36,7 @@ executor.start()
 print(*executor.worker_pids, flush=True)
 """
 
-FOLDERS = (REPOSITORY, REPOSITORY / "tests", REPOSITORY / "tests" / "executor")
+FOLDERS = (*IMPORT_PATH, Path(__file__).parent)
 WORK = 'executor.collective_rpc("nap", args=(60.0, 1), non_block=True)\n'
 
 

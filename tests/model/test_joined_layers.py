@@ -228,7 +228,9 @@ SOURCE = """
 
 
 def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
-    return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant, json.dumps(PROMPTS)])
+    return ranks.run_ranks(
+        SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests" / "support", plant, json.dumps(PROMPTS)]
+    )
 
 
 @needs_products

@@ -122,7 +122,7 @@ def test_an_item_that_is_not_waited_for_is_seen(right, wrong, tmp_path, monkeypa
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     path = built_with(DELAY).path
     monkeypatch.undo()
-    folders = os.pathsep.join(str(ranks.REPOSITORY / each) for each in (".", "tests", "tests/native"))
+    folders = os.pathsep.join((*ranks.IMPORT_PATH, str(Path(__file__).parent)))
     done = ranks.run_command([sys.executable, "-c", COMPARED, str(path)], 300.0, {"PYTHONPATH": folders})
     is_equal = done.returncode == 0 and done.stdout == "True\n"
     assert is_equal == (right == wrong), done.output

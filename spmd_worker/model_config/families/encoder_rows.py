@@ -1,7 +1,7 @@
 """Rows of the table: encoders, whose tokens see all of their row, by the architecture without a head. See `table.py`.
 
 Each is compared with transformers and with sentence-transformers on checkpoints of its own
-(tests/test_encoders.py).
+(tests/scenarios/test_encoders.py).
 """
 
 from dataclasses import replace

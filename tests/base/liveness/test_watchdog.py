@@ -1,7 +1,7 @@
 """Watchdogs that share a heartbeat store: one report with the right diagnosis, and no rank left
 running. Ranks are threads here, in driven time.
 
-`tests/test_fault_matrix.py` breaks real ranks.
+`tests/scenarios/test_fault_matrix.py` breaks real ranks.
 """
 
 import faulthandler

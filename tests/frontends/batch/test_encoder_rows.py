@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from cut_jobs import Ended, end_after
-from encoder_models import encoder_folder, logits_of
-from test_encoders import error, expected
+from encoder_models import encoder_folder, error, expected, logits_of
 from test_pooled_rows import TEXTS, openai
 
 from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SchedulerConfig

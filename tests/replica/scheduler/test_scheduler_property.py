@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import IMPORT_PATH
 from histories import (
     MAX_MODEL_LEN,
     Operation,
@@ -192,7 +193,7 @@ def test_the_hash_seed_of_the_process_changes_nothing():
     here = Path(__file__).parent
     printed = [
         subprocess.run(
-            [sys.executable, "-c", script, str(here), str(here.parents[2])],
+            [sys.executable, "-c", script, str(here), *IMPORT_PATH],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

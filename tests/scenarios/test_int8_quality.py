@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from spmd_worker import LLM, SamplingParams
 
-DEMO = Path(__file__).parents[1] / "scripts" / "demo"
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 MOST_LOSS = 0.01
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 RANDOM_MODEL = {

@@ -1,6 +1,6 @@
 """Public calls of an engine with arguments of any type, size and order, drawn from a number.
 
-    python tests/fuzzed_calls.py FIRST COUNT [TROUBLES]     as a script, on the ranks that a launcher started
+    python tests/support/fuzzed_calls.py FIRST COUNT [TROUBLES]     as a script, on the ranks that a launcher started
 
 A sequence is a few calls, some of which are as they should be. Each may answer or raise an error in words: one that a
 user can meet (`IN_WORDS`), with a text. After each sequence the engine answers a fixed prompt as it did before, once it
@@ -24,7 +24,7 @@ from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.base.errors import MissingWeightsError, SpmdError
 from spmd_worker.engine.engine import LLMEngine
 
-MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, OSError)
 NOT_IN_WORDS = (RecursionError, UnicodeError)
 """Of those above, what only says that something went wrong inside."""

@@ -267,7 +267,7 @@ def crashes(disk: Disk, chance: random.Random, num_drawn: int) -> Iterator[tuple
 
 
 def read_recording(log: bytes, folder: Path) -> list[Operation]:
-    """What tests/recorded_io.c has written down of a folder."""
+    """What tests/support/recorded_io.c has written down of a folder."""
     operations, place = [], 0
     while place < len(log):
         end = log.index(b"\n", place)

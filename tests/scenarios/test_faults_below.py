@@ -14,7 +14,7 @@ import preloaded
 import pytest
 import ranks
 
-SCRIPT = Path(__file__).with_name("faulty_job.py")
+SCRIPT = ranks.SUPPORT / "faulty_job.py"
 PLANTED = f"""
     import os, sys
     from pathlib import Path
@@ -42,7 +42,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, dict[str, object], str]:
     # A fresh interpreter: what is preloaded is loaded when a program starts.
     command = [sys.executable, str(script), str(folder), str(every)]
-    path = os.pathsep.join(map(str, (ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
+    path = os.pathsep.join(ranks.IMPORT_PATH)
     done = ranks.run_command(command, 1200.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.output

@@ -25,7 +25,7 @@ from fork_server import ForkedProcess, fork_server
 from stress_seed import SEED
 from waiting import wait_until
 
-SCRIPT = Path(__file__).with_name("faults.py")
+SCRIPT = ranks.SUPPORT / "faults.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "10"))
 TIMEOUT_S = 5.0

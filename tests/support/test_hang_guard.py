@@ -47,7 +47,7 @@ def run_tests(folder: Path, source: str) -> tuple[int, str]:
     # What else is installed for pytest takes two seconds to import.
     plugins = [word for name in ("xdist", "pytest_timeout", "hang_guard") for word in ("-p", name)]
     command = [sys.executable, "-m", "pytest", *plugins, "-n", "1", "test_planted.py"]
-    path = os.pathsep.join([str(ranks.REPOSITORY), str(ranks.REPOSITORY / "tests")])
+    path = os.pathsep.join(ranks.IMPORT_PATH)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         command,

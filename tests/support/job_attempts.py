@@ -14,7 +14,7 @@ from fork_server import fork_server
 from waiting import wait_until
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
-SLOW_JOB = ranks.REPOSITORY / "tests" / "slow_job.py"
+SLOW_JOB = Path(__file__).with_name("slow_job.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 250
 NUM_LONG_ROWS = 500

@@ -1,6 +1,6 @@
 // A library to preload: the n-th call of one kind on a file whose path holds a word fails, or does half of its work.
 //
-//   gcc -shared -fPIC -O1 -o faulty_io.so faulty_io.c -ldl    (tests/preloaded.py)
+//   gcc -shared -fPIC -O1 -o faulty_io.so faulty_io.c -ldl    (tests/support/preloaded.py)
 //   LD_PRELOAD=./faulty_io.so python ...
 //
 // faulty_io_set(word, call, number, error) arms it (error 0: a write of half the bytes) and zeroes the count of matching

@@ -176,7 +176,7 @@ def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed(monkey
 
 NAMING_TORCHRUN = (
     # The helpers, a reader of its options, and command lines that are only looked at.
-    *("fork_server.py", "forked_torchrun.py", "ranks.py", "test_ranks_helper.py"),
+    *(f"support/{name}.py" for name in ("fork_server", "forked_torchrun", "ranks", "test_ranks_helper")),
     *("scripts/test_job_files.py", "base/liveness/test_launcher_death.py"),
 )
 
@@ -190,7 +190,7 @@ def files_that_name_torchrun(tests: Path) -> list[str]:
 
 def test_torchrun_is_started_by_the_listed_files_alone(tmp_path: Path):
     found = files_that_name_torchrun(ranks.REPOSITORY / "tests")
-    assert {"test_packaging.py", "test_two_nodes.py", "ranks.py"} <= {*found}
+    assert {"scripts/test_packaging.py", "scenarios/test_two_nodes.py", "support/ranks.py"} <= {*found}
     assert [f"tests/{name}" for name in found if name not in NAMING_TORCHRUN and f"tests/{name}" not in LISTED] == []
     # Control.
     (tmp_path / "test_planted.py").write_text("command = ['-m', 'torch.distributed" + ".run']")

@@ -1,6 +1,6 @@
 """Small jobs whose machine loses power at any moment, and which go on from what may be left. See power_loss.py.
 
-    LD_PRELOAD=recorded_io.so python tests/power_loss_job.py FOLDER COUNT SEED CASE...
+    LD_PRELOAD=recorded_io.so python tests/support/power_loss_job.py FOLDER COUNT SEED CASE...
 
 Each case is a job that is recorded once. Of every state that a crash may leave, the files are looked at: what the job
 has called done (a commit, its output, its end) must be there. COUNT of the states, drawn from SEED, or all where it is
@@ -29,7 +29,7 @@ import launch
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.journal import _HEADER, _RECORD_BYTES, JOURNAL_NAME, LINES_NAME, JournalRecord
 
-MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 ROWS = [{"prompt": f"add {index} 7 =", "max_tokens": 2 + index % 3, "ignore_eos": True} for index in range(8)]
 LIBRARY = ctypes.CDLL(None)
 RULES = {"any order": {}, "in order": {"is_ordered": True}}

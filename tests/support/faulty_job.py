@@ -1,6 +1,6 @@
 """A small job, again and again in one process, each time with one fault of a file below it. See faulty_io.c.
 
-    LD_PRELOAD=faulty_io.so python tests/faulty_job.py FOLDER EVERY
+    LD_PRELOAD=faulty_io.so python tests/support/faulty_job.py FOLDER EVERY
 
 For each kind of call on a file of the job (`CALLS`) and each error, the first, then the EVERY-th such call and so on
 fails. The job then answers with the right bytes, or ends with one error in words and no output under its name; and the
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import launch
 
-MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 SHORT_WRITE = 0
 CALLS = {
     "write": (errno.ENOSPC, errno.EIO, SHORT_WRITE),

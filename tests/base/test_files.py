@@ -20,7 +20,7 @@ from spmd_worker.base.files import (
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 
 
 def test_a_file_is_replaced_with_all_of_its_bytes(tmp_path: Path):

@@ -127,7 +127,7 @@ def test_open_files_are_asked_for_where_the_hard_limit_allows_them(monkeypatch: 
 
 @pytest.mark.parametrize("limits", ["ulimit -s 256", "ulimit -n 64"])
 def test_the_command_says_so_in_place_of_a_crash(limits: str):
-    command = f"{limits}; exec {sys.executable} {Path(__file__).resolve().parents[1] / 'launch.py'} --version"
+    command = f"{limits}; exec {sys.executable} {Path(__file__).resolve().parents[2] / 'launch.py'} --version"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: RLIMIT_")

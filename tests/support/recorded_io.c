@@ -1,12 +1,12 @@
 // A library to preload: writes down, in order, everything that changes files below a folder, and every fsync.
 //
-//   gcc -shared -fPIC -O1 -o recorded_io.so recorded_io.c -ldl -lpthread    (tests/preloaded.py)
+//   gcc -shared -fPIC -O1 -o recorded_io.so recorded_io.c -ldl -lpthread    (tests/support/preloaded.py)
 //   LD_PRELOAD=./recorded_io.so python ...
 //
 // recorded_io_start(folder, log) begins, recorded_io_stop() ends. A record is a line of ASCII, "KIND INODE OFFSET N M S",
 // then N bytes of a path, M of another and S of data. One call is made and written down at a time, so the order of the
 // log is the order in which things happened; calls that fail are left out. What else could change a file (mmap, writev,
-// sendfile) is not seen: tests/power_loss_job.py compares what the log comes to with the files.
+// sendfile) is not seen: tests/support/power_loss_job.py compares what the log comes to with the files.
 #include "preloaded_io.h"
 #include <pthread.h>
 #include <sys/stat.h>

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 
 import spmd_worker.worker.worker as worker_module
@@ -201,7 +202,7 @@ def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
     here = Path(__file__).parent
     printed = [
         subprocess.run(
-            [sys.executable, "-c", script, str(checkpoint), str(here), str(here.parent)],
+            [sys.executable, "-c", script, str(checkpoint), str(here), *ranks.IMPORT_PATH],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

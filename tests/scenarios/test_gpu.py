@@ -88,7 +88,7 @@ def test_the_cache_is_sized_by_what_the_gpu_has_and_given_back(tmp_path: Path):
 
 @pytest.mark.gpu
 def test_two_ranks_add_up_over_symmetric_memory_on_one_gpu():
-    script = Path(__file__).parent / "ops" / "kernels" / "peer_sums_on_gpu.py"
+    script = ranks.REPOSITORY / "tests" / "ops" / "kernels" / "peer_sums_on_gpu.py"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     done = ranks.run_torchrun(script, 2, 240, environment, is_fresh=True)
     assert done.returncode == 0, done.output

@@ -35,7 +35,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
+IMPORT_PATH = (str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "support"))
+"""The product, the tests at the root, and what tests share."""
 START_S = 120.0
 LONG_S = 3600.0
 ENVIRONMENT_BYTES = 1 << 16
@@ -57,7 +59,7 @@ class ForkServer:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         variables = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
+            "PYTHONPATH": os.pathsep.join(IMPORT_PATH),
             "PYTHONHASHSEED": str(hash_seed),
             "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, hidden_states, logits_of
+from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, error, expected, hidden_states, logits_of
 from reference_models import random_prompt
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from spmd_worker import LLM, LLMEngine, PoolingParams
@@ -69,26 +68,6 @@ def plainly_pooled(name: str) -> list[list[float]]:
 
 
 @torch.no_grad()
-def expected(name: str, prompt: list[int]) -> Tensor:
-    """By transformers, and what comes behind by hand."""
-    if name in WITH_SCORES:
-        return logits_of(name, prompt)
-    states = hidden_states(name, prompt)
-    x = states[0] if name == "xlm_cls" else states.mean(0)
-    if name.endswith("_dense"):
-        from safetensors.torch import load_file
-
-        weights = load_file(encoder_folder(name) / "2_Dense" / "model.safetensors")
-        x = torch.tanh(F.linear(x, weights["linear.weight"], weights["linear.bias"]))
-    return F.normalize(x, dim=0) if name.endswith(("_mean", "_cls", "_dense")) else x
-
-
-def error(ours: list[float], theirs: Tensor) -> float:
-    """As a share of the largest number, where that is above 1."""
-    assert len(ours) == len(theirs)
-    return float((torch.tensor(ours) - theirs).abs().max() / theirs.abs().max().clamp(min=1))
-
-
 def worst_error(name: str) -> float:
     return max(error(ours, expected(name, prompt)) for ours, prompt in zip(plainly_pooled(name), PROMPTS, strict=True))
 

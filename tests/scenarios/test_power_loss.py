@@ -19,7 +19,7 @@ import ranks
 from power_loss import Disk, Operation, Tree, crashes, parts_of, snapshot
 from stress_seed import SEED
 
-SCRIPT = Path(__file__).with_name("power_loss_job.py")
+SCRIPT = ranks.SUPPORT / "power_loss_job.py"
 CASES = ["jsonl", "parquet", "resumed", "next run"]
 
 PLANTED = f"""
@@ -60,7 +60,7 @@ def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> t
     """What was found by case, and the output."""
     # A fresh interpreter: what is preloaded is loaded when a program starts.
     command = [sys.executable, str(script), str(folder), str(count), str(SEED), *cases]
-    path = os.pathsep.join(map(str, (ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
+    path = os.pathsep.join(ranks.IMPORT_PATH)
     done = ranks.run_command(command, 1200.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for each in found:

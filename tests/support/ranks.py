@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from fork_server import ForkedProcess, fork_server
+from fork_server import IMPORT_PATH, ForkedProcess, fork_server
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-STORE_HOST = str(Path(__file__).with_name("store_host.py"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+SUPPORT = Path(__file__).parent
+STORE_HOST = str(SUPPORT / "store_host.py")
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
 GRACE_S = 10.0
 LAUNCHER_GRACE_S = 10.0
@@ -54,15 +55,15 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/replica/lockstep/test_divergence.py",
     "tests/ranks/test_cores.py",
     "tests/base/liveness/test_signals.py",
-    "tests/test_external_launcher.py",
-    "tests/test_fault_matrix.py",
-    "tests/test_kill_resume.py",
+    "tests/scenarios/test_external_launcher.py",
+    "tests/scenarios/test_fault_matrix.py",
+    "tests/scenarios/test_kill_resume.py",
     "tests/test_launch.py",
-    "tests/test_packaging.py",
-    "tests/test_gpu.py",
-    "tests/test_ranks_helper.py",
-    "tests/test_thousand_kills.py",
-    "tests/test_two_nodes.py",
+    "tests/scripts/test_packaging.py",
+    "tests/scenarios/test_gpu.py",
+    "tests/support/test_ranks_helper.py",
+    "tests/scenarios/test_thousand_kills.py",
+    "tests/scenarios/test_two_nodes.py",
 )
 """The files of the tests that start torchrun, because they are about it. All others fork their ranks."""
 
@@ -147,7 +148,7 @@ def forked_torchrun(nproc: int) -> list[str]:
 
 def _torchrun_arguments(nproc: int) -> list[str]:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    assert not test or test in ABOUT_TORCHRUN, f"{test} is not in ABOUT_TORCHRUN of tests/ranks.py"
+    assert not test or test in ABOUT_TORCHRUN, f"{test} is not in ABOUT_TORCHRUN of tests/support/ranks.py"
     return ["--standalone", "--nproc-per-node", str(nproc)]
 
 
@@ -395,7 +396,7 @@ def processes_of(token: str) -> list[int]:
 def environment(token: str, extra: Mapping[str, str]) -> dict[str, str]:
     """This process's, without what a launcher told it, with what ranks need and `extra`."""
     inherited = {name: value for name, value in os.environ.items() if not _is_set_by_a_launcher(name)}
-    python_path = [str(REPOSITORY), str(REPOSITORY / "tests"), inherited.get("PYTHONPATH", "")]
+    python_path = [*IMPORT_PATH, inherited.get("PYTHONPATH", "")]
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(filter(None, python_path)),

@@ -27,7 +27,7 @@ from waiting import NotInTime, wait_until
 from spmd_worker.base.errors import JournalError
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
 
-SCRIPT = Path(__file__).with_name("held_job.py")
+SCRIPT = ranks.SUPPORT / "held_job.py"
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "1000"))
 NUM_PARTS = 20
 PARTS = [*range(NUM_PARTS - 1), pytest.param(NUM_PARTS - 1, marks=pytest.mark.timed)]

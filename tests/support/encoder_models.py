@@ -14,9 +14,11 @@ import torch
 from pooling_models import SIZES, write_modules
 from reference_models import fill
 from run_folder import made_once
+from safetensors.torch import load_file
 from tokenizer_folders import CORPUS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -196,6 +198,24 @@ def hidden_states(name: str, prompt: list[int], num_first_tokens: int | None = N
 def logits_of(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
     """[labels] of a row alone."""
     return backbone(name)(**_inputs(prompt, num_first_tokens)).logits[0].float()
+
+
+def expected(name: str, prompt: list[int]) -> Tensor:
+    """By transformers, and what comes behind by hand."""
+    if name in WITH_SCORES:
+        return logits_of(name, prompt)
+    states = hidden_states(name, prompt)
+    x = states[0] if name == "xlm_cls" else states.mean(0)
+    if name.endswith("_dense"):
+        weights = load_file(encoder_folder(name) / "2_Dense" / "model.safetensors")
+        x = torch.tanh(F.linear(x, weights["linear.weight"], weights["linear.bias"]))
+    return F.normalize(x, dim=0) if name.endswith(("_mean", "_cls", "_dense")) else x
+
+
+def error(ours: list[float], theirs: Tensor) -> float:
+    """As a share of the largest number, where that is above 1."""
+    assert len(ours) == len(theirs)
+    return float((torch.tensor(ours) - theirs).abs().max() / theirs.abs().max().clamp(min=1))
 
 
 def _inputs(prompt: list[int], num_first_tokens: int | None) -> dict[str, Tensor]:
