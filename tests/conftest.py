@@ -9,9 +9,11 @@ Imports no torch, so that the tests of torch-free code do not wait for it.
 import gc
 import os
 import random
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,15 @@ def nothing_frozen() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def control() -> Callable[..., AbstractContextManager[object]]:
+    """`with control("WORDS"):` in a negative control: the check in it must fail, and its failure must contain WORDS.
+
+    A check that passes there is no check: it would not notice that its guarantee is broken.
+    """
+    return lambda words="": pytest.raises(AssertionError, match=re.escape(words))
 
 
 @pytest.fixture

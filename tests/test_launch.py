@@ -184,6 +184,7 @@ def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0
     assert capsys.readouterr().err == "[rank 1] error: seed=x must be a whole number\n"
 
 
+@pytest.mark.guarantee("Exit codes 70 and 1")
 def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Path):
     assert exit_codes(tmp_path, lambda command: ranks.run_command([sys.executable, *command], START_S)) == EXIT_CODES
 
@@ -214,6 +215,7 @@ def exit_codes(tmp_path: Path, run: Callable[[list[str]], ranks.CompletedRanks],
     return codes
 
 
+@pytest.mark.control("Exit codes 70 and 1")
 def test_the_comparison_sees_exit_codes_that_are_exchanged(tmp_path: Path):
     """Negative control: ranks that diverged have lost their code, and others end with it."""
     planted = """
@@ -240,6 +242,7 @@ def good_row(index: int) -> dict[str, Any]:
     return {"custom_id": f"row-{index}", **shapes[index % 5]}
 
 
+@pytest.mark.guarantee("Exit 0: every row has its line, in input order")
 def test_a_thousand_rows_with_a_hundred_bad_ones_of_ten_kinds_have_a_thousand_answers_in_order(tmp_path: Path):
     bad = {10 * number + 7: BAD_ROWS[number % 10](number) for number in range(100)}
     rows = [bad.get(index, good_row(index)) for index in range(1000)]
@@ -376,6 +379,7 @@ def read_to_end(descriptor: int) -> str:
     return b"".join(pieces).decode(errors="replace")
 
 
+@pytest.mark.guarantee("The host's random states stay", is_control_inside=True)
 def test_importing_and_running_leave_the_hosts_process_as_it_was():
     # Trainers import us: their seeds, signal handlers, environment and threads are theirs.
     source = f"""

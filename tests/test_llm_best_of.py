@@ -43,6 +43,7 @@ def tokens(outputs: list[list[CompletionOutput]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in completions] for completions in outputs]
 
 
+@pytest.mark.guarantee("best_of returns the best, best first", is_control_inside=True)
 def test_the_best_two_of_four_are_those_picked_by_hand(llm: LLM):
     expected = best_by_hand(llm, replace(SAMPLED, n=4, logprobs=0), count=2)
     assert run(llm, replace(SAMPLED, n=2, best_of=4, logprobs=0)) == expected

@@ -136,6 +136,7 @@ def draws_of_a_program(seed: int = 0) -> tuple[list[list[int]], list[list[int]]]
         return [*called, *requested], [*(row for (row,) in tokens(run(llm, prompts, seeded))), by_request(seeded)]
 
 
+@pytest.mark.guarantee("Each call draws anew, a rerun the same")
 def test_each_row_of_each_call_draws_its_own_numbers_and_a_rerun_draws_them_again():
     drawn, seeded = draws_of_a_program()
     assert len(dict.fromkeys(map(tuple, drawn))) == 10
@@ -157,6 +158,7 @@ def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew(
         assert tokens(run(llm, PROMPTS[0], SAMPLED)) == drawn[0], "negative control"
 
 
+@pytest.mark.control("Each call draws anew, a rerun the same")
 def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
     """Negative control: so it once was, and a trainer saw one rollout for ever."""
     first, second = (tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) for _ in range(2))
@@ -164,6 +166,7 @@ def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
     assert tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) == second != first
 
 
+@pytest.mark.guarantee("The host's random states stay", is_control_inside=True)
 def test_the_hosts_generators_are_bit_identical_before_and_after():
     def states() -> tuple[object, ...]:
         return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()

@@ -102,6 +102,7 @@ def test_the_tokenizers_end_of_sequence_token_is_one_of_the_ids_that_end_a_row(f
     assert ends(tmp_path) == (3, 4), "no tokenizer: as config.json says"
 
 
+@pytest.mark.guarantee("A row ends at the tokenizer's end of sequence, too", is_control_inside=True)
 def test_a_row_ends_at_the_tokenizers_end_of_sequence_token_as_transformers_ends_it(folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     model, prompt = open_reference(folder), random_prompt(9, seed=4, vocab_size=320)

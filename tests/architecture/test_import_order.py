@@ -93,6 +93,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.guarantee("No pickle, no eval; .bin refused")
 def test_the_house_keeps_its_order():
     assert import_violations(REPOSITORY) == []
 
@@ -101,6 +102,7 @@ def test_a_clean_house_has_no_violation(tmp_path: Path):
     assert import_violations(plant(tmp_path, {})) == []
 
 
+@pytest.mark.control("No pickle, no eval; .bin refused")
 @pytest.mark.parametrize(("path", "code", "words"), PLANTED, ids=lambda value: str(value)[:50])
 def test_a_planted_import_is_found_at_its_line(tmp_path: Path, path: str, code: str, words: str):
     found = import_violations(plant(tmp_path, {path: f"+\n{code}\n"}))

@@ -122,10 +122,12 @@ def check_all(read: Callable[[AnswerReader, str], ChatAnswer]) -> None:
         assert read(reader(chat_format), text) == ChatAnswer(text), text[:100]
 
 
+@pytest.mark.guarantee("Calls and reasoning are read, other text stays content")
 def test_calls_and_reasoning_come_back_and_what_is_no_call_is_content_as_it_is():
     check_all(AnswerReader.read)
 
 
+@pytest.mark.control("Calls and reasoning are read, other text stays content")
 @pytest.mark.parametrize(
     "broken",
     [
@@ -134,10 +136,10 @@ def test_calls_and_reasoning_come_back_and_what_is_no_call_is_content_as_it_is()
         lambda name, request: SimpleNamespace(read=lambda text, is_end: [text.replace("<tool_call>", ""), CALL]),
     ],
 )
-def test_a_reader_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytest.MonkeyPatch, control):
     """The control."""
     monkeypatch.setattr(answer_reader, "call_reader", broken)
-    with pytest.raises(AssertionError):
+    with control():
         check_all(AnswerReader.read)
 
 
@@ -337,6 +339,7 @@ def written(chat_format: ChatFormat, name: str, arguments: str) -> list[str]:
     return [head, f"{head}<|call|>", f"<|start|>assistant{head}<|end|>"]
 
 
+@pytest.mark.guarantee("Arguments come back whatever they quote")
 @pytest.mark.finding(number="A3")
 @settings(max_examples=150, deadline=None)
 @given(EACH_FORMAT, st.lists(ARGUMENTS, min_size=1, max_size=3), st.sampled_from([None, 1]), st.booleans(), CUTS)
@@ -362,6 +365,7 @@ def test_arguments_come_back_whatever_they_quote(
                 assert found == ChatAnswer("", "why", expected.tool_calls)
 
 
+@pytest.mark.control("Arguments come back whatever they quote")
 @pytest.mark.finding(number="A3")
 def test_reader_that_knows_no_strings_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""

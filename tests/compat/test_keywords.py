@@ -119,12 +119,14 @@ def named_by_llm(table: Mapping[str, Keyword]) -> dict[str, Any]:
     return {row.name: row.default for row in table.values() if row.effect in (Effect.SAME, Effect.OURS)}
 
 
+@pytest.mark.guarantee("LLM takes every keyword of vLLM's, as the table says")
 def test_every_keyword_that_means_something_is_a_parameter_of_llm_with_the_tables_default():
     assert named_by_llm(KEYWORDS) == {
         name: default for name, default in parameters_of(LLM).items() if name not in ("self", "model")
     }
 
 
+@pytest.mark.control("LLM takes every keyword of vLLM's, as the table says")
 def test_that_comparison_sees_a_row_that_is_missing():
     """Negative control."""
     assert named_by_llm({name: row for name, row in KEYWORDS.items() if name != "dtype"}) != named_by_llm(KEYWORDS)

@@ -55,6 +55,7 @@ def check(llm: LLM, expected: list[list[int]]) -> None:
     assert tokens(llm) == expected
 
 
+@pytest.mark.guarantee("Ctrl-C in a call: the next one works")
 @pytest.mark.parametrize("nth", [1, 3])
 @pytest.mark.parametrize("point", POINTS)
 def test_interrupted_generate_leaves_a_working_engine(llm: LLM, expected: list[list[int]], point: str, nth: int):
@@ -348,6 +349,7 @@ def test_forked_process_has_the_hosts_handlers():
         assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.control("Ctrl-C in a call: the next one works")
 def test_the_tests_see_an_engine_that_defers_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     with LLM(checkpoint_folder("llama3"), **SETTINGS) as other:
@@ -397,6 +399,7 @@ ON_RANKS = """
     """
 
 
+@pytest.mark.guarantee("Ctrl-C in a call: the next one works")
 @pytest.mark.parametrize(
     ("sizes", "points"),
     [

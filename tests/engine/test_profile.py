@@ -89,11 +89,13 @@ def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytes
         llm.stop_profile()
 
 
+@pytest.mark.guarantee("A trace a rank")
 @pytest.mark.matrix
 def test_every_rank_writes_its_own_trace(tmp_path: Path):
     check_traces_of_ranks(tmp_path, ON_RANKS)
 
 
+@pytest.mark.control("A trace a rank")
 @pytest.mark.matrix
 def test_the_check_sees_ranks_that_write_one_trace(tmp_path: Path):
     """Negative control."""

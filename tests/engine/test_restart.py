@@ -103,6 +103,7 @@ def test_uneven_replicas_divided_anew_answer_on():
     assert seven[:3] == three
 
 
+@pytest.mark.guarantee("reinitialize_distributed: empty caches, same answers")
 def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_cache(expected: str):
     done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, PROMPT])
     assert done.returncode == 0, done.output
@@ -176,6 +177,7 @@ def test_unanswered_requests_are_counted_and_refused_and_then_answered():
             engine.check_open()
 
 
+@pytest.mark.control("reinitialize_distributed: empty caches, same answers")
 def test_an_engine_that_kept_its_index_of_blocks_would_be_seen(expected: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: the new workers with the old names of blocks."""
     monkeypatch.setattr(factory, "CacheManager", functools.cache(CacheManager))

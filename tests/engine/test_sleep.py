@@ -151,6 +151,7 @@ def asleep_again(llm: LLM) -> None:
     load(llm)
 
 
+@pytest.mark.guarantee("sleep, wake_up")
 @pytest.mark.parametrize(
     "wake", [as_trl_does, all_at_once, cache_first, cache_before_the_load, in_two_partial_updates, asleep_again]
 )
@@ -161,6 +162,7 @@ def test_after_level_2_every_legal_order_leads_to_weights_that_were_loaded(llm: 
     assert answers(llm) == old
 
 
+@pytest.mark.control("sleep, wake_up")
 def test_a_weight_that_was_not_loaded_would_be_seen(llm: LLM, old: Any):
     """Negative control: without the rule of coverage the poison reaches the answers."""
     llm.sleep(level=2)
@@ -275,6 +277,7 @@ def given_back(llm: LLM, *, keeping: bool = False) -> tuple[int, int]:
     return num_bytes, before - host.resident_bytes()
 
 
+@pytest.mark.guarantee("sleep, wake_up")
 def test_the_memory_of_cache_and_weights_is_given_back_each_time(caplog: pytest.LogCaptureFixture):
     with open_llm(num_blocks=3000, swap_space=0) as llm, caplog.at_level(logging.INFO, "spmd_worker"):
         num_bytes, num_less = given_back(llm)
@@ -299,6 +302,7 @@ def test_the_memory_of_cache_and_weights_is_given_back_each_time(caplog: pytest.
         assert given_back(llm)[1] > 0.9 * num_bytes
 
 
+@pytest.mark.control("sleep, wake_up")
 def test_memory_that_somebody_keeps_is_seen():
     """Negative control."""
     with open_llm(num_blocks=3000, swap_space=0) as llm:
@@ -364,6 +368,7 @@ def on_ranks(llm: LLM, rank: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.guarantee("Ranks wake together or not at all")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_wake_together_or_not_at_all(layout: dict[str, int], tmp_path: Path):
     done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
@@ -384,6 +389,7 @@ def check_woken_together(done: ranks.CompletedRanks, folder: Path) -> None:
             assert found is not None, seen
 
 
+@pytest.mark.control("Ranks wake together or not at all")
 def test_a_rank_that_wakes_though_another_cannot_is_seen(tmp_path: Path):
     """Negative control: rank 0 commits what rank 1 has refused."""
     done = ranks.run_forked([__file__, json.dumps(TP), tmp_path, "hasty"], nproc=2, timeout_s=240)

@@ -367,6 +367,7 @@ NOTHING: dict[str, tuple[type, str, Any]] = {
 }
 
 
+@pytest.mark.control("Weight updates are whole or refused")
 @pytest.mark.matrix
 @pytest.mark.parametrize("guard", NOTHING)
 def test_a_guard_that_is_gone_is_missed(guard: str, monkeypatch: pytest.MonkeyPatch):

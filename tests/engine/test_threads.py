@@ -158,11 +158,13 @@ def added_while_a_step_takes_events(llm: LLM, lock: Any, until: Callable[[thread
     return len(answered)
 
 
+@pytest.mark.guarantee("Other threads may add and abort while one steps")
 def test_a_request_that_comes_while_a_step_takes_the_others_is_not_lost(llm: LLM):
     lock = WantedLock()
     assert added_while_a_step_takes_events(llm, lock, lambda _: lock.wanted.wait(LIMIT_S)) == 2
 
 
+@pytest.mark.control("Other threads may add and abort while one steps")
 def test_without_the_lock_it_would_be(llm: LLM):
     """Negative control."""
     assert added_while_a_step_takes_events(llm, NoLock(), lambda thread: thread.join(LIMIT_S)) == 1

@@ -42,6 +42,7 @@ def main(folder: Path, **options: Any) -> None:
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(seen))
 
 
+@pytest.mark.guarantee("Worker events change all workers or none")
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     "layout",

@@ -49,6 +49,7 @@ def alone() -> list[RequestOutput]:
     return answers()
 
 
+@pytest.mark.guarantee("executor.backend=multiproc answers as one rank")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
@@ -63,6 +64,7 @@ def test_stages_are_one_process_to_the_last_bit(alone: list[RequestOutput], layo
     assert answers(**layout) == alone
 
 
+@pytest.mark.control("executor.backend=multiproc answers as one rank")
 @pytest.mark.matrix
 def test_the_comparison_sees_one_bit_of_weights_in_one_stage(alone: list[RequestOutput]):
     """Negative control."""

@@ -163,6 +163,7 @@ def is_alike(own: object, other: object, scale: float = 1.0) -> bool:
         return own == other
 
 
+@pytest.mark.guarantee("lm-evaluation-harness scores as its own model")
 @pytest.mark.parametrize("layout", ["one rank", "tensor", "data"])
 def test_three_tasks_score_as_with_the_harness_own_model(alone: dict, layout: str, request: pytest.FixtureRequest):
     reference = alone["hf"]
@@ -172,6 +173,7 @@ def test_three_tasks_score_as_with_the_harness_own_model(alone: dict, layout: st
     assert found["results"]["local_sums"]["exact_match,none"] == reference["results"]["local_sums"]["exact_match,none"]
 
 
+@pytest.mark.control("lm-evaluation-harness scores as its own model")
 def test_the_comparison_sees_another_model(alone: dict):
     """The control: with a shorter window the long text scores otherwise."""
     assert [each for each in differences(alone["short"], alone["hf"]) if each.startswith("local_text")]

@@ -75,6 +75,7 @@ def encoded(encoder: Any, kind: str, prompt_type: str | None, **options: Any) ->
     return encoder.encode(BATCHES, prompt_type=wanted, **about, **options)
 
 
+@pytest.mark.guarantee("mteb's prompt comes before a text, and no second one", is_control_inside=True)
 def test_vectors_are_those_of_embed_behind_the_prompt_that_belongs_to_them(make: Callable[..., Any]):
     plain = make()
     told = make({"prompts": PROMPTS, "default_prompt_name": "query", "similarity_fn_name": "dot"})

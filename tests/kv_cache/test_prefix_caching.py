@@ -288,6 +288,7 @@ def test_a_block_that_is_taken_for_something_else_is_not_found_though_it_still_h
 # --- contents ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("Prefix hits change no answer")
 def test_what_is_found_reads_as_what_was_computed():
     simulation = make_simulation(8, 2)
     simulation.start("a", TOKENS)
@@ -301,7 +302,8 @@ def test_what_is_found_reads_as_what_was_computed():
     simulation.check_integrity()
 
 
-def test_a_hit_of_the_wrong_block_is_seen_in_the_contents():
+@pytest.mark.control("Prefix hits change no answer")
+def test_a_hit_of_the_wrong_block_is_seen_in_the_contents(control):
     """The control: a name that leads to a block of another sequence."""
     simulation = make_simulation(8, 2)
     for name, tokens in (("a", TOKENS), ("b", [9, 9, 9])):
@@ -311,5 +313,5 @@ def test_a_hit_of_the_wrong_block_is_seen_in_the_contents():
     index = simulation.manager._pool._index._blocks
     index[names(TOKENS)[0]] = simulation.sequences["b"].table.block_ids[0]
     simulation.start_from_cache("c", TOKENS[:4])
-    with pytest.raises(AssertionError, match="sequence c reads another's tokens"):
+    with control("sequence c reads another's tokens"):
         simulation.run_step()

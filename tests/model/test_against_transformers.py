@@ -44,6 +44,7 @@ def worst_error(name: str, logits: list[torch.Tensor]) -> float:
     )
 
 
+@pytest.mark.guarantee("Models compute what transformers computes")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_of_a_mixed_batch_are_transformers(name: str):
     logits = prompt_logits(load_model(checkpoint_folder(name)), PROMPTS)

@@ -111,6 +111,7 @@ def each_exact() -> list[Any]:
     return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
 
 
+@pytest.mark.guarantee("invariant_experts: the same bits on any ranks", is_control_inside=True)
 @pytest.mark.parametrize(("name", "dtype"), each_exact())
 def test_exact_experts_are_the_same_bits_on_one_two_and_four_ranks(name: str, dtype: torch.dtype):
     sparse = partial(sparse_outputs, name, dtype=dtype)

@@ -97,6 +97,7 @@ def new_model(
     return model
 
 
+@pytest.mark.guarantee("Models compute what transformers computes")
 @quick(*(name for name in ALL_CASES if name not in CAME_LAST), slow=VARIANTS)
 def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     model = load_model(family_folder(name))
@@ -682,6 +683,7 @@ def is_case_noticed(name: str) -> bool:
     return is_noticed((family_folder(name), thinned_folder(name)), logits_of, is_right)
 
 
+@pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
     [

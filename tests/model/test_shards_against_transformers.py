@@ -90,6 +90,7 @@ def test_the_comparison_sees_key_value_heads_that_go_to_the_wrong_ranks(monkeypa
     assert worst_error("llama3", 4) > 1e-2
 
 
+@pytest.mark.control("Tensor parallelism: one rank's answers")
 def test_the_comparison_sees_a_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch):
     def forward(self: linear.RowParallelLinear, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self.weight, self.bias)

@@ -130,6 +130,7 @@ def test_the_real_ones_are_read(tmp_path: Path):
         assert model_config_of(config, tmp_path / "config.json").num_parameters > 10_000_000, architecture
 
 
+@pytest.mark.guarantee("Broken config.json: one sentence")
 def test_a_broken_config_is_read_or_refused_in_one_sentence_in_bounded_work(tmp_path: Path):
     use_once(tmp_path)
     refusals = check_all(24, tmp_path)
@@ -186,6 +187,7 @@ def as_it_is(value: Any, *_: Any) -> Any:
     return value
 
 
+@pytest.mark.control("Broken config.json: one sentence")
 def test_the_check_sees_numbers_that_nobody_looks_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the rule for whole numbers some file ends in a traceback, or takes too much."""
     use_once(tmp_path)

@@ -162,6 +162,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
     return put
 
 
+@pytest.mark.guarantee("Names on the hub: one download a node, the cache first, offline")
 def test_ranks_of_a_node_download_once_and_all_find_it(cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(hub, "_POLL_S", 0.001)
@@ -176,8 +177,12 @@ def test_ranks_of_a_node_download_once_and_all_find_it(cache: Path, online: Any,
     assert not any("bin" in pattern or "py" in pattern for pattern in call["allow_patterns"])
 
 
+@pytest.mark.control("Names on the hub: one download a node, the cache first, offline")
 def test_the_count_sees_ranks_that_download_beside_each_other(
-    cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Path,
+    online: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    control,
 ):
     """Negative control: no lock, and each rank looks into the cache before another has fetched anything."""
     fetch, met, lock = hub._fetch, Barrier(4), Lock()
@@ -191,7 +196,7 @@ def test_the_count_sees_ranks_that_download_beside_each_other(
 
     monkeypatch.setattr(hub, "_locked", lambda path, wanted: nullcontext())
     monkeypatch.setattr(hub, "_fetch", fetch_beside_the_others)
-    with pytest.raises(AssertionError, match="4 == 1"):
+    with control("4 == 1"):
         test_ranks_of_a_node_download_once_and_all_find_it(cache, online, monkeypatch)
 
 
@@ -337,6 +342,7 @@ def test_a_model_that_pools_is_downloaded_with_what_says_how(cache: Path, fake_h
     assert len(hub.calls) == 3
 
 
+@pytest.mark.guarantee("Names on the hub: one download a node, the cache first, offline")
 def test_a_model_that_does_not_pool_is_asked_for_once(cache: Path, fake_hub: Any):
     hub = fake_hub(MODEL)
     found = locate_model("org/tiny", None)
@@ -345,12 +351,16 @@ def test_a_model_that_does_not_pool_is_asked_for_once(cache: Path, fake_hub: Any
     assert len(hub.calls) == 2
 
 
+@pytest.mark.control("Names on the hub: one download a node, the cache first, offline")
 def test_the_count_sees_a_hub_that_is_asked_for_what_is_in_the_cache(
-    cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Path,
+    fake_hub: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    control,
 ):
     """Negative control: what the hub has not is not noted."""
     monkeypatch.setattr(hub, "unknown_files", lambda cache, found: list(POOLING_FILES))
-    with pytest.raises(AssertionError, match="3 == 2"):
+    with control("3 == 2"):
         test_a_model_that_does_not_pool_is_asked_for_once(cache, fake_hub)
 
 
@@ -382,6 +392,7 @@ def test_a_snapshot_without_the_files_of_its_modules_is_not_complete(cache: Path
     assert locate_model("org/half", None, needs_weights=False).commit == COMMIT
 
 
+@pytest.mark.guarantee("Names on the hub: one download a node, the cache first, offline")
 def test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that_is_said(
     cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -400,6 +411,7 @@ def test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that
     assert locate_model("org/tiny", None).folder == snapshot
 
 
+@pytest.mark.control("Names on the hub: one download a node, the cache first, offline")
 def test_the_calls_show_a_hub_that_is_asked_though_that_is_forbidden(
     cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -349,6 +349,7 @@ def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
         assert word in message
 
 
+@pytest.mark.guarantee("A model folder's code is not run")
 def test_code_of_a_folder_whose_architecture_runs_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
         check_code_is_not_run(tmp_path)
@@ -371,7 +372,8 @@ def check_code_is_not_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_the_check_sees_code_of_a_folder_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.control("A model folder's code is not run")
+def test_the_check_sees_code_of_a_folder_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: a reader that has transformers look at the folder first, and trusts it."""
     ours = model_config_module.model_config_of
 
@@ -382,7 +384,7 @@ def test_the_check_sees_code_of_a_folder_that_is_run(tmp_path: Path, monkeypatch
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(model_config_module, "model_config_of", run_and_read)
-    with pytest.raises(AssertionError, match="not True"):
+    with control("not True"):
         check_code_is_not_run(tmp_path)
     assert (tmp_path / "ran").exists()
 

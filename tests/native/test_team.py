@@ -60,6 +60,7 @@ def are_equal(results: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(results, others, strict=True))
 
 
+@pytest.mark.guarantee("Threads that lose their cores change no bit")
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -99,6 +100,7 @@ print(all(are_equal(results_of(planted, torch.bfloat16), alone) for _ in range(1
 """In a process of its own: threads that nobody waits for write where the calling thread has other things by then."""
 
 
+@pytest.mark.control("Threads that lose their cores change no bit")
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("right", "wrong"),

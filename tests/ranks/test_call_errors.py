@@ -163,6 +163,7 @@ def reports_of(folder: Path, layout: dict[str, int], *names: str, plant: str = "
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.guarantee("One rank's early error is RankFailedError on the others, which go on")
 @pytest.mark.parametrize("digest_every", [1, 0])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name: str, digest_every: int):
@@ -219,6 +220,7 @@ def test_an_argument_that_no_step_could_carry_is_an_error_on_each_rank_at_once(r
         assert report[f"{name}, 1"][:2] == [ALIKE[name], 0]
 
 
+@pytest.mark.guarantee("One rank's early error is RankFailedError on the others, which go on")
 def test_the_engine_goes_on_on_all_ranks_after_every_error(reports):
     expected = reports[0]["good, 1"][0]
     assert [len(row) for row in expected] == [3, 3]
@@ -249,13 +251,14 @@ agreement.exchange = exchange
 """What `prepare` raises, the other ranks do not hear of."""
 
 
+@pytest.mark.control("One rank's early error is RankFailedError on the others, which go on")
 @pytest.mark.matrix
-def test_the_checks_see_an_error_that_the_others_do_not_hear_of(tmp_path: Path):
+def test_the_checks_see_an_error_that_the_others_do_not_hear_of(tmp_path: Path, control):
     """Negative control: rank 0 takes the next call of rank 1 for this one, and no later calls meet as they should."""
     name = "parameters on rank 1"
     reports = reports_of(tmp_path, LAYOUTS["tensor parallel"], "good", name, plant=UNHEARD)
     assert [report[f"{name}, 1"][0] for report in reports] == [reports[0]["good, 1"][0], EXPECTED[name][1]]
-    with pytest.raises(AssertionError):
+    with control():
         test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name, 1)
     with pytest.raises(AssertionError, match=name):
         test_the_engine_goes_on_on_all_ranks_after_every_error(reports)

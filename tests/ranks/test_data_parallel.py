@@ -192,6 +192,7 @@ def check_failure(reports: list[dict[str, Any]], words: tuple[str, ...], culprit
         assert text.startswith("RuntimeError: "), (rank, text)
 
 
+@pytest.mark.guarantee("Replicas: one rank's bits, in calls and jobs", is_control_inside=True)
 def test_two_replicas_give_one_ranks_answers(tmp_path: Path, alone: dict[str, Any]):
     reports = reports_of(2, tmp_path, culprit=1, data_parallel_size=2)
     check(reports, alone, 2, tolerance=0.0)

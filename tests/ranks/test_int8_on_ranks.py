@@ -128,6 +128,7 @@ def run_all(tmp_path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)], [first.name, DEMO.name]
 
 
+@pytest.mark.guarantee("int8: the same bits on any number of ranks", is_control_inside=True)
 @pytest.mark.matrix
 def test_every_tensor_parallel_size_and_stages_give_one_ranks_bits(tmp_path: Path):
     by_rank, names = run_all(tmp_path)

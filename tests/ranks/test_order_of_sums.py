@@ -49,6 +49,7 @@ def summed(nccl: FakeNccl, group: GroupHandle, num_rows: int) -> torch.Tensor:
     return found
 
 
+@pytest.mark.guarantee("TritonWorker adds in rank order", is_control_inside=True)
 def test_a_rows_sum_does_not_depend_on_how_many_rows_there_are(nccl: FakeNccl):
     group = GroupHandle(ranks=tuple(range(NUM_RANKS)), rank=1, group=object(), adds_in_order=True)
     whole = summed(nccl, group, 64)

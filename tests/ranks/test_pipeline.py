@@ -89,6 +89,7 @@ def check(by_rank: list[dict[str, Any]], stages: list[list[int]]) -> None:
             assert answer["preemptions"] > 0, "a crowded cache, so that every stage swaps"
 
 
+@pytest.mark.guarantee("Stages: one rank's bits")
 @pytest.mark.parametrize("names", [["llama3"], pytest.param(["llama_tied", "qwen3"], marks=pytest.mark.matrix)])
 def test_two_stages_are_one_rank_bit_for_bit(tmp_path: Path, names: list[str]):
     by_rank = run({"pipeline_parallel_size": 2}, 2, names, tmp_path)
@@ -135,6 +136,7 @@ def test_the_comparison_sees_a_stage_that_passes_on_rows_that_others_have_summed
     assert tokens != [[each["token_ids"] for each in answer["outputs"]] for answer in one_rank("llama_tied")]
 
 
+@pytest.mark.control("Stages: one rank's bits")
 def test_the_comparison_sees_a_stage_that_forgets_what_the_stages_before_computed(tmp_path: Path):
     """Negative control."""
     forgetful = SCRIPT.replace(

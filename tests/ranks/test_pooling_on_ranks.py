@@ -145,6 +145,7 @@ def test_new_weights_of_a_classifier_from_two_tokens_reach_its_rows_on_every_ran
     assert first["old"] == first["reloaded"]
 
 
+@pytest.mark.control("Vectors and scores: the row alone")
 @pytest.mark.matrix
 def test_ranks_that_come_to_different_vectors_end(tmp_path: Path) -> None:
     """The control of what the ranks agree on."""

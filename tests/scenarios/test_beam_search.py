@@ -52,6 +52,7 @@ def transformers_beams(prompt: list[int], width: int, num_tokens: int) -> tuple[
     return made.sequences[:, len(prompt) :].tolist(), made.sequences_scores.tolist()
 
 
+@pytest.mark.guarantee("beam_search")
 @pytest.mark.parametrize("width", [2, 5])
 def test_beams_that_do_not_end_are_transformers(llm: LLM, width: int):
     outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True))
@@ -63,6 +64,8 @@ def test_beams_that_do_not_end_are_transformers(llm: LLM, width: int):
         assert [len(each.logprobs) for each in output.sequences] == [6] * width
 
 
+@pytest.mark.guarantee("beam_search")
+@pytest.mark.control("beam_search")
 def test_one_beam_is_greedy_and_several_find_what_is_likelier(llm: LLM):
     greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
     one, five = (

@@ -104,6 +104,8 @@ PAIRS |= {("swap", False, "float32"), ("auto", True, "float32"), ("auto", False,
 """Each value of mode, caching and type with each of the two others; the other six are in the stress tier."""
 
 
+@pytest.mark.guarantee("A small cache, swap, host tier change no bit")
+@pytest.mark.guarantee("SPMD_WORKER_CHECK=1 checks the cache after each step")
 @pytest.mark.parametrize(
     ("mode", "enable_prefix_caching", "dtype"),
     [
@@ -146,6 +148,7 @@ def test_auto_wastes_less_than_15_percent(uninterrupted: dict[str, Ran], swap_sp
     assert counters.num_recomputed_tokens < 0.15 * counters.num_computed_tokens
 
 
+@pytest.mark.guarantee("A small cache, swap, host tier change no bit")
 def test_evicted_prefixes_come_back_from_the_host_tier(uninterrupted: dict[str, Ran]):
     without = ran(CROWDED, "float32", preemption_mode="auto", swap_space=None, **CACHING)
     result = ran(CROWDED, host_tier_gib=0.5)
@@ -160,6 +163,7 @@ def test_everything_at_once_in_hardly_any_memory(uninterrupted: dict[str, Ran]):
     assert result.token_ids == uninterrupted["float32"].token_ids
 
 
+@pytest.mark.control("A small cache, swap, host tier change no bit")
 def test_the_comparison_sees_a_swap_that_brings_nothing_back(
     uninterrupted: dict[str, Ran], monkeypatch: pytest.MonkeyPatch
 ):
@@ -183,6 +187,7 @@ def test_the_comparison_sees_a_copy_that_is_not_made(uninterrupted: dict[str, Ra
     assert run(ROOMY, enable_prefix_caching=False).token_ids != uninterrupted["float32"].token_ids
 
 
+@pytest.mark.control("SPMD_WORKER_CHECK=1 checks the cache after each step")
 def test_the_check_after_every_step_sees_a_leak(monkeypatch: pytest.MonkeyPatch):
     """Negative control of SPMD_WORKER_CHECK: a table that is emptied and gives nothing back."""
     monkeypatch.setattr(DeviceTables, "release", lambda self, table: table.block_ids.clear())
@@ -192,6 +197,7 @@ def test_the_check_after_every_step_sees_a_leak(monkeypatch: pytest.MonkeyPatch)
     run(ROOMY)
 
 
+@pytest.mark.guarantee("Prefix hits change no answer")
 def test_a_second_round_finds_what_the_first_computed_until_the_cache_is_reset():
     prompts = [{"prompt_token_ids": list(range(10, 60))}]
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -210,6 +216,7 @@ def test_a_second_round_finds_what_the_first_computed_until_the_cache_is_reset()
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == other_weights.outputs[0].token_ids
 
 
+@pytest.mark.guarantee("Nothing computed with old weights is found", is_control_inside=True)
 def test_weights_changed_in_place_answer_for_themselves(tmp_path: Path):
     """Hazard: a cache served from weights that were updated since (NeMo-RL 4018)."""
     prompts = [{"prompt_token_ids": list(range(10, 90))}]

@@ -141,6 +141,7 @@ def make(checkpoint: Path, dtype: str, **changed: object) -> LLM:
     return LLM(checkpoint, load_format="dummy", **settings)  # type: ignore[arg-type]  # a table of cases has no types
 
 
+@pytest.mark.guarantee("A row depends on no batch, chunks, preemption")
 @pytest.mark.parametrize(("dtype", "case"), each_case(), indirect=["dtype"])
 def test_a_row_does_not_depend_on_how_it_is_scheduled(checkpoint, dtype, plain, case):
     with make(checkpoint, dtype, **CASES[case]) as llm:
@@ -148,6 +149,7 @@ def test_a_row_does_not_depend_on_how_it_is_scheduled(checkpoint, dtype, plain, 
         assert (llm.llm_engine.counters.num_preemptions > 0) == (case in ("recomputed", "swapped"))
 
 
+@pytest.mark.guarantee("Nor on company, order, what ran before")
 def test_a_row_does_not_depend_on_its_company_or_on_arrival_order(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
         assert answers(llm, order=list(reversed(range(NUM_ROWS)))) == plain
@@ -174,6 +176,7 @@ def test_a_row_does_not_depend_on_being_preempted_at_any_step(checkpoint, dtype,
         assert counters.num_swapped_out == (counters.num_preemptions if mode == "swap" else 0)
 
 
+@pytest.mark.guarantee("Nor on company, order, what ran before")
 def test_a_row_does_not_depend_on_what_was_computed_before_it(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
         assert answers(llm) == plain
@@ -215,6 +218,8 @@ def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
     assert len(json.loads(printed[0].splitlines()[-1])) == NUM_ROWS
 
 
+@pytest.mark.control("A row depends on no batch, chunks, preemption")
+@pytest.mark.control("Nor on company, order, what ran before")
 def test_torch_attention_does_not_keep_the_contract_so_the_matrix_can_fail(checkpoint, monkeypatch):
     monkeypatch.setattr(worker_module, "choose_backends", lambda *_: (ReferenceKernels(), SdpaBackend(), None))
     with make(checkpoint, "float32") as llm:

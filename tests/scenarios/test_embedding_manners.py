@@ -77,6 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", CHECKS)
 
 
+@pytest.mark.guarantee("Caller's groups, handlers, settings stay")
 def test_manners_in_the_callers_world(failures: dict[str, list[str]], name: str):
     assert not failures[name], "\n".join(failures[name])
 
@@ -107,14 +108,15 @@ WITH_A_PLANT = """
 """
 
 
+@pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("plant", ["its world is destroyed", "its group is destroyed", "its world is used"])
-def test_an_engine_that_lays_hands_on_the_callers_groups_is_noticed(tmp_path: Path, plant: str):
+def test_an_engine_that_lays_hands_on_the_callers_groups_is_noticed(tmp_path: Path, plant: str, control):
     """Negative control: close() does that."""
     name = the_callers_groups_work_beside_the_engine_and_after_it.__name__
     done = ranks.run_ranks(WITH_A_PLANT, 2, LIMIT_S, ["gloo", tmp_path, plant, name])
     assert done.returncode == 0, done.output
     failures = read_failures(tmp_path)
-    with pytest.raises(AssertionError, match="in check_the_callers_groups\n"):
+    with control("in check_the_callers_groups\n"):
         test_manners_in_the_callers_world(failures, name)
 
 
@@ -125,14 +127,15 @@ LEAKS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
-def test_what_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: Callable[[], object]):
+def test_what_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: Callable[[], object], control):
     """Negative control."""
     monkeypatch.setattr(sys.modules[__name__], "SETTLE_S", 0.1)
     kept: list[object] = []
     SEEN.clear()
     try:
-        with pytest.raises(AssertionError), nothing_is_left():
+        with control(), nothing_is_left():
             kept.append(leak())
     finally:
         SEEN.set()
@@ -147,6 +150,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("setting", CHANGES)
 def test_a_setting_that_changes_is_noticed(setting: str):
     """Negative control."""

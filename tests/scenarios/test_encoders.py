@@ -72,6 +72,7 @@ def worst_error(name: str) -> float:
     return max(error(ours, expected(name, prompt)) for ours, prompt in zip(plainly_pooled(name), PROMPTS, strict=True))
 
 
+@pytest.mark.guarantee("Encoders compute what transformers computes", is_control_inside=True)
 def test_vectors_are_those_of_transformers_and_one_rows_bits_do_not_hang_on_its_neighbours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

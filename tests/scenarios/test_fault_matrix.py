@@ -68,11 +68,13 @@ def test_a_killed_rank_ends_both_with_the_culprit_named_by_torchrun_too(tmp_path
     break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S, is_fresh=False)
 
 
+@pytest.mark.guarantee("A rank fails: all end, the culprit is named")
 @pytest.mark.parametrize(("fault", "victim"), ALL)
 def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fault: str, victim: int):
     break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False)
 
 
+@pytest.mark.guarantee("Ranks end with torchrun")
 @pytest.mark.matrix
 def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
     with started(tmp_path, "full disk", 2) as (launcher, token):
@@ -88,6 +90,7 @@ def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Pat
     assert "error: the launcher is gone: torchrun's process has ended\n" in text
 
 
+@pytest.mark.control("A rank fails: all end, the culprit is named")
 @pytest.mark.stress
 def test_without_a_watchdog_a_stopped_rank_keeps_the_others_past_the_limit(tmp_path: Path):
     """Negative control: torchrun asks the stopped process to end, which it cannot hear, for half a minute."""

@@ -66,6 +66,7 @@ def both_ways(llm: LLM, form: Any = FORM, **sampling: Any) -> tuple[Any, int, in
     return forced, num_forced_steps, num_single_steps
 
 
+@pytest.mark.guarantee("Answers have their form")
 def test_rows_of_all_kinds_are_the_same_with_tokens_forced(llm: LLM, plain: list[Any]):
     before = llm.llm_engine.counters.num_steps
     outputs = run(llm)
@@ -95,6 +96,7 @@ def test_answers_do_not_depend_on_how_many_forms_a_step_compiles(
     assert left[num_forms:] == [budget.MOST_FORM_BYTES] * num_forms, "one in a step"
 
 
+@pytest.mark.control("Answers have their form")
 @pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["doubled", "another"])
 def test_the_test_sees_tokens_that_are_not_those_of_the_row(

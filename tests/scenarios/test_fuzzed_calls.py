@@ -41,6 +41,7 @@ def run(way: str, first: int, count: int, limit_s: float) -> None:
     assert all(each.get(what, 0) > count // 4 for each in found for what in ("answered", "refused"))
 
 
+@pytest.mark.guarantee("Wrong calls are refused, the engine goes on")
 @pytest.mark.parametrize("way", ["one rank", *(pytest.param(way, marks=pytest.mark.matrix) for way in list(WAYS)[1:])])
 def test_any_calls_are_answered_or_refused_in_words_and_the_engine_goes_on(way: str):
     run(way, 0, 25, 240.0)
@@ -52,6 +53,7 @@ def test_ten_thousand_sequences(part: int):
     run(WAY_OF_PART[part % len(WAY_OF_PART)], FIRST + part * COUNT // NUM_PARTS, COUNT // NUM_PARTS, LIMIT_S)
 
 
+@pytest.mark.control("Wrong calls are refused, the engine goes on")
 def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Negative control: a check that is gone lets an argument into a step, which ends the engine."""
 

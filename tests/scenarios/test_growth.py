@@ -108,6 +108,7 @@ def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[
     return done.returncode, lines, done.output
 
 
+@pytest.mark.guarantee("close() gives back what was taken")
 @pytest.mark.matrix
 @pytest.mark.parametrize(("what", "size"), [("calls", 2), ("cycles", 2), ("engines", 2), ("jobs", 1)])
 def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, size: int, tmp_path):
@@ -116,6 +117,7 @@ def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, size: int, tm
     assert len(lines) == size
 
 
+@pytest.mark.control("close() gives back what was taken")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("what", "count", "grown"), [("leaking_calls", 40, "resident_bytes"), ("leaking_threads", 8, "threads")]

@@ -49,6 +49,7 @@ def check_lines(output: bytes, num_rows: int) -> None:
     assert [json.loads(line)["index"] for line in output.splitlines()] == list(range(num_rows))
 
 
+@pytest.mark.guarantee("Killed anywhere, the same command: the same bytes")
 @pytest.mark.parametrize(
     ("layouts", "victims"),
     [

@@ -55,6 +55,7 @@ def expected() -> list[Any]:
 SLOW = ("one", "in chunks")
 
 
+@pytest.mark.guarantee("Samples beyond scheduler.max_num_seqs queue")
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.stress) if way in SLOW else way for way in WAYS])
 def test_samples_beyond_max_num_seqs_queue(expected: list[Any], way: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(engine_module.CHECK_VARIABLE, "1")
@@ -99,6 +100,7 @@ def test_aborted_request_leaves_none_of_its_parts():
         assert engine.scheduler.cache.num_used_blocks == 0
 
 
+@pytest.mark.control("Samples beyond scheduler.max_num_seqs queue")
 def test_the_tests_see_parts_that_repeat_samples(expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Negative control: the samples of a part are those of its own indices."""
 

@@ -53,6 +53,7 @@ def with_bad_token(token_id: int) -> Path:
     return changed(f"token {token_id}", change)
 
 
+@pytest.mark.guarantee("Logits that are not finite: that row's error alone")
 @pytest.mark.parametrize(
     ("instruction_set", "dtype"),
     [
@@ -77,7 +78,8 @@ def test_rows_that_meet_what_is_no_number_are_told_where_and_their_neighbours_ar
     check(clean(), broken, FIRST_OF_SECOND_SHARD, same_bits=has_kernels, dtype=dtype, **SMALL)
 
 
-def test_the_tests_see_rows_that_touch_their_neighbours(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.control("Logits that are not finite: that row's error alone")
+def test_the_tests_see_rows_that_touch_their_neighbours(monkeypatch: pytest.MonkeyPatch, control):
     look_up = embedding.VocabularyParallelEmbedding.forward
 
     def spread(self: embedding.VocabularyParallelEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
@@ -85,7 +87,7 @@ def test_the_tests_see_rows_that_touch_their_neighbours(monkeypatch: pytest.Monk
         return rows + 0.0 * rows.sum()
 
     monkeypatch.setattr(embedding.VocabularyParallelEmbedding, "forward", spread)
-    with pytest.raises(AssertionError):
+    with control():
         check(clean(), with_bad_token(FIRST_OF_SECOND_SHARD), FIRST_OF_SECOND_SHARD, **SMALL)
 
 
@@ -154,6 +156,7 @@ def test_a_job_writes_error_rows_and_counts_them(tmp_path: Path):
     assert metrics["error_rows"] == 3
 
 
+@pytest.mark.guarantee("Weights that are not finite are refused")
 def test_weights_that_are_not_finite_are_refused_by_name_unless_they_are_wanted():
     with pytest.raises(
         CheckpointError, match=r"'model.embed_tokens.weight' has nan at \[128, 0\].*allow_nonfinite=True"

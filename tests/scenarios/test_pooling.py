@@ -145,6 +145,7 @@ def test_lengths_that_the_model_was_trained_for_are_cut_and_then_normalised() ->
     assert cosine[1].outputs.score < 0.999
 
 
+@pytest.mark.guarantee("Vectors and scores: the row alone", is_control_inside=True)
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_has_the_same_bits_however_it_is_computed(way: str) -> None:
@@ -152,6 +153,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(way: str) -> None:
         assert pooled(name, times=2, **WAYS[way]) == plainly_pooled(name), name
 
 
+@pytest.mark.guarantee("Vectors and scores: the row alone", is_control_inside=True)
 def test_a_mean_has_the_same_bits_in_chunks_and_a_sum_of_chunks_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = pooled("mean", PROMPTS[:1])
     assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) == plain

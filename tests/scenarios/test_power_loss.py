@@ -68,6 +68,7 @@ def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> t
     return found, done.output
 
 
+@pytest.mark.guarantee("Durable; output has its name when complete")
 @pytest.mark.matrix
 def test_what_a_loss_of_power_may_leave_of_a_job_has_what_was_done_and_is_gone_on_from(library: Path, tmp_path: Path):
     found, output = run(library, SCRIPT, tmp_path, 3, *(f"{case}, any order" for case in CASES))
@@ -92,6 +93,7 @@ def test_states_that_a_loss_of_power_may_leave_are_gone_on_from(library: Path, t
     assert not found["refused"], output
 
 
+@pytest.mark.control("Durable; output has its name when complete")
 @pytest.mark.matrix
 def test_a_wrong_order_of_writing_is_seen(library: Path, tmp_path: Path):
     """Negative controls: syncs that do nothing, an output that is renamed before it is synced, records before lines."""

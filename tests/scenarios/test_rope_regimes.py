@@ -140,6 +140,7 @@ def tier(rope_type: str, way: str) -> list[pytest.MarkDecorator]:
     return [] if (rope_type, way) in QUICK else [pytest.mark.matrix]
 
 
+@pytest.mark.guarantee("Rows whose rotary angles depend on length, too")
 @pytest.mark.parametrize(
     ("rope_type", "way"),
     [pytest.param(rope_type, way, marks=tier(rope_type, way)) for rope_type in ROPE_TYPES for way in WAYS],
@@ -163,6 +164,7 @@ def test_rows_of_one_regime_share_their_keys_and_others_do_not():
     assert cached == [0, 24, 0, 0, 36, 60, 24]
 
 
+@pytest.mark.control("Rows whose rotary angles depend on length, too")
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_the_comparison_sees_names_without_the_regime(rope_type: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: names as they were, of tokens, weights and adapter alone."""

@@ -54,6 +54,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(seen))
 
 
+@pytest.mark.guarantee("score_tokens gives the bits that were reported")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.matrix)])
 def test_scores_are_the_bits_that_were_reported(model: Path, dtype: str, mode: str):
@@ -68,6 +69,7 @@ def test_scores_are_the_bits_that_were_reported(model: Path, dtype: str, mode: s
             assert [mine == theirs for mine, theirs in zip(scored, reported, strict=True)] == [True, True, False, False]
 
 
+@pytest.mark.control("score_tokens gives the bits that were reported")
 def test_the_comparison_sees_other_weights(model: Path):
     with LLM(model, **SMALL) as llm:
         reported, scored, _ = reported_and_scored(llm)

@@ -148,6 +148,7 @@ def test_kills_in_every_phase_lose_nothing_double_nothing_and_leave_nothing(
         assert max(figures.seconds) <= SOON_S, figures.row()
 
 
+@pytest.mark.control("Ranks end with torchrun")
 @pytest.mark.stress
 def test_what_a_kill_leaves_is_seen(tmp_path: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch):
     """Negative control: a rank without a watchdog outlives its launcher."""

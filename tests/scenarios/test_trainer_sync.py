@@ -37,6 +37,7 @@ def update(model: PreTrainedModel, step: int) -> None:
         parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
 
 
+@pytest.mark.guarantee("A trainer's weights are those that sample", is_control_inside=True)
 @pytest.mark.parametrize("name", ["llama3", "qwen2_tied", "qwen3"])
 def test_after_each_sync_log_probabilities_are_the_trainers(name: str):
     trained = open_reference(checkpoint_folder(name))

@@ -19,6 +19,7 @@ def vllm_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("vllm_table")
 
 
+@pytest.mark.guarantee("docs/vllm.md is written from the code's table")
 def test_the_table_in_the_docs_is_current(vllm_table: ModuleType):
     assert vllm_table.document() == WRITTEN, "run python scripts/vllm_table.py"
 
@@ -28,6 +29,7 @@ def test_every_name_stands_in_it():
         assert WRITTEN.count(f"`{name}`") >= 1, name
 
 
+@pytest.mark.control("docs/vllm.md is written from the code's table")
 def test_that_comparison_sees_another_table(vllm_table: ModuleType, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     left = {name: row for name, row in KEYWORDS.items() if name != "quantization"}

@@ -52,6 +52,7 @@ def open_both(tmp_path: Path) -> Callable[[str], tuple[Callable[[Messages], str]
     return opened
 
 
+@pytest.mark.guarantee("Texts reach a template in the form that it takes")
 @pytest.mark.parametrize("name", WALKING)
 def test_template_that_walks_over_parts_gets_parts(name: str, open_both: Callable):
     ours, theirs = open_both(WALKING[name])
@@ -215,6 +216,7 @@ def test_long_conversations_stay_within_the_limits(monkeypatch: pytest.MonkeyPat
     assert text.count("so many words") == 9 * 1001
 
 
+@pytest.mark.control("Texts reach a template in the form that it takes")
 def test_template_that_is_not_tried_gets_letters(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     monkeypatch.setattr(chat_template, "fitted", lambda messages, *_: messages)

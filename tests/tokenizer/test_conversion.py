@@ -59,6 +59,8 @@ def test_other_merges_are_another_tokenizer(folder: Path):
     assert after.encode(TEXTS[0]) != before.encode(TEXTS[0])
 
 
+@pytest.mark.guarantee("A model folder's code is not run")
+@pytest.mark.control("A model folder's code is not run")
 @pytest.mark.matrix
 def test_code_of_the_folder_is_not_run(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -75,12 +75,13 @@ def test_two_hundred_drawn_templates_do(part: int, monkeypatch: pytest.MonkeyPat
     print(f"\nTEMPLATES drawn of seed {SEED}, part {part}: {dict(said(endings).most_common())}", end="")
 
 
+@pytest.mark.control("Chat templates are bounded (SECURITY.md)")
 @pytest.mark.stress
-def test_a_template_that_is_allowed_more_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_a_template_that_is_allowed_more_is_seen(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
     monkeypatch.setattr(template_process, "CPU_S", 6)
     (slow,) = [source for source in TEMPLATES if "sort" in source]
-    with pytest.raises(AssertionError, match="sort"):
+    with control("sort"):
         check(slow, 1)
 
 

@@ -89,6 +89,7 @@ def test_a_conversation_that_does_not_even_fit_is_said_to_be_too_large(monkeypat
     assert template.render(CONVERSATIONS[0]) == "fine"
 
 
+@pytest.mark.guarantee("Chat templates are bounded (SECURITY.md)")
 @pytest.mark.parametrize(
     "name",
     ["replace", *(pytest.param(name, marks=pytest.mark.matrix) for name in LARGE if name != "replace")],
@@ -113,6 +114,7 @@ def test_what_would_compute_for_ever_is_an_error_and_the_next_row_goes_on(name: 
     assert template.render(CONVERSATIONS[0]) == "fine"
 
 
+@pytest.mark.control("Chat templates are bounded (SECURITY.md)")
 def test_the_control_renders_here_what_no_bound_sees():
     assert (
         ChatTemplate("{{ ('a' * 9999).replace('a', 'b' * 9999) | length }}", {}).render(CONVERSATIONS[0]) == "99980001"

@@ -64,6 +64,7 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, uuid: str, host: str = "one", v
     return gpu_identity(GPU, variables or {})
 
 
+@pytest.mark.guarantee("Ranks of one host take a GPU each", is_control_inside=True)
 def test_ranks_of_one_host_on_one_gpu_are_refused_and_named(monkeypatch: pytest.MonkeyPatch):
     """CUDA_VISIBLE_DEVICES=0 for all of them: replicas of one rank each ran on one GPU, and nothing said so."""
     one, other = (identity_of(monkeypatch, uuid) for uuid in ("4ed7", "51aa"))
@@ -79,6 +80,7 @@ def test_ranks_of_one_host_on_one_gpu_are_refused_and_named(monkeypatch: pytest.
     assert len({one, other, elsewhere}) == 3
 
 
+@pytest.mark.guarantee("Ranks of one host take a GPU each", is_control_inside=True)
 def test_ranks_share_a_gpu_where_each_of_them_says_so_and_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     allowed = {"SPMD_WORKER_SHARE_GPUS": "1"}
     check_own_gpus([identity_of(monkeypatch, "4ed7", variables=allowed)] * 2)

@@ -83,6 +83,7 @@ def death_signals(source: str, **environment: str) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
+@pytest.mark.guarantee("Ranks end with torchrun")
 def test_the_kernel_is_told_by_our_command_alone():
     ours = death_signals("end_with_launcher(); print(death_signal()); outlive_parent(); print(death_signal())")
     assert ours == [signal.SIGKILL, 0]

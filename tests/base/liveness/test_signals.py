@@ -161,6 +161,7 @@ SIGNALS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.guarantee("Exit codes 143, 138, 130")
 @ended_in_a_thread
 @SIGNALS
 def test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, number, code):
@@ -176,6 +177,7 @@ def exit_code_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> int
     return code
 
 
+@pytest.mark.control("Exit codes 143, 138, 130")
 @ended_in_a_thread
 @SIGNALS
 def test_the_check_sees_an_exit_code_that_is_another(monkeypatch: pytest.MonkeyPatch, number, code):
@@ -200,6 +202,7 @@ def test_rows_that_cannot_be_kept_are_said_and_the_process_ends(monkeypatch, cap
     assert f"error: finished rows could not be kept: {error}\n" in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("numbers", "exit_codes"),
@@ -229,6 +232,7 @@ def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expect
     assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == kept
 
 
+@pytest.mark.control("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
     """The control: what the other tests find was kept because of the signal."""
     write_rows(tmp_path)

@@ -150,6 +150,7 @@ def test_what_a_row_draws_does_not_depend_on_how_many_prompts_the_others_bring(s
     assert seen[0]["drawn twice"][0] != seen[0]["drawn twice"][1]
 
 
+@pytest.mark.guarantee("In turns() loops need not be equally long")
 def test_ranks_take_as_many_turns_as_they_like(seen: list[dict[str, Any]]):
     assert seen[0]["turns"] == [answers(seen[0], first) for first in (0, 1, 2)]
     assert seen[1]["turns"] == [answers(seen[1])]
@@ -290,6 +291,7 @@ def test_what_ranks_send_each_other_later_in_a_call_is_no_other(tmp_path: Path, 
     assert [line[:3] for line in sorted(done.stdout.splitlines())] == [f"{rank} {name[0]}" for rank in range(2)]
 
 
+@pytest.mark.control("In turns() loops need not be equally long")
 def test_the_control_loops_of_different_length_do_not_meet_without_turns(seen: list[dict[str, Any]]):
     for each in seen:
         assert each["loop_without_turns"] == (

@@ -251,6 +251,7 @@ def check_call(call: Any) -> None:
     assert all(type(value) is int for value in arguments.values())
 
 
+@pytest.mark.guarantee("Required calls and JSON formats are kept to")
 def test_a_call_that_is_required_is_made(answers: dict[str, Any]):
     for name, most in (("required", 50), ("one", 1)):
         ended = [choice for choice in choices(answers, name) if choice.finish_reason != "length"]
@@ -275,6 +276,7 @@ def test_a_named_function_is_called_and_the_answer_stops(answers: dict[str, Any]
         check_call(call)
 
 
+@pytest.mark.guarantee("Required calls and JSON formats are kept to")
 def test_an_answer_has_the_schema_it_was_asked_for(answers: dict[str, Any]):
     for choice in choices(answers, "schema"):
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
@@ -287,6 +289,7 @@ def test_an_answer_has_the_schema_it_was_asked_for(answers: dict[str, Any]):
         assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
 
 
+@pytest.mark.control("Required calls and JSON formats are kept to")
 def test_without_a_form_such_a_model_makes_no_call_and_no_json(answers: dict[str, Any]):
     """The control."""
     for name in ("auto", "none", "text"):

@@ -132,6 +132,7 @@ def check_same(folder: Path, alone: Path, num_replicas: int, names: Iterable[str
         assert sum(each["rows"] for each in metrics_of(folder, "empty")["replicas"]) == 0
 
 
+@pytest.mark.guarantee("Replicas: one rank's bits, in calls and jobs", is_control_inside=True)
 @pytest.mark.matrix
 def test_two_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
     done = run_on_ranks(tmp_path, 2, num_replicas=2)

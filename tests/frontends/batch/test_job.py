@@ -106,6 +106,7 @@ def check_bad_rows(tmp_path: Path) -> None:
     assert all(row["error"]["message"] for row in bad)
 
 
+@pytest.mark.control("A bad row is an error row, the job goes on")
 @pytest.mark.parametrize(
     ("check", "without", "error"),
     [

@@ -118,6 +118,7 @@ def test_metrics_and_summary_of_a_model_with_experts_say_how_they_were_used(
     assert f"(layer {busiest['layer']} expert {busiest['expert']}), never used" in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("provenance.json: head of the chained digest", is_control_inside=True)
 def test_the_chain_head_is_the_same_for_the_same_job_and_another_for_another(tmp_path: Path):
     heads = []
     for number, rows in enumerate((None, None, [{"prompt": "add 1 2 ="}])):
@@ -228,6 +229,7 @@ LIMITS = RowLimits(
 )
 
 
+@pytest.mark.guarantee("Rows are bounded by limits.*", is_control_inside=True)
 def test_a_row_beyond_a_limit_is_an_error_row_that_names_it_and_the_rest_is_answered(tmp_path: Path):
     good = {"prompt": "add 1 2 =", "n": 2, "stop": ["a", "b"], "logit_bias": {"1": 1, "2": 1}, "max_tokens": 8}
     write_rows(tmp_path, [good, *(row for row, _ in LIMITED.values()), {"prompt": "add 1 2 =", "max_tokens": None}])
@@ -248,6 +250,7 @@ def test_a_row_beyond_a_limit_is_an_error_row_that_names_it_and_the_rest_is_answ
     assert [answer["error"] is None for answer in free] == [True, False, *[True] * 9]
 
 
+@pytest.mark.guarantee("job.private", is_control_inside=True)
 @pytest.mark.parametrize("is_private", [True, False])
 def test_a_private_job_writes_what_only_its_user_can_read(tmp_path: Path, is_private: bool):
     write_rows(tmp_path)
@@ -283,6 +286,7 @@ def test_no_row_leads_a_path_anywhere(tmp_path: Path):
     assert not Path("/tmp/spmd_escaped").exists()
 
 
+@pytest.mark.guarantee("After a job nothing but the output holds prompts, answers, variables")
 def test_nothing_that_a_job_writes_or_says_holds_prompts_outputs_or_the_environment(tmp_path: Path):
     """By default, in the run directory, on both streams; the output itself holds what was asked for."""
     write_rows(tmp_path, SECRET_ROWS)
@@ -314,6 +318,7 @@ def leaks_of(folder: Path, stdout: str, stderr: str) -> list[tuple[str, str]]:
     return [(name, secret) for name, said in written.items() for secret in secrets if secret in said]
 
 
+@pytest.mark.control("After a job nothing but the output holds prompts, answers, variables")
 def test_the_check_sees_a_prompt_an_answer_and_a_variable_that_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -83,6 +83,7 @@ def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
     return False
 
 
+@pytest.mark.control("Exit 0: every row has its line, in input order")
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_an_interruption_before_any_line_of_an_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool):
     """Control: a row that is pending before it has a place took all others with it."""

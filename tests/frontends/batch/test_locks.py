@@ -76,6 +76,7 @@ def instead_of_waiting(monkeypatch: pytest.MonkeyPatch, action: Callable[[], obj
     return calls
 
 
+@pytest.mark.guarantee("One job a run directory and output")
 @pytest.mark.parametrize(
     ("run_dir", "output", "key"),
     [("run", "another.jsonl", "job.run_dir"), ("new", "out.jsonl", "job.output"), ("run", "out.jsonl", "job.run_dir")],
@@ -135,12 +136,14 @@ def test_one_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path, monkeypa
     assert 10 < len(waits) < 20
 
 
+@pytest.mark.control("One job a run directory and output")
 def test_the_tests_see_a_lock_that_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LockHolder, "is_leaving", False)
     with pytest.raises(ConfigError, match="belongs to a job that runs now"):
         test_an_orphan_is_waited_for_because_it_ends_by_itself(tmp_path, monkeypatch)
 
 
+@pytest.mark.control("One job a run directory and output")
 def test_without_the_kernels_lock_a_second_job_would_get_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: what keeps it out is the lock, not what the file says."""
     with holder(tmp_path):

@@ -71,6 +71,7 @@ def measure(folder: Path, what: str) -> list[int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.guarantee("Input of any size is streamed")
 @pytest.mark.stress
 def test_ten_million_rows_are_opened_planned_and_started_in_bounded_memory(folder: Path):
     before, peak, _ = measure(folder, "stream")
@@ -81,6 +82,7 @@ def test_ten_million_rows_are_opened_planned_and_started_in_bounded_memory(folde
     assert len((folder / "many.jsonl.out").read_bytes().splitlines()) == 300
 
 
+@pytest.mark.control("Input of any size is streamed")
 @pytest.mark.stress
 def test_a_reader_that_keeps_the_rows_goes_beyond_the_bound(folder: Path):
     """The control: the measure sees memory that grows with the file."""

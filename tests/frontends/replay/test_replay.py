@@ -50,6 +50,7 @@ from spmd_worker.replica.sequence.sampled import sampling_keys
 from spmd_worker.replica.sequence.step import StepPlan
 
 
+@pytest.mark.guarantee("The step log replays to the same digests")
 def test_a_run_with_preemptions_forks_and_aborts_replays_with_equal_digests(tmp_path: Path):
     run = write_log(tmp_path / "log")
     assert run.scheduler.counters.num_preemptions > 5
@@ -263,6 +264,7 @@ def test_an_order_that_a_replica_would_not_have_is_found(tmp_path: Path):
         replay_all(tmp_path / "log")
 
 
+@pytest.mark.control("The step log replays to the same digests")
 def test_a_dropped_event_a_changed_id_and_a_wrong_digest_are_found(tmp_path: Path):
     write_log(tmp_path / "log")
 

@@ -143,6 +143,7 @@ def test_chunks_of_calls_have_all_ids(tmp_path: Path):
     assert [shown[index] for index in (0, 1)] == [choice["token_ids"] for choice in whole["choices"]]
 
 
+@pytest.mark.guarantee("A stream sends a call in one chunk", is_control_inside=True)
 def test_content_before_a_call_is_streamed_and_the_call_is_one_chunk(tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes"))
     served = served_row(tokenizer, tools=TOOLS)

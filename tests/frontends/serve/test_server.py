@@ -75,6 +75,7 @@ def name_of(index: int) -> dict[str, str]:
     return {"X-Custom-Id": f"row {index}"}
 
 
+@pytest.mark.guarantee("Server: a job's answers; who leaves frees blocks")
 def test_requests_at_once_get_what_a_job_writes_bit_for_bit(client: Client, expected: list[JSON]):
     def whole(index: int) -> JSON:
         status, body, headers = client.ask(*REQUESTS[index], name_of(index))
@@ -111,6 +112,7 @@ def answers_before_and_after_others(client: Client) -> list[Any]:
     return [*found, client.ask(TEXT, {**DRAWN, "user": "another", "stream": False})[1]["choices"]]
 
 
+@pytest.mark.guarantee("A request without a seed draws by its content")
 def test_a_request_without_a_seed_draws_by_its_content_and_not_by_when_it_came(client: Client):
     first, again = answers_before_and_after_others(client)
     assert first == again
@@ -119,6 +121,7 @@ def test_a_request_without_a_seed_draws_by_its_content_and_not_by_when_it_came(c
     assert joined(client.stream(TEXT, DRAWN))["choices"] == first
 
 
+@pytest.mark.control("A request without a seed draws by its content")
 def test_the_comparison_sees_numbers_that_are_drawn_by_the_order_of_requests(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ):
@@ -188,6 +191,7 @@ def test_what_is_not_here_says_so(client: Client, server: ServedHere):
     assert client.ask("/v1/models/model", method="GET")[1] == model
 
 
+@pytest.mark.guarantee("The server: nothing is told without the key")
 def test_without_the_key_nothing_is_told_but_that_the_server_lives(client: Client):
     for key in (None, "", KEY + "x", KEY[:-1]):
         stranger = Client(client.port, key)
@@ -211,15 +215,18 @@ LENIENT: dict[str, Callable[[bytes, str], bool]] = {
 }
 
 
+@pytest.mark.control("The server: nothing is told without the key")
 @pytest.mark.parametrize("server_that", LENIENT)
-def test_the_test_of_the_key_sees_a_server_that(client: Client, monkeypatch: pytest.MonkeyPatch, server_that: str):
+def test_the_test_of_the_key_sees_a_server_that(
+    client: Client, monkeypatch: pytest.MonkeyPatch, server_that: str, control
+):
     """Negative control."""
 
     def has_key(_: ServerApp, scope: Scope) -> bool:
         return LENIENT[server_that](dict(scope["headers"]).get(b"authorization", b""), scope["path"])
 
     monkeypatch.setattr(ServerApp, "_has_key", has_key)
-    with pytest.raises(AssertionError, match="== 401"):
+    with control("== 401"):
         test_without_the_key_nothing_is_told_but_that_the_server_lives(client)
 
 
@@ -253,6 +260,7 @@ def ask_while_steps_are_held(pool: ThreadPoolExecutor, server: ServedHere) -> Fu
     return asked
 
 
+@pytest.mark.guarantee("The server: 429 where too many wait")
 def test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client: Client, server: ServedHere):
     server.allow(0)
     with ThreadPoolExecutor(1) as pool:
@@ -275,17 +283,25 @@ def test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(cli
     assert client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.control("The server: 429 where too many wait")
 def test_the_test_of_429_sees_a_server_that_lets_more_wait(
-    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
+    client: Client,
+    server: ServedHere,
+    monkeypatch: pytest.MonkeyPatch,
+    control,
 ):
     """Negative control."""
     monkeypatch.setattr(server.exchange, "most_sequences", 17)
-    with pytest.raises(AssertionError, match="200 == 429"):
+    with control("200 == 429"):
         test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client, server)
 
 
+@pytest.mark.control("The server: 429 where too many wait")
 def test_the_test_of_429_sees_a_request_that_is_refused_and_keeps_its_place(
-    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
+    client: Client,
+    server: ServedHere,
+    monkeypatch: pytest.MonkeyPatch,
+    control,
 ):
     """Negative control."""
     reserve = RequestExchange.reserve
@@ -299,7 +315,7 @@ def test_the_test_of_429_sees_a_request_that_is_refused_and_keeps_its_place(
 
     monkeypatch.setattr(RequestExchange, "reserve", reserve_all_the_same)
     try:
-        with pytest.raises(AssertionError, match="17 sequences are not answered yet"):
+        with control("17 sequences are not answered yet"):
             test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client, server)
         wait_until(lambda: server.exchange.num_sequences == 1)
     finally:
@@ -322,6 +338,7 @@ def used_blocks_after_a_client_left(client: Client, server: ServedHere, *, is_st
         server.allow(None)
 
 
+@pytest.mark.guarantee("Server: a job's answers; who leaves frees blocks")
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(client: Client, server: ServedHere, is_streamed: bool):
     before, after = used_blocks_after_a_client_left(client, server, is_streamed=is_streamed)
@@ -330,6 +347,7 @@ def test_a_client_that_leaves_frees_its_blocks(client: Client, server: ServedHer
     assert client.metric("spmd_worker_serve_aborted_total") > 0
 
 
+@pytest.mark.control("Server: a job's answers; who leaves frees blocks")
 def test_the_count_sees_a_server_that_does_not_abort(
     client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
 ):
@@ -361,12 +379,14 @@ def leave_unread(until: Callable[[ServedHere], object]) -> tuple[int, float]:
         return server.exchange.num_sequences, server.client.metric("spmd_worker_serve_aborted_total")
 
 
+@pytest.mark.guarantee("The server: who does not read is cut off")
 def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up():
     # Its places are free, though it is still there.
     found = leave_unread(lambda server: server.exchange.num_sequences == 0 and server.num_used_blocks == 0)
     assert found == (0, 1)
 
 
+@pytest.mark.control("The server: who does not read is cut off")
 def test_a_server_that_cuts_nobody_off_keeps_the_places_of_a_reader_that_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -457,6 +477,7 @@ def is_of_a_server(thread: threading.Thread) -> bool:
     return thread.name.startswith(("spmd-serve", "spmd-encode"))
 
 
+@pytest.mark.guarantee("The server: at its end it answers what it has")
 def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
     threads = threading.enumerate()
     with ServedHere(max_queued=4, drain_s=100) as server:
@@ -481,7 +502,8 @@ def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
         wait_until(lambda: not [each for each in threading.enumerate() if is_of_a_server(each) and each not in threads])
 
 
-def test_the_test_of_the_end_sees_a_server_that_takes_more(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.control("The server: at its end it answers what it has")
+def test_the_test_of_the_end_sees_a_server_that_takes_more(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
 
     def not_ending(method: Callable[..., None]) -> Callable[..., None]:
@@ -495,15 +517,16 @@ def test_the_test_of_the_end_sees_a_server_that_takes_more(monkeypatch: pytest.M
 
     for name in ("reserve", "submit"):
         monkeypatch.setattr(RequestExchange, name, not_ending(getattr(RequestExchange, name)))
-    with pytest.raises(AssertionError, match="200 == 503"):
+    with control("200 == 503"):
         test_a_server_that_ends_answers_what_it_has_and_takes_no_more()
 
 
-def test_the_test_of_the_end_sees_a_server_that_does_not_answer_what_it_has(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.control("The server: at its end it answers what it has")
+def test_the_test_of_the_end_sees_a_server_that_does_not_answer_what_it_has(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
     make = EngineLoop.__init__
     monkeypatch.setattr(EngineLoop, "__init__", lambda loop, engine, exchange, drain_s: make(loop, engine, exchange, 0))
-    with pytest.raises(AssertionError, match="503 == 200"):
+    with control("503 == 200"):
         test_a_server_that_ends_answers_what_it_has_and_takes_no_more()
 
 

@@ -138,6 +138,7 @@ def test_a_rank_that_is_killed_ends_all_within_ten_seconds(tmp_path: Path, is_id
     assert kill_a_rank(tmp_path, is_idle=is_idle) < 10
 
 
+@pytest.mark.guarantee("The server on ranks: a killed rank ends all, with its name")
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, is_idle: bool):
     kill_a_rank(tmp_path, is_idle=is_idle)
@@ -152,6 +153,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.control("The server on ranks: a killed rank ends all, with its name")
 def test_the_test_sees_ranks_that_end_and_say_nothing(tmp_path: Path):
     """Negative control."""
     (tmp_path / "silent.py").write_text(SILENT)

@@ -55,6 +55,7 @@ def answers(server: ServedHere) -> list[dict[str, Any]]:
     return [body for _, body, _ in found]
 
 
+@pytest.mark.guarantee("/v1/embeddings, score, rerank: a job's numbers")
 def test_requests_at_once_get_what_a_job_writes(server: ServedHere, expected: list[dict[str, Any]]) -> None:
     found = answers(server)
     assert [without_names(body) for body in found] == expected
@@ -64,6 +65,7 @@ def test_requests_at_once_get_what_a_job_writes(server: ServedHere, expected: li
     assert found[4]["id"] != answers(server)[4]["id"]
 
 
+@pytest.mark.control("/v1/embeddings, score, rerank: a job's numbers")
 def test_the_comparison_sees_texts_in_another_order(
     server: ServedHere, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

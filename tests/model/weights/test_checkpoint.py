@@ -204,6 +204,7 @@ def test_an_index_with_a_name_twice_is_refused(tmp_path):
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.guarantee("No pickle, no eval; .bin refused")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_a_folder_of_pickles_is_refused_with_the_reason_and_the_way_out(tmp_path, name):
     (tmp_path / name).write_bytes(b"never opened")

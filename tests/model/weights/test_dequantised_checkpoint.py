@@ -62,6 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("made"))
 
 
+@pytest.mark.guarantee("Quantised files are dequantised exactly")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_is_what_its_format_defines_to_the_last_bit(made: Made, name: str):
     checkpoint, meant = made[name]
@@ -132,6 +133,7 @@ def test_a_symmetric_file_with_the_middle_itself_as_zero_point_is_read_right_und
     assert not torch.equal(checkpoint.read(NAME, WHOLE), meant)
 
 
+@pytest.mark.control("Quantised files are dequantised exactly")
 @pytest.mark.parametrize(
     ("name", "key", "wrong"),
     [

@@ -260,6 +260,7 @@ def test_a_number_that_is_too_large_for_the_parameter_is_not_finite_there(tmp_pa
             load_weights(*build(dtype=torch.float16), checkpoint)
 
 
+@pytest.mark.control("Weights that are not finite are refused")
 def test_the_tests_see_a_loader_that_looks_at_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "is_finite", lambda values, dtype: True)
     with pytest.raises(pytest.fail.Exception):

@@ -91,6 +91,7 @@ def assert_sharing_changes_no_bit(instruction_set: str, branches: list[Branch], 
     return shared
 
 
+@pytest.mark.guarantee("A common beginning is read together, no bit changes")
 @each_library
 @each_dtype
 @pytest.mark.parametrize("group_size", [1, 3, 4, pytest.param(7, marks=pytest.mark.matrix)])
@@ -187,6 +188,7 @@ def test_a_sequence_that_overflowed_leaves_those_beside_it_alone(instruction_set
         assert after.isnan().all() if number == 2 else torch.equal(before, after)
 
 
+@pytest.mark.control("A common beginning is read together, no bit changes")
 @each_dtype
 def test_the_common_blocks_are_what_is_read(dtype):
     """The control of all above: where the tables have blocks in common that the sequences do not, results differ."""

@@ -81,6 +81,7 @@ def test_the_argmax_in_the_product_is_that_of_the_product(
         assert kernels.linear_argmax(x, packed, num_outputs)[1][5] >= count
 
 
+@pytest.mark.control("int8: the same bits on any number of ranks")
 def test_the_comparison_sees_a_sum_that_is_off_by_one():
     """Negative control."""
     kernels, (x, weight) = Int8CpuKernels(native(), torch.float32), rows_and_weight(2, 64, 64, torch.float32)

@@ -38,6 +38,7 @@ FILTERS: dict[str, tuple[dict[str, float], list[theirs.LogitsProcessor]]] = {
 }
 
 
+@pytest.mark.guarantee("Filters")
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_keeps_what_transformers_keeps(name: str, seed: int):
@@ -50,6 +51,7 @@ def test_a_filter_keeps_what_transformers_keeps(name: str, seed: int):
     assert torch.equal(ours, expected[0])
 
 
+@pytest.mark.control("Filters")
 def test_the_comparison_of_filters_sees_another_number():
     """Negative control."""
     ours, logits = random_logits(0)[0].clone(), random_logits(0)
@@ -120,6 +122,7 @@ def processed(seed: int, sampling: dict[str, object]) -> torch.Tensor:
     return values
 
 
+@pytest.mark.guarantee("Sampling keys have vLLM's meanings")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_logits_are_processed_as_transformers_does(name: str, seed: int):
@@ -130,6 +133,7 @@ def test_logits_are_processed_as_transformers_does(name: str, seed: int):
     torch.testing.assert_close(processed(seed, sampling), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.control("Sampling keys have vLLM's meanings")
 def test_the_comparison_of_processors_sees_another_number():
     """Negative control."""
     expected = theirs.RepetitionPenaltyLogitsProcessor(1.71)(IDS, random_logits(0))

@@ -115,6 +115,7 @@ def test_divergence_at_the_start_is_named_before_anything_is_computed(tmp_path, 
     check_start(run(name, tmp_path), tmp_path, AT_START[name])
 
 
+@pytest.mark.guarantee("Ranks agree before each step; a difference is named, exit 70")
 @pytest.mark.parametrize("name", EACH_IN_A_STEP)
 def test_divergence_in_a_step_ends_every_rank_with_70_and_the_first_field_named(tmp_path, name):
     check_step(run(name, tmp_path), tmp_path, IN_A_STEP[name])
@@ -174,6 +175,8 @@ def test_without_a_plant_ranks_with_different_hash_seeds_show_no_divergence(tmp_
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_ROWS
 
 
+@pytest.mark.control("Ranks agree before each step; a difference is named, exit 70")
+@pytest.mark.control("Ranks that began with other settings, weights, prompts are told")
 @pytest.mark.parametrize("name", EACH_HARMLESS)
 def test_divergence_goes_unnoticed_without_digests(tmp_path, name):
     job = run(name, tmp_path, "executor.digest_every=0")

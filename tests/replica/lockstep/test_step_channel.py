@@ -182,6 +182,7 @@ def test_a_silent_rank_0_is_named_at_the_timeout_though_its_heart_beats():
 # Lost, repeated, out of turn.
 
 
+@pytest.mark.guarantee("A lost message is found before the timeout")
 def test_the_heartbeat_finds_a_lost_message_long_before_the_timeout():
     with star(1) as (leader, [follower]):
         leader.send(b"first")
@@ -279,6 +280,7 @@ def test_what_is_sent_has_the_whole_timeout_however_long_its_sender_has_waited_b
     assert waits == [LONG_S] * 3
 
 
+@pytest.mark.control("A lost message is found before the timeout")
 def test_without_heartbeats_a_lost_message_costs_the_whole_timeout(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(step_channel, "_HEARTBEAT_S", LONG_S)

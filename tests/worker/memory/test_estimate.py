@@ -64,6 +64,7 @@ def test_weights_of_ranks_with_whole_experts_are_the_bytes_of_their_parameters(a
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 
 
+@pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize(
     "architecture", families("OlmoForCausalLM", "PhiForCausalLM", "StableLmForCausalLM", "OPTForCausalLM")
@@ -165,6 +166,7 @@ def test_where_onednn_packs_bfloat16_a_tied_heads_copy_is_held():
     assert PACKING["onednn"].pack(weight) is not weight
 
 
+@pytest.mark.control("The plan's bytes are those of the run")
 @pytest.mark.parametrize("change", [{"qk_norm": "head"}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}])
 def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
     model_config = new_shape()

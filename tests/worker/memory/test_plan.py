@@ -124,6 +124,7 @@ def test_a_plan_that_a_run_would_refuse_says_so(monkeypatch: pytest.MonkeyPatch)
     assert "refused" not in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
 
 
+@pytest.mark.guarantee("A plan needs config.json only")
 def test_a_plan_reads_nothing_but_the_config_file(tmp_path: Path):
     check_plan(tmp_path, plan=True)
 
@@ -143,6 +144,7 @@ def check_plan(tmp_path: Path, *, plan: bool) -> None:
     assert describe_plan(make_plan(resolve_run(asked, "cuda"))) == text
 
 
+@pytest.mark.control("A plan needs config.json only")
 def test_the_check_sees_a_plan_that_reads_the_tokenizer_or_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: what a run reads; and a plan that opens the weights."""
     with pytest.raises(TokenizerError):
