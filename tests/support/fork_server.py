@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-IMPORT_PATH = (str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "support"))
-"""The product, the tests at the root, and what tests share."""
+IMPORT_PATH = tuple(str(REPOSITORY / folder) for folder in (".", "tests", "tests/support", "tests/scenarios"))
+"""The product, tests that a script imports, and what tests share."""
 START_S = 120.0
 LONG_S = 3600.0
 ENVIRONMENT_BYTES = 1 << 16
