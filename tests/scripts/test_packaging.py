@@ -1,5 +1,6 @@
 """The wheel that `pip install .` makes has every package and every file, and runs where there is no checkout."""
 
+import ast
 import json
 import os
 import re
@@ -133,6 +134,35 @@ def test_the_tools_run_from_the_wheel_and_help_with_their_own_name(environment: 
     assert "7 rows" in run_installed(environment, tmp_path, "python", "-m", "spmd_worker.tools.report", run_dir)
     assert "<h1>Run run</h1>" in (run_dir / "report.html").read_text(encoding="utf-8")
     assert "The run ended well: 7 rows" in run_installed(environment, tmp_path, "spmd-worker-doctor", run_dir)
+
+
+@pytest.mark.matrix
+def test_modules_that_the_docs_name_are_in_the_wheel(environment: Path, tmp_path: Path, control):
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    modules = {name for text in texts for name in re.findall(r"(?:-m|import|from) (spmd_worker[a-z_.]*[a-z])\b", text)}
+    offered = {
+        name
+        for text in texts
+        for line in re.findall(r"from spmd_worker import ([\w, ]+)", text)
+        for name in line.split(", ")
+    }
+    assert {"spmd_worker.serve", "spmd_worker.tools.report", "spmd_worker.integrations.trl"} <= modules
+    assert {"LLM", "SamplingParams"} <= offered
+
+    def missing(modules: set[str], offered: set[str]) -> list[str]:
+        code = (
+            "import importlib.util, json, sys, spmd_worker\n"
+            "modules, offered = json.loads(sys.argv[1])\n"
+            "print([name for name in modules if importlib.util.find_spec(name) is None]"
+            " + [name for name in offered if not hasattr(spmd_worker, name)])"
+        )
+        names = json.dumps([sorted(modules), sorted(offered)])
+        return ast.literal_eval(run_installed(environment, tmp_path, "python", "-c", code, names))
+
+    assert missing(modules, offered) == []
+    with control("spmd_worker.attic"):
+        assert missing(modules | {"spmd_worker.attic"}, offered) == []
 
 
 def test_what_the_code_imports_is_among_the_dependencies():
