@@ -1,7 +1,4 @@
-"""What a block is called: by its number, and by what it holds.
-
-Knows nothing of contents; they are tensors of the cache engine, at index `BlockId`.
-"""
+"""Block ids and block hashes. Contents are tensors of the cache engine, at index `BlockId`."""
 
 from typing import NewType
 
@@ -9,9 +6,9 @@ BlockId = NewType("BlockId", int)
 """Index of a block in one memory (device or host), from 0: the same number on every rank of a replica."""
 
 BlockHash = NewType("BlockHash", bytes)
-"""Names the contents of a full block: its tokens and everything before them (see `block_hash.py`)."""
+"""Hash of a full block's tokens and of all tokens before them (see `block_hash.py`)."""
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks of `block_size` tokens hold `num_tokens` tokens, the last one perhaps in part."""
+    """Number of blocks of `block_size` tokens that hold `num_tokens` tokens; the last one may be partly filled."""
     return -(-num_tokens // block_size)

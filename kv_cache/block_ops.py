@@ -1,4 +1,4 @@
-"""The moves of whole blocks that come before a step's forward pass: a value that travels from scheduler to worker."""
+"""Block moves that run before a step's forward pass: a value sent from the scheduler to the workers."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,17 @@ class BlockOps:
        may be one copy's source and another's destination.
     2. Swap-ins arrive last. They read the host after the step's swap-outs were written.
 
-    So what a step frees it may reuse at once: a device block that is swapped out may receive a copy or a swap-in, and a
+    So a step may reuse at once what it frees: a device block that is swapped out may receive a copy or a swap-in, and a
     copy's source may receive a swap-in.
 
-    Who records them guarantees:
+    Guaranteed by the recorder:
 
     3. No host block is the destination of two swap-outs. No device block receives twice, copies and swap-ins together.
-    4. A copy whose source arrives in this very step by a swap-in is a second swap-in, from the same host block: a copy
-       would read what was in the block before.
+    4. A copy whose source arrives in this step by a swap-in is a second swap-in, from the same host block: a copy would
+       read the block's old contents.
     5. The copies of a chain (a to b, then b to c) are (a, b) and (a, c), by rule 1; see `CacheManager.extend`.
-    6. A host block that a swap-in of this step reads is not given to another swap-out in this step, although it lies
-       free as soon as the swap-in is decided: by rule 2 its contents would be overwritten before they are read.
+    6. A host block that a swap-in of this step reads is not given to another swap-out in this step, although it is free
+       as soon as the swap-in is decided: by rule 2 its contents would be overwritten before they are read.
 
     Stores go with the swap-outs and loads come after everything else (see `connector.py`): together they are transfer
     number `transfer`, which outlives the step.
@@ -44,9 +44,8 @@ class BlockOps:
     load: tuple[tuple[int, BlockId], ...] = ()
     """(the connector's slot, device block)."""
     transfer: int = 0
-    """Number of the transfer that the stores and loads make; 0 where there are none."""
+    """Number of the transfer that the stores and loads make; 0 without any."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step moves no block."""
         return not (self.swap_in or self.swap_out or self.copy or self.store or self.load)

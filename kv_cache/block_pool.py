@@ -1,4 +1,4 @@
-"""The blocks of one memory: which are free, how many tables list each of the others, and what can be found in them."""
+"""Blocks of one memory: free queue, reference counts of the blocks in use, and prefix index."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,24 +8,23 @@ from kv_cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1, all free at first and handed out in that order.
+    """Blocks 0 .. num_blocks - 1, all free at first and allocated in that order.
 
-    A block is free exactly when its count is zero. A free block that carries a name keeps its contents until it is
-    taken, and can be had back by that name.
+    A block is free exactly when its reference count is zero. A free block that has a hash keeps its contents until it
+    is allocated, and can be found by that hash until then.
 
-    **Eviction order.** Blocks without a name go first, the latest released first: nothing of theirs is worth keeping,
-    and memory that was used is used again before untouched memory is. Then those with a name, the least recently
-    released first. Which block comes next depends on the order of the calls alone, so replicas that make the same calls
-    hold the same pool.
+    **Eviction order.** Blocks without a hash go first, the latest released first: their contents are worth nothing, and
+    used memory is reused before untouched memory. Then those with a hash, the least recently released first. The order
+    of the calls alone decides which block comes next, so replicas that make the same calls hold the same pool.
     """
 
     def __init__(self, num_blocks: int, *, records_evictions: bool = False) -> None:
-        """With `records_evictions` somebody calls `take_evicted` in every step."""
+        """`records_evictions`: evictions are recorded; the caller must call `take_evicted` in every step."""
         self._records_evictions = records_evictions
         self._ref_counts = [0] * num_blocks
         # Set while the block can be found by its contents, in use or free.
         self._names: list[BlockHash | None] = [None] * num_blocks
-        # The same as a byte a block: looking at a name in the list would fetch it from wherever it lies in memory.
+        # The same, one byte a block: reading a hash in the list would dereference a pointer to anywhere in memory.
         self._is_named = bytearray(num_blocks)
         self._free = FreeQueue(num_blocks)
         self._index = PrefixIndex()
@@ -34,42 +33,41 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Free or not."""
+        """All blocks, free or not."""
         return len(self._ref_counts)
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks `take` can give, those that carry a name included."""
+        """Number of blocks that `take` can allocate, those with a hash included."""
         return len(self._free)
 
     @property
     def num_free_named_blocks(self) -> int:
-        """How many of the free blocks still hold what their name says."""
+        """Number of free blocks whose contents can still be found."""
         return self._num_free_named
 
     @property
     def num_named_blocks(self) -> int:
-        """Blocks that can be found, in use or free."""
+        """Number of blocks whose contents can be found, in use or free."""
         return len(self._index)
 
     @property
     def free_block_ids(self) -> list[BlockId]:
-        """The free blocks in the order in which `take` will give them. Costs a walk: for tests and messages."""
+        """Free blocks in the order in which `take` allocates them. Walks the queue: for tests and messages."""
         return list(self._free)
 
     def ref_count(self, block_id: BlockId) -> int:
-        """How many owners the block has; 0 when it is free."""
+        """Number of owners of the block; 0 when it is free."""
         self._check(block_id)
         return self._ref_counts[block_id]
 
     def is_shared(self, block_id: BlockId) -> bool:
-        """Whether somebody would notice that its contents change: another owner, or a lookup of its name."""
+        """Whether a change of its contents would be visible elsewhere: to another owner, or to a lookup of its hash."""
         return self._ref_counts[block_id] > 1 or bool(self._is_named[block_id])
 
     def take(self, count: int) -> list[BlockId]:
-        """`count` blocks in eviction order, with one owner each. The caller has asked `num_free_blocks` before.
-
-        A name that one of them carries is gone.
+        """Allocate `count` blocks in eviction order, with one owner each; at most `num_free_blocks`. Their hashes are
+        removed.
         """
         assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
         taken = [self._free.pop_first() for _ in range(count)]
@@ -80,7 +78,7 @@ class BlockPool:
         return taken
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
-        """One more owner for each of the blocks; a free one must carry a name, and leaves the free blocks."""
+        """Add an owner to each of the blocks; a free one must have a hash, and leaves the free queue."""
         for block_id in block_ids:
             self._check(block_id)
             if self._ref_counts[block_id] == 0:
@@ -90,7 +88,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """One owner less for each of the blocks, in the order given: of named ones the first given goes first."""
+        """Remove an owner from each of the blocks, in order; blocks with a hash are evicted in that order."""
         ref_counts, is_named, free = self._ref_counts, self._is_named, self._free
         for block_id in block_ids:
             self._check(block_id)
@@ -106,10 +104,10 @@ class BlockPool:
                 free.prepend(block_id)
 
     def name(self, block_id: BlockId, block_hash: BlockHash) -> bool:
-        """Make a full block in use findable. False, and nothing changes, where a block has that name already."""
+        """Make a full block in use findable. False, without a change, where a block has that hash already."""
         self._check(block_id)
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
-        # Tables that share a full block may both come to name it.
+        # Tables that share a full block may both name it.
         assert self._names[block_id] in (None, block_hash), f"block {block_id} carries another name already"
         if self._names[block_id] is not None or not self._index.insert(block_hash, block_id):
             return False
@@ -122,15 +120,15 @@ class BlockPool:
         return self._index.find(block_hash)
 
     def find_chain(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The blocks of the leading names, up to the first that is not there."""
+        """The blocks of the leading hashes, up to the first that is not found."""
         return self._index.find_chain(hashes)
 
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
-        """How many of the blocks are free: as many fewer will `take` find once they are shared."""
+        """Number of the blocks that are free: sharing them lowers `num_free_blocks` by that many."""
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
     def forget_names(self) -> None:
-        """No block can be found any more. Free blocks stay where they are in the queue."""
+        """Remove every hash. Free blocks keep their position in the queue."""
         for block_id in self._index.clear():
             self._names[block_id] = None
             self._is_named[block_id] = False
@@ -138,12 +136,12 @@ class BlockPool:
         self._evicted.clear()
 
     def take_evicted(self) -> list[tuple[BlockHash, BlockId]]:
-        """Names that `take` ended since the last call, with the blocks that carried them, where that is recorded."""
+        """Hashes that `take` removed since the last call, with their blocks; empty unless evictions are recorded."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def check_integrity(self) -> None:
-        """Raise AssertionError, with the values, where free queue, counts and names contradict each other."""
+        """Raise AssertionError, with the values, where free queue, counts and hashes contradict each other."""
         self._free.check_integrity()
         num_free_named = 0
         for index, (ref_count, name) in enumerate(zip(self._ref_counts, self._names, strict=True)):

@@ -1,6 +1,6 @@
-"""One sequence's map from logical to physical blocks, and the change of it that a delta carries.
+"""Block table of one sequence, logical to physical blocks, and its change as a delta carries it.
 
-Who owns a block, and when one is copied, is the cache manager's business.
+Ownership and copy-on-write belong to the cache manager.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from kv_cache.block import BlockId
 class TableChange:
     """Keep the first `first_index` entries, then append `block_ids`: all that a copy of the table needs.
 
-    Where nothing was shared `first_index` is the old length and `block_ids` what was added. After a copy-on-write it is
-    the index of the first replaced block, and `block_ids` is the whole table from there on.
+    `first_index` is the old length and `block_ids` the added blocks if nothing was shared. After a copy-on-write
+    `first_index` is the index of the first replaced block, and `block_ids` is the rest of the table from there on.
     """
 
     first_index: int
@@ -28,18 +28,17 @@ class BlockTable:
 
     @property
     def num_blocks(self) -> int:
-        """Length of the table in blocks."""
         return len(self.block_ids)
 
     def slot(self, position: int, block_size: int) -> int:
-        """Where the token at `position` lies in a cache seen as one row of num_blocks * block_size tokens."""
+        """Slot of the token at `position` in a cache viewed as one row of num_blocks * block_size tokens."""
         assert 0 <= position < len(self.block_ids) * block_size, (
             f"position {position} lies outside a table of {len(self.block_ids)} blocks of {block_size} tokens"
         )
         return self.block_ids[position // block_size] * block_size + position % block_size
 
     def apply(self, change: TableChange) -> None:
-        """Bring the table up to date with a change made elsewhere to a table that was equal to it."""
+        """Apply a change made elsewhere to a table that was equal to this one."""
         assert 0 <= change.first_index <= len(self.block_ids), (
             f"change keeps {change.first_index} blocks of a table of {len(self.block_ids)}"
         )

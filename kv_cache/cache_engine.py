@@ -1,7 +1,7 @@
-"""The tensors of the cache and the moves of whole blocks between and within them.
+"""Tensors of the KV cache and the moves of blocks between and within them.
 
-Knows nothing of tables, and never looks inside a block: how one layer's keys and values are packed in `block_shape` is
-the attention backend's business.
+Knows nothing of tables, and never looks inside a block: the attention backend decides how one layer's keys and values
+are packed in `block_shape`.
 
 Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
         host_cache   [num_layers, num_host_blocks, *block_shape].
@@ -25,10 +25,10 @@ _Pairs = Sequence[tuple[BlockId, BlockId]]
 class CacheEngine:
     """One rank's cache: `allocate`, then any number of steps, then `release`; `allocate` may follow again.
 
-    **What unwritten positions hold.** A fresh cache is zero everywhere, on the CPU too, where the zero pages cost no
-    memory until they are written. A block in use for the second time still holds its last owner's keys and values, and
-    those may be NaN or infinite if that row's model overflowed. Nothing here erases them, so a backend must leave
-    masked positions out by selection; a product with a weight of zero would carry the NaN into another row.
+    **Unwritten positions.** A fresh cache is zero everywhere, on the CPU too, where the zero pages cost no memory until
+    they are written. A reused block still holds its last owner's keys and values, which may be NaN or infinite if that
+    row's model overflowed. Nothing here erases them, so a backend must mask positions by selection: a multiplication by
+    a weight of zero would carry the NaN into another row.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CacheEngine:
 
     @property
     def num_host_bytes(self) -> int:
-        """Of host memory that is taken: on CUDA none before the first block moves there."""
+        """Host memory in use; on CUDA 0 before the first block moves there."""
         return 0 if self._host is None else self._host.num_bytes
 
     def layer_cache(self, layer_index: int) -> Tensor:
@@ -73,7 +73,7 @@ class CacheEngine:
 
     def allocate(self, reserve: HostReserve | None = None) -> None:
         """Make both caches, zero-filled, and on CUDA the side stream that moves blocks between them. On the CPU the
-        device cache is the beginning of `reserve`, where there is one.
+        device cache is the beginning of `reserve`, if there is one.
         """
         assert self._device_cache is None, "the cache is allocated already"
         packed_bytes = math.prod(self.block_shape) * self.dtype.itemsize
@@ -81,7 +81,7 @@ class CacheEngine:
             f"block_shape {self.block_shape} of {self.dtype} is {packed_bytes} bytes, "
             f"one block of one layer is {self.spec.layer_block_bytes}"
         )
-        # A tensor born in inference mode could not be written outside it, and the cache outlives both.
+        # A tensor created in inference mode could not be written outside it, and the cache outlives both.
         with torch.inference_mode(False):
             shape = (self.spec.num_layers, self.num_device_blocks, *self.block_shape)
             if self.device.type == "cpu":
@@ -91,15 +91,15 @@ class CacheEngine:
             self._host = new_host_memory(self._device_cache, self.num_host_blocks)
 
     def release(self) -> None:
-        """Drop both caches with all they hold. Views of them keep the memory alive: they go first."""
+        """Drop both caches with their contents. Views keep the memory alive, so drop them first."""
         self._device_cache = None
         self._host = None
 
     def execute(self, block_ops: BlockOps) -> None:
-        """One step's moves in the order swap out, copy, swap in (see `BlockOps`).
+        """Run one step's moves in the order swap out, copy, swap in (see `BlockOps`).
 
-        On CUDA what is queued on the current stream before this call is done before a block moves, and what is queued
-        after it sees the blocks where they belong.
+        On CUDA, work queued on the current stream before this call finishes before a block moves, and work queued after
+        it sees the moved blocks.
 
         Raises ValueError naming the block, before anything moves, if a pair of any kind is outside the caches, a host
         block receives twice, or a device block receives twice, by copy or swap_in.
@@ -113,15 +113,15 @@ class CacheEngine:
         self._host_memory.move_in(block_ops.swap_in)
 
     def swap_out(self, pairs: _Pairs) -> None:
-        """Whole blocks (device, host), all layers. Raises ValueError as `execute` does."""
+        """Move (device, host) blocks, all layers. Raises ValueError as `execute` does."""
         self.execute(BlockOps(swap_out=tuple(pairs)))
 
     def swap_in(self, pairs: _Pairs) -> None:
-        """Whole blocks (host, device), all layers. Raises ValueError as `execute` does."""
+        """Move (host, device) blocks, all layers. Raises ValueError as `execute` does."""
         self.execute(BlockOps(swap_in=tuple(pairs)))
 
     def copy(self, pairs: _Pairs) -> None:
-        """Whole blocks (device source, device destination), all layers; every source is read before any write."""
+        """Copy (device source, device destination) blocks, all layers; every source is read before any write."""
         self.execute(BlockOps(copy=tuple(pairs)))
 
     @property
@@ -144,7 +144,7 @@ def _check_pairs(
     destination_memory: tuple[str, int],
     received: dict[BlockId, tuple[str, BlockId]],
 ) -> None:
-    """`received`: which block each destination has been promised, and by which kind; the pairs are added."""
+    """`received`: destination -> (kind, source) of the move it receives; the pairs are added."""
     for source, destination in pairs:
         for block_id, (memory, num_blocks) in ((source, source_memory), (destination, destination_memory)):
             if not 0 <= block_id < num_blocks:
@@ -162,7 +162,7 @@ def _check_pairs(
 
 
 def _copy_each(pairs: _Pairs, cache: Tensor) -> None:
-    """Within host memory: a source that is a destination too is put aside first, and no other."""
+    """Copy within host memory: only a source that is also a destination is cloned first."""
     destinations = dict.fromkeys(destination for _, destination in pairs)
     kept = {source: cache[:, source].clone() for source, _ in pairs if source in destinations}
     for source, destination in pairs:
@@ -170,9 +170,9 @@ def _copy_each(pairs: _Pairs, cache: Tensor) -> None:
 
 
 def _copy_at_once(pairs: _Pairs, cache: Tensor) -> None:
-    """Within a device's memory, in one operation for all layers: gather all sources, then scatter them.
+    """Copy within a device's memory, one operation for all layers: gathers all sources, then scatters them.
 
-    Takes a temporary of the blocks copied, [num_layers, num_pairs, *block_shape].
+    Needs a temporary of the copied blocks, [num_layers, num_pairs, *block_shape].
     """
     if not pairs:
         return

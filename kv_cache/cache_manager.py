@@ -1,4 +1,4 @@
-"""What the scheduler asks of the cache: the device's tables, and the ways out of the device and back."""
+"""The scheduler's interface to the cache: device tables, swapping, and the connector."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from kv_cache.swap_space import SwapSpace
 
 
 class CacheManager(DeviceTables):
-    """The tables on the device, swapped out to the host, and what a connector keeps beyond both."""
+    """Device tables, tables swapped out to the host, and the blocks of a connector."""
 
     def __init__(
         self,
@@ -24,9 +24,9 @@ class CacheManager(DeviceTables):
         num_host_blocks: int = 0,
         connector: Connector | None = None,
     ) -> None:
-        """`num_host_blocks`: what may be swapped out at most; `connector`: who gets named blocks that lose their place.
+        """`num_host_blocks`: capacity of the swap space; `connector`: receives evicted blocks that have a hash.
 
-        See `DeviceTables` for the rest.
+        The rest is as in `DeviceTables`.
         """
         super().__init__(BlockPool(num_blocks, records_evictions=connector is not None), block_size, watermark_blocks)
         self._swap = SwapSpace(num_host_blocks)
@@ -34,12 +34,12 @@ class CacheManager(DeviceTables):
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the swap space."""
+        """Blocks of the swap space, in use or free."""
         return self._swap.num_blocks
 
     @property
     def num_tier_blocks(self) -> int:
-        """Blocks that the connector can keep."""
+        """Capacity of the connector in blocks."""
         return 0 if self._transfers is None else self._transfers.num_slots
 
     @property
@@ -48,20 +48,20 @@ class CacheManager(DeviceTables):
         return self._swap.num_used_blocks
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that is in the cache now can be found any more, on the device, on the host or beyond."""
+        """Make everything cached now unfindable, on the device, on the host and in the connector."""
         self._pool.forget_names()
         self._swap.forget_names()
         self._fresh.clear()
         if self._transfers is not None:
             self._transfers.forget()
 
-    # Giving way.
+    # Preemption.
 
     def swap_out(self, table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable | None:
         """Move a table's contents to the host: returns the host table and empties this one, or None without a change.
 
-        None when the host has no room, or when contents arrive or are written only when the step runs. `hashes` are the
-        names of its leading full blocks, where they have names.
+        None when the host has too few free blocks, or when contents arrive or are written only when the step runs.
+        `hashes` are those of the table's leading full blocks.
         """
         block_ids = table.block_ids
         if any(block_id in self._fresh or self._moves.receives(block_id) for block_id in block_ids):
@@ -77,16 +77,16 @@ class CacheManager(DeviceTables):
     def can_swap_in(
         self, host_table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int, *, keep_watermark: bool = False
     ) -> bool:
-        """Whether there is room for a swapped-out table, extended to `num_tokens`."""
+        """Whether enough blocks are free for a swapped-out table, extended to `num_tokens`."""
         held = self._held(host_table, hashes)
         num_blocks = max(host_table.num_blocks, num_blocks_for(num_tokens, self._block_size))
         num_new = num_blocks - len(held) + self._pool.num_free_among(held.values())
         return self._has_room(num_new, keep_watermark)
 
     def swap_in(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable:
-        """Bring a table back: returns the device table, empties the host table. `can_swap_in` must hold.
+        """Swap a table in: returns the device table, empties the host table. `can_swap_in` must hold.
 
-        What is on the device still, or again, is shared and not moved.
+        Blocks whose contents are on the device, still or again, are shared and not moved.
         """
         held = self._held(host_table, hashes)
         self._pool.share(held.values())
@@ -101,15 +101,15 @@ class CacheManager(DeviceTables):
         return table
 
     def release_host(self, host_table: BlockTable) -> None:
-        """A swapped-out table is wanted no more."""
+        """Free a swapped-out table that is not needed any more."""
         self._swap.release(host_table, is_read=False)
 
-    # Beyond the device.
+    # Transfers of the connector.
 
     def load_prefix(self, prefix: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int) -> int | None:
-        """Have the connector bring what comes after `prefix`; the number of the transfer to wait for, None for none.
+        """Make the connector load the blocks after `prefix`; returns the number of the transfer to wait for, or None.
 
-        Only if the whole sequence of `num_tokens` finds room, with the watermark to spare: it will need it.
+        Loads only if all `num_tokens` of the sequence fit, the watermark kept: it will need them.
         """
         rest = hashes[len(prefix) :]
         if self._transfers is None or not rest:
@@ -118,21 +118,21 @@ class CacheManager(DeviceTables):
         if in_flight is not None:
             return in_flight
         num_found = self._transfers.lookup(rest)
-        # What is on the device already, behind the gap, need not come again.
+        # Blocks already on the device, after the gap, are not loaded again.
         num_wanted = next(
             (i for i, each in enumerate(rest[:num_found]) if self._pool.find(each) is not None), num_found
         )
         if num_wanted == 0 or not self.can_start(prefix, num_tokens, keep_watermark=True):
             return None
         slots = self._transfers.reserve(rest[:num_wanted])
-        # Not evicted for what comes after it.
+        # Shared meanwhile, so that `_take` does not evict the prefix for the blocks after it.
         self._pool.share(prefix)
         block_ids = self._take(num_wanted)
         self._pool.release(reversed(prefix))
         return self._transfers.load(rest[:num_wanted], slots, block_ids)
 
     def finish_transfer(self, number: int) -> None:
-        """Every rank has finished a transfer: what it loaded can be found from now on."""
+        """Apply a transfer that every rank has finished: its loaded blocks can be found from now on."""
         assert self._transfers is not None, f"transfer {number} without a connector"
         arrived = self._transfers.finish(number)
         for block_hash, block_id in arrived:
@@ -141,7 +141,7 @@ class CacheManager(DeviceTables):
         self._pool.release(block_id for _, block_id in reversed(arrived))
 
     def take_block_ops(self) -> BlockOps:
-        """The moves of this step, once: the next call answers for the next step."""
+        """Return this step's moves, once: the next call is for the next step."""
         block_ops = self._moves.take()
         if self._transfers is not None:
             number, stores, loads = self._transfers.take()
@@ -153,7 +153,7 @@ class CacheManager(DeviceTables):
     def check_integrity(self, tables: Iterable[BlockTable], host_tables: Sequence[BlockTable] = ()) -> None:
         """Raise AssertionError, with values, unless tables (all there are) account for every owner of every block.
 
-        Costs a walk over all blocks and tables: for tests, the end of a run and SPMD_WORKER_CHECK.
+        Walks all blocks and tables: for tests, the end of a run and SPMD_WORKER_CHECK.
         """
         self._pool.check_integrity()
         self._swap.check_integrity(host_tables)
@@ -176,6 +176,6 @@ class CacheManager(DeviceTables):
         return taken
 
     def _held(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
-        """Index in a swapped-out table -> device block that holds the same."""
+        """Index in a swapped-out table -> device block with the same contents."""
         found = ((index, self._pool.find(each)) for index, each in enumerate(hashes[: host_table.num_blocks]))
         return {index: block_id for index, block_id in found if block_id is not None}

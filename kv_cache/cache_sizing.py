@@ -1,4 +1,4 @@
-"""How many blocks a rank's memory holds, and why that many, in words.
+"""Number of cache blocks that a rank's memory holds, with the reason in words.
 
 Knows nothing of devices; ranks agree on the smallest number elsewhere.
 """
@@ -13,10 +13,10 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 @dataclass(frozen=True, slots=True)
 class MemoryMeasurement:
-    """What a device has and what is taken of it before the cache, in bytes.
+    """A device's memory and its use before the cache, in bytes.
 
-    `activation_bytes` is the peak of the largest step, `activation_note` how it is known, in a word or two;
-    `non_torch_bytes` is what the process holds outside the allocator of the framework (libraries, graphs, communication
+    `activation_bytes` is the peak of the biggest step, `activation_note` how it is known, in a word or two;
+    `non_torch_bytes` is what the process holds outside the framework's allocator (libraries, graphs, communication
     buffers).
     """
 
@@ -28,14 +28,14 @@ class MemoryMeasurement:
 
     @property
     def taken_bytes(self) -> int:
-        """Everything but the cache."""
+        """Memory used by all but the cache."""
         return self.weights_bytes + self.activation_bytes + self.non_torch_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
-    """The numbers of one rank, and `reason`, lines for people: a line for each memory, and under it, indented, the
-    shares and what limited the number.
+    """Block numbers of one rank; `reason` is text: a line for each memory, and indented under it the shares and the
+    limit.
     """
 
     num_device_blocks: int
@@ -45,13 +45,13 @@ class CacheSizing:
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """What the cache is for: `max_num_seqs` sequences at once, none longer than `max_model_len` tokens."""
+    """The most the cache must hold: `max_num_seqs` sequences at once, none longer than `max_model_len` tokens."""
 
     max_num_seqs: int
     max_model_len: int
 
     def num_blocks(self, block_size: int) -> int:
-        """More blocks than this are never in use at once."""
+        """The most blocks that are ever in use at once."""
         return self.max_num_seqs * num_blocks_for(self.max_model_len, block_size)
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ def size_cache(
     swap_space_bytes: int,
     is_swap_space_on_device: bool,
 ) -> CacheSizing:
-    """The blocks of one rank.
+    """Size the cache of one rank.
 
-    `num_blocks` is taken as it stands and needs no measurement. Without it: what `memory_utilization` of the memory
-    leaves beside weights, activations and the rest, but no more than `need` can use, and never less than 0 (see
-    `check_cache_holds_one_sequence`). `swap_space_bytes` is this rank's own, and `need` caps it too; where it lies in
-    the memory that was measured (`is_swap_space_on_device`: the CPU) the cache gets that much less.
+    `num_blocks` is used as given and needs no measurement. Without it: `memory_utilization` of the memory less weights,
+    activations and the rest, but no more than `need` can use, and never less than 0 (see
+    `check_cache_holds_one_sequence`). `swap_space_bytes` is this rank's own, and `need` caps it too; where it is part
+    of the measured memory (`is_swap_space_on_device`: the CPU) the cache gets that much less.
     """
     num_host_blocks = num_swap_blocks(spec, swap_space_bytes, need)
     if num_blocks is not None:
@@ -95,7 +95,7 @@ def size_cache(
 
 
 def num_swap_blocks(spec: CacheSpec, swap_space_bytes: int, need: CacheNeed) -> int:
-    """Blocks on the host: no more than are ever swapped out at once."""
+    """Number of host blocks: no more than are ever swapped out at once."""
     return min(max(swap_space_bytes, 0) // spec.block_bytes, need.num_blocks(spec.block_size))
 
 
@@ -107,10 +107,10 @@ def check_cache_holds_one_sequence(
     is_profiled: bool = False,
     has_swap_space_on_device: bool = False,
 ) -> None:
-    """Raise ValueError unless the longest sequence allowed fits when it is alone: otherwise it could never finish.
+    """Raise ValueError unless the longest allowed sequence fits when it is alone: otherwise it could never finish.
 
-    `is_profiled`: the number came from memory and not from `cache.num_blocks`, so the way out is another one.
-    `has_swap_space_on_device`: swap space took some of that memory, so there is a third.
+    `is_profiled`: the number comes from memory and not from `cache.num_blocks`, so the error names another way out.
+    `has_swap_space_on_device`: swap space uses some of that memory, so it names a third.
     """
     num_tokens = num_blocks * block_size
     if num_tokens >= max_model_len:
@@ -129,7 +129,7 @@ def check_cache_holds_one_sequence(
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`17 B`, `1.5 KiB`, `24.0 MiB`, `-2.0 GiB`: the largest unit of which there is at least one."""
+    """`17 B`, `1.5 KiB`, `24.0 MiB`, `-2.0 GiB`: the biggest prefix for which the number is at least 1."""
     for unit, unit_bytes in _UNITS:
         if abs(num_bytes) >= unit_bytes:
             return f"{num_bytes / unit_bytes:.1f} {unit}"

@@ -1,6 +1,6 @@
 """Bytes of the cache on one rank: layers x key-value heads x head size x dtype.
 
-How keys and values are packed inside a block belongs to the attention backend.
+The attention backend decides how keys and values are packed inside a block.
 """
 
 from dataclasses import dataclass

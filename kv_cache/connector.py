@@ -1,9 +1,9 @@
-"""Blocks handed to, and taken from, something beyond the device: another memory, or another engine.
+"""Connectors: store evicted blocks outside the device, in another memory or engine, and load them again.
 
-A connector has two halves. The half here decides; every rank of a replica has one and makes the same calls, so its
-answers must be a function of those calls alone. The other half (`TransferEngine`) moves this rank's bytes and says when
-it has. A transfer is what one step stores and loads; it counts when every rank has finished it, which is an event from
-rank 0 (`CacheManager.finish_transfer`): no replica may act on what its own device has done. The division is vLLM's
+A connector has two halves. `Connector` decides; every rank of a replica has one and makes the same calls, so its
+answers must depend on those calls alone. `TransferEngine` moves this rank's bytes and reports when it has. A transfer
+is what one step stores and loads; it counts when every rank has finished it, which is an event from rank 0
+(`CacheManager.finish_transfer`): no replica may act on its own device's progress. The division is vLLM's
 (KVConnectorBase_V1), cut to three verbs.
 """
 
@@ -13,30 +13,30 @@ from typing import NewType, Protocol
 from kv_cache.block import BlockHash, BlockId
 
 TierSlot = NewType("TierSlot", int)
-"""Where a connector keeps one block: the same number on every rank."""
+"""Index at which a connector keeps one block: the same on every rank."""
 
 
 class Connector(Protocol):
-    """Decides. A slot that was given for storing or loading stays reserved until the transfer has finished."""
+    """The deciding half. A slot given for storing or loading stays reserved until the transfer has finished."""
 
     @property
     def num_slots(self) -> int:
-        """Blocks it can keep."""
+        """Capacity in blocks."""
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
-        """How many of the leading names it could load now."""
+        """Number of leading hashes whose blocks it could load now."""
 
     def store(self, block_hash: BlockHash) -> TierSlot | None:
-        """A slot for a block that is about to lose its contents; None where it is not wanted or has no room."""
+        """A slot for a block about to be overwritten; None where it is not wanted or no slot is free."""
 
     def load(self, hashes: Sequence[BlockHash]) -> list[TierSlot]:
-        """Where the blocks of these names are, all of which `lookup` has counted."""
+        """The slots of these hashes' blocks, all of which `lookup` has counted."""
 
     def finish(self, stored: Sequence[tuple[BlockHash, TierSlot]], loaded: Sequence[TierSlot]) -> None:
-        """A transfer has ended on every rank: what it stored may be looked up, what it read is reserved no more."""
+        """A transfer has ended on every rank: its stored blocks may be looked up, its loaded slots are free again."""
 
     def forget(self) -> None:
-        """Nothing that was stored so far may be found any more; transfers in flight end as usual."""
+        """Make everything stored so far unfindable; transfers in flight end as usual."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError where its state contradicts itself."""
@@ -46,20 +46,17 @@ class TransferEngine(Protocol):
     """Moves this rank's share of the bytes: `store`, the step's other moves, `load`, all before the forward pass."""
 
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
-        """(device block, slot): the blocks' contents as they are now are kept, whatever is written to them next."""
+        """(device block, slot): keeps the blocks' contents as they are now, whatever is written to them next."""
 
     def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
-        """(slot, device block): nobody reads or writes the blocks before the transfer has finished."""
+        """(slot, device block): the blocks are neither read nor written before the transfer has finished."""
 
     def finished(self) -> tuple[int, ...]:
-        """Numbers of transfers that this rank has finished since the last call, in order."""
+        """Numbers of the transfers that this rank has finished since the last call, in order."""
 
 
 class Transfers:
-    """The transfers of one manager: those being planned, and those in flight.
-
-    `number` names the transfer of the step being planned; numbers go up by one.
-    """
+    """Transfers of one manager: the one being planned, and those in flight. Numbers go up by one."""
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
@@ -73,31 +70,29 @@ class Transfers:
 
     @property
     def num_slots(self) -> int:
-        """See `Connector.num_slots`."""
         return self._connector.num_slots
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
-        """See `Connector.lookup`."""
         return self._connector.lookup(hashes)
 
     def number_loading(self, block_hash: BlockHash) -> int | None:
-        """The transfer that brings this block, if one is planned or in flight."""
+        """Number of the transfer that loads this block, if one is planned or in flight."""
         return self._loading.get(block_hash)
 
     def store(self, block_hash: BlockHash, block_id: BlockId) -> None:
-        """A device block is about to lose its contents: keep them if there is a slot."""
+        """Store a device block that is about to be overwritten, if there is a slot."""
         slot = self._connector.store(block_hash)
         if slot is not None:
             self._stores.append((block_hash, block_id, slot))
 
     def reserve(self, hashes: Sequence[BlockHash]) -> list[TierSlot]:
-        """See `Connector.load`. Comes before device blocks are taken for them: what these evict is stored, and must not
-        drive out what is about to be loaded.
+        """Reserve the slots to load from (`Connector.load`). Must precede the allocation of their device blocks: blocks
+        that this evicts are stored, and must not evict from the connector what is about to be loaded.
         """
         return self._connector.load(hashes)
 
     def load(self, hashes: Sequence[BlockHash], slots: Sequence[TierSlot], block_ids: Sequence[BlockId]) -> int:
-        """Bring blocks into device blocks, which the transfer owns until it has finished; returns its number."""
+        """Load into device blocks, which the transfer owns until it has finished; returns its number."""
         self._loads += zip(hashes, block_ids, slots, strict=True)
         self._loading.update(dict.fromkeys(hashes, self._number))
         return self._number
@@ -116,9 +111,9 @@ class Transfers:
         )
 
     def finish(self, number: int) -> list[tuple[BlockHash | None, BlockId]]:
-        """Every rank has finished a transfer; returns what it loaded, with the blocks that it owned until now.
+        """End a transfer that every rank has finished; returns the loaded hashes and blocks, which it owned until now.
 
-        The name is None where `forget` came meanwhile.
+        The hash is None where `forget` was called meanwhile.
         """
         assert number in self._in_flight, f"transfer {number} is not in flight: {list(self._in_flight)}"
         stored, loaded = self._in_flight.pop(number)
@@ -132,12 +127,12 @@ class Transfers:
         return arrived
 
     def forget(self) -> None:
-        """See `Connector.forget`. What is being loaded is brought to its end but can be found by nobody."""
+        """Forget all stored blocks (`Connector.forget`). Loads in flight are finished but cannot be found."""
         self._connector.forget()
         self._loading.clear()
 
     def owned_block_ids(self) -> list[BlockId]:
-        """Device blocks that transfers own, planned or in flight."""
+        """Device blocks owned by transfers, planned or in flight."""
         loads = [self._loads, *[loaded for _, loaded in self._in_flight.values()]]
         return [block_id for each in loads for _, block_id, _ in each]
 

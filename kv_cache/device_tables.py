@@ -1,7 +1,7 @@
-"""The tables of sequences in the device's memory: room, growth, sharing, copy-on-write, contents found again.
+"""Block tables of sequences in device memory: capacity, growth, sharing, copy-on-write, prefix reuse.
 
-Knows nothing of requests, queues, policy or tensors, and never reads a token: it answers from counts and names, so a
-step can be planned before the values of the one before it are known.
+Knows nothing of requests, queues, policy or tensors, and never reads a token: it answers from counts and hashes, so a
+step can be planned before the previous step's values are known.
 """
 
 from abc import ABC, abstractmethod
@@ -14,30 +14,30 @@ from kv_cache.pending_moves import PendingMoves
 
 
 class DeviceTables(ABC):
-    """Gives the device's blocks to tables and collects the copies that the step must make first.
+    """Allocates device blocks to tables and collects the copies that must precede the step.
 
     A step is everything between two calls of `CacheManager.take_block_ops`. Within one, tables may be extended, forked
     and released in any order; the blocks' contents change only when the step runs: first the moves, then the writes.
 
     **Written tokens.** `first_token` always counts the tokens of a sequence whose keys and values an earlier step has
-    written (or will have written when this one runs). What the step being planned writes does not count: a copy would
-    not see it.
+    written (or will have written when this one runs). Tokens that the step being planned writes do not count: a copy
+    would not see them.
 
-    **Names.** A full block may be named as soon as the step that fills it is planned (`name_blocks`): rows of the same
+    **Hashes.** A full block may be named as soon as the step that fills it is planned (`name_blocks`): rows of the same
     step that find it may read it, because a layer writes every row's keys and values before any row attends. So the
     tables of that step are not released before it is handed out: the blocks would be found and never written.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, watermark_blocks: int) -> None:
-        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves for those who run already; may be set anew
-        as their number changes.
+        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves for running sequences; may be set again as
+        their number changes.
         """
         assert block_size >= 1, f"block_size={block_size}"
         self._pool = pool
         self._block_size = block_size
         self.watermark_blocks = watermark_blocks
         self._moves = PendingMoves()
-        # Named in the step being planned: nothing is in them before it runs.
+        # Named in the step being planned: without contents until it runs.
         self._fresh: dict[BlockId, None] = {}
 
     @property
@@ -52,39 +52,40 @@ class DeviceTables(ABC):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no table lists, those with findable contents included."""
+        """Blocks in no table, those with findable contents included."""
         return self._pool.num_free_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that some table lists; one that is shared counts once."""
+        """Blocks in some table; a shared one counts once."""
         return self._pool.num_blocks - self._pool.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        """Of the free blocks, those whose contents can still be found."""
+        """Free blocks whose contents can still be found."""
         return self._pool.num_free_named_blocks
 
     def num_new_blocks(self, table: BlockTable, first_token: int, num_tokens: int) -> int:
-        """Free blocks that `extend` with the same arguments takes.
+        """Number of free blocks that `extend` with the same arguments allocates.
 
-        One for each block past the table's end, and one for each block that positions first_token up to num_tokens fall
-        into and others list or can find. Tables that share a block need fewer once one of them has its own: ask for
-        each before it is extended, not for all in advance.
+        One for each block past the table's end, and one for each block that holds positions first_token up to
+        num_tokens and that others list or can find. Tables that share a block need fewer once one of them has its own:
+        ask for each before it is extended, not for all in advance.
         """
         num_shared = len(self._shared_indices(table, first_token, num_tokens))
         return num_shared + self._num_appended(table, num_tokens)
 
     def can_extend(self, table: BlockTable, first_token: int, num_tokens: int, *, keep_watermark: bool = False) -> bool:
-        """Whether `extend` with the same arguments finds enough free blocks, if asked with the watermark to spare."""
+        """Whether `extend` with the same arguments finds enough free blocks; `keep_watermark`: and leaves the
+        watermark.
+        """
         return self._has_room(self.num_new_blocks(table, first_token, num_tokens), keep_watermark)
 
     def extend(self, table: BlockTable, first_token: int, num_tokens: int) -> TableChange:
-        """Make positions first_token up to num_tokens writable by this table alone; returns what changed in it.
+        """Make positions first_token up to num_tokens writable by this table alone; returns the change of the table.
 
-        Blocks that others list or can find are replaced. The one that first_token falls into is copied if it holds
-        tokens below first_token; those after it hold nothing of this sequence that the step does not write.
-        `can_extend` must hold.
+        Blocks that others list or can find are replaced. The block of first_token is copied if it holds tokens below
+        first_token; the step overwrites everything that this sequence has in the later ones. `can_extend` must hold.
         """
         shared_indices = self._shared_indices(table, first_token, num_tokens)
         num_shared = len(shared_indices)
@@ -101,8 +102,8 @@ class DeviceTables(ABC):
         return change
 
     def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
-        """`extend` by one token behind `num_tokens` that fill the table's blocks, with less to look at: what is shared
-        of them is not written to. Returns the block that is new.
+        """`extend` by one token where `num_tokens` fill the table's blocks, at less cost: shared blocks are not
+        written, so none is replaced. Returns the new block.
         """
         assert num_tokens == len(table.block_ids) * self._block_size, (
             f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
@@ -112,15 +113,16 @@ class DeviceTables(ABC):
         return block_id
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks. Takes no block; the first of the two to write to one pays for it.
+        """A second table over the same blocks. Allocates no block; the first of the two to write to a block pays for
+        its copy.
 
-        The new sequence has those tokens that earlier steps wrote, even if the old table is extended already.
+        The new sequence has the tokens that earlier steps wrote, even if the old table is extended already.
         """
         self._pool.share(table.block_ids)
         return BlockTable(list(table.block_ids))
 
     def release(self, table: BlockTable) -> None:
-        """Give all blocks of a table back and empty it. The tail goes first, so the head of a chain is evicted last."""
+        """Free all blocks of a table and empty it. The tail goes first, so the head of a chain is evicted last."""
         if self._fresh:
             assert not any(block_id in self._fresh for block_id in table.block_ids), (
                 f"a table is released before the step that fills its named blocks is handed out: {table.block_ids}"
@@ -128,15 +130,15 @@ class DeviceTables(ABC):
         self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
 
-    # Contents that can be found again.
+    # Prefix reuse.
 
     def name_blocks(
         self, table: BlockTable, hashes: Sequence[BlockHash], first_index: int, num_written_tokens: int
     ) -> None:
-        """Blocks from `first_index` on hold what `hashes`, which count from the table's first block, say.
+        """Name the blocks from `first_index` on; `hashes` count from the table's first block.
 
-        Those past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. What
-        another block is known for already stays without a name.
+        Blocks past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. A block
+        whose hash another block has already stays without a hash.
         """
         for index in range(first_index, len(hashes)):
             block_id = table.block_ids[index]
@@ -144,16 +146,16 @@ class DeviceTables(ABC):
                 self._fresh[block_id] = None
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The blocks that hold the beginning of a sequence, as far as there are any."""
+        """The blocks that hold the beginning of a sequence, as many as are found."""
         return self._pool.find_chain(hashes)
 
     def can_start(self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False) -> bool:
-        """Whether there is room for a new table of `num_tokens` that begins with the blocks of `prefix`."""
+        """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`."""
         num_new = num_blocks_for(num_tokens, self._block_size) - len(prefix)
         return self._has_room(num_new + self._pool.num_free_among(prefix), keep_watermark)
 
     def adopt(self, table: BlockTable, prefix: Sequence[BlockId]) -> None:
-        """An empty table begins with blocks that were found, as one more owner of each."""
+        """Start an empty table with found blocks, as one more owner of each."""
         assert not table.block_ids, table
         self._pool.share(prefix)
         table.block_ids += prefix
@@ -163,7 +165,7 @@ class DeviceTables(ABC):
 
     @abstractmethod
     def _take(self, count: int) -> list[BlockId]:
-        """Blocks of the pool, of which nobody waits for anything any more."""
+        """Allocate blocks of the pool; moves and contents that were pending for them are dropped or stored first."""
 
     def _num_appended(self, table: BlockTable, num_tokens: int) -> int:
         return max(0, num_blocks_for(num_tokens, self._block_size) - table.num_blocks)
@@ -181,7 +183,9 @@ class DeviceTables(ABC):
 
 
 def count_listings(tables: Iterable[BlockTable], num_blocks: int) -> list[int]:
-    """How many tables list each block. Raises AssertionError where one lists a block twice or one there is not."""
+    """Number of tables that list each block. Raises AssertionError where one lists a block twice or one that does not
+    exist.
+    """
     counts = [0] * num_blocks
     last_table = [-1] * num_blocks
     for table_index, table in enumerate(tables):

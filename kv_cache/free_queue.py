@@ -1,7 +1,4 @@
-"""The free blocks of one memory in eviction order.
-
-Knows nothing of reference counts: the pool decides which block is free.
-"""
+"""Free blocks of one memory in eviction order. The pool counts references and decides which block is free."""
 
 from array import array
 from collections.abc import Iterator
@@ -13,22 +10,22 @@ _NOT_QUEUED: Final = -1
 
 
 class FreeQueue:
-    """A doubly linked list of block numbers: first in the queue, first to be taken again.
+    """A doubly linked list of block ids: first in the queue, first to be allocated again.
 
     Why not a `deque`: a free block whose contents are still wanted leaves from the middle, which costs a deque a search
-    of the whole queue. Why not an ordered dict: it allocates when a block comes and goes. Why two arrays and not linked
-    records: a million records are a hundred bytes each, which the garbage collector walks and which lie apart in
-    memory; the links of neighbouring blocks, which is what tables mostly hold, share a cache line. The idea is vLLM's
+    of the full queue. Why not an ordered dict: it allocates when a block comes and goes. Why two arrays and not linked
+    records: a million records are a hundred bytes each, scattered in memory, which the garbage collector walks; the
+    links of neighbouring blocks, which is what tables mostly hold, share a cache line. The idea is vLLM's
     FreeKVCacheBlockQueue.
 
     Contract:
 
     1. `append`, `prepend`, `pop_first`, `remove` and `len` take constant time, whatever the number of blocks.
-    2. Iteration is in eviction order: what was prepended, latest first, then what was appended, latest last.
+    2. Iteration is in eviction order: prepended blocks, latest first, then appended blocks, latest last.
     3. A block is in the queue at most once. Appending a queued block or removing one that is not queued is an assertion
        that names the block.
 
-    One sentinel, numbered behind all blocks, closes the list into a ring, so no operation has a special case at either
+    One sentinel, numbered after all blocks, closes the list into a ring, so no operation has a special case at either
     end:
 
         sentinel <-> first to go <-> ... <-> last to go <-> sentinel
@@ -37,14 +34,14 @@ class FreeQueue:
     __slots__ = ("_next", "_num_queued", "_previous", "_sentinel")
 
     def __init__(self, num_blocks: int) -> None:
-        """All of the blocks 0 .. num_blocks - 1 are queued, in this order."""
+        """Queue all blocks 0 .. num_blocks - 1, in this order."""
         self._sentinel = num_blocks
         self._num_queued = num_blocks
         self._next = array("i", [*range(1, num_blocks + 1), 0])
         self._previous = array("i", [num_blocks, *range(num_blocks)])
 
     def append(self, block_id: BlockId) -> None:
-        """Queue a block behind all others: it will be the last to go."""
+        """Queue a block at the end: the last to be allocated."""
         following, sentinel = self._next, self._sentinel
         assert following[block_id] == _NOT_QUEUED, f"block {block_id} is in the free queue already"
         last = self._previous[sentinel]
@@ -53,7 +50,7 @@ class FreeQueue:
         self._num_queued += 1
 
     def prepend(self, block_id: BlockId) -> None:
-        """Queue a block before all others: it will be the next to go."""
+        """Queue a block at the front: the next to be allocated."""
         following, sentinel = self._next, self._sentinel
         assert following[block_id] == _NOT_QUEUED, f"block {block_id} is in the free queue already"
         first = following[sentinel]
@@ -62,7 +59,7 @@ class FreeQueue:
         self._num_queued += 1
 
     def pop_first(self) -> BlockId:
-        """Take out the block that is next to go."""
+        """Remove and return the first block."""
         assert self._num_queued > 0, "no block is free"
         following, sentinel = self._next, self._sentinel
         first = following[sentinel]
@@ -73,7 +70,7 @@ class FreeQueue:
         return BlockId(first)
 
     def remove(self, block_id: BlockId) -> None:
-        """Take out a block from wherever it stands."""
+        """Remove a block from any position."""
         following = self._next[block_id]
         assert following != _NOT_QUEUED, f"block {block_id} is not in the free queue"
         previous = self._previous[block_id]
@@ -96,7 +93,7 @@ class FreeQueue:
     def check_integrity(self) -> None:
         """Walk the ring once. Raises AssertionError where a link is open, one-sided or leads past the counted length.
 
-        The walk is bounded by the length, so a ring that was short-circuited ends in a message and not in a hang.
+        The walk is bounded by the length, so a short-circuited ring ends in a message and not in a hang.
         """
         block_id = self._sentinel
         for index in range(self._num_queued + 1):

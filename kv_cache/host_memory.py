@@ -1,6 +1,5 @@
-"""Blocks of a cache in host memory, and the moves of whole blocks between them and the device.
-
-Knows nothing of why a block moves: sequences that are preempted and prefixes that lost their place are moved alike.
+"""Cache blocks in host memory, and their moves to and from the device, for preempted sequences and evicted prefixes
+alike.
 
 Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
         tensor       [num_layers, num_blocks, *block_shape],
@@ -21,27 +20,27 @@ from kv_cache.host_reserve import HostReserve
 _ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load of the CPU kernels
 
 _STAGING_BYTES = 2**26
-"""Pinned memory through which blocks of a CUDA cache go: more than this moves in several turns."""
+"""Pinned staging memory for the blocks of a CUDA cache: bigger moves take several turns."""
 
 Pairs = Sequence[tuple[int, int]]
 
 
 class HostMemory(Protocol):
-    """Zero-filled at first."""
+    """Host blocks of a cache, zero-filled at first."""
 
     @property
     def tensor(self) -> Tensor:
-        """What it holds."""
+        """[num_layers, num_blocks, *block_shape]."""
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory that is taken, with what blocks go through."""
+        """Host memory in use, staging included."""
 
     def move_out(self, pairs: Pairs) -> None:
         """(device block, host block): returns when the blocks are in `tensor`."""
 
     def move_in(self, pairs: Pairs) -> None:
-        """(host block, device block): whatever the device does after this call finds them in place."""
+        """(host block, device block): device work queued after this call finds the blocks moved."""
 
 
 def new_host_memory(device_cache: Tensor, num_blocks: int) -> HostMemory:
@@ -60,13 +59,13 @@ def _new_cuda_host_memory(device_cache: Tensor, num_blocks: int) -> "CudaHostMem
     staging = torch.empty(staged_shape, dtype=device_cache.dtype, pin_memory=True)
     stream = torch.cuda.Stream(device_cache.device)  # type: ignore[no-untyped-call]  # torch's own is not typed
     staging_read = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own is not typed
-    # Memory that is freed while the side stream still reads or writes it is not handed out before that ends.
+    # Memory freed while the side stream still reads or writes it is not reused before that ends.
     device_cache.record_stream(stream)
     return CudaHostMemory(device_cache, tensor, staging, stream, staging_read)
 
 
 class LazyHostMemory:
-    """Made when the first block moves: pinning gigabytes takes seconds, and most jobs never swap."""
+    """Allocated when the first block moves: pinning gigabytes takes seconds, and most jobs never swap."""
 
     def __init__(self, make: Callable[[], HostMemory]) -> None:
         self._make = make
@@ -74,35 +73,34 @@ class LazyHostMemory:
 
     @property
     def tensor(self) -> Tensor:
-        """See `HostMemory.tensor`."""
         return self._memory.tensor
 
     @property
     def num_bytes(self) -> int:
-        """See `HostMemory.num_bytes`: 0 before the first block moves."""
+        """0 before the first block moves."""
         return 0 if self._made is None else self._made.num_bytes
 
     def move_out(self, pairs: Pairs) -> None:
-        """See `HostMemory.move_out`."""
         if pairs:
             self._memory.move_out(pairs)
 
     def move_in(self, pairs: Pairs) -> None:
-        """See `HostMemory.move_in`."""
         if pairs:
             self._memory.move_in(pairs)
 
     @property
     def _memory(self) -> HostMemory:
         if self._made is None:
-            # A tensor born in inference mode could not be written outside it.
+            # A tensor created in inference mode could not be written outside it.
             with torch.inference_mode(False):
                 self._made = self._make()
         return self._made
 
 
 class PlainHostMemory:
-    """Beside a cache that is in host memory itself: block by block, no temporary, each layer's part in one piece."""
+    """Host blocks of a cache that is itself in host memory: moved block by block, without a temporary, each layer's
+    part contiguous.
+    """
 
     def __init__(self, device_cache: Tensor, num_blocks: int) -> None:
         num_layers, _, *block_shape = device_cache.shape
@@ -111,25 +109,23 @@ class PlainHostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """See `HostMemory.num_bytes`."""
         return self.tensor.nbytes
 
     def move_out(self, pairs: Pairs) -> None:
-        """See `HostMemory.move_out`."""
         for source, destination in pairs:
             self.tensor[:, destination] = self._device_cache[:, source]
 
     def move_in(self, pairs: Pairs) -> None:
-        """See `HostMemory.move_in`."""
         for source, destination in pairs:
             self._device_cache[:, destination] = self.tensor[:, source]
 
 
 class CudaHostMemory:
-    """Swaps between a CUDA device and the host, on a stream of their own, through pinned memory.
+    """Swaps between a CUDA device and the host, on its own stream, through pinned memory.
 
-    A block's layers lie apart in both caches. One kernel gathers or scatters them on the device, one transfer carries
-    all of them, and the host copies between its cache and the staging memory, which is faster than a transfer a layer.
+    A block's layers are not adjacent in either cache. One kernel gathers or scatters them on the device, one transfer
+    carries all of them, and the host copies between its cache and the staging memory, which is faster than a transfer a
+    layer.
     """
 
     def __init__(
@@ -140,17 +136,16 @@ class CudaHostMemory:
         stream: torch.cuda.Stream,
         staging_read: torch.cuda.Event,
     ) -> None:
-        """`staging_read` is recorded here whenever the device has read the staging memory."""
+        """`staging_read` is recorded whenever the device has read the staging memory."""
         self._device_cache, self.tensor, self._staging = device_cache, tensor, staging
         self._stream, self._staging_read = stream, staging_read
 
     @property
     def num_bytes(self) -> int:
-        """See `HostMemory.num_bytes`."""
         return self.tensor.nbytes + self._staging.nbytes
 
     def move_out(self, pairs: Pairs) -> None:
-        """Returns when the blocks are in the host cache; waits for nothing that is queued on the device after them."""
+        """Returns when the blocks are in the host cache; waits for nothing queued on the device after them."""
         if not pairs:
             return
         self._stream.wait_stream(self._compute_stream)
@@ -164,7 +159,7 @@ class CudaHostMemory:
                 self.tensor[:, destination] = staging[:, place]
 
     def move_in(self, pairs: Pairs) -> None:
-        """Returns when the blocks are in flight; whatever the compute stream does next waits for them."""
+        """Returns when the blocks are in flight; later work of the compute stream waits for them."""
         if not pairs:
             return
         # The step's copies may still have to read what the arriving blocks overwrite.
@@ -191,20 +186,20 @@ class CudaHostMemory:
             yield pairs[start : start + num_staged]
 
     def _staging_for(self, turn: Pairs) -> Tensor:
-        """[num_layers, len(turn), *block_shape], contiguous, so that it travels in one piece."""
+        """[num_layers, len(turn), *block_shape], contiguous, so that one transfer carries it."""
         num_layers, _, *block_shape = self._staging.shape
         shape = (num_layers, len(turn), *block_shape)
         return self._staging.view(-1)[: math.prod(shape)].view(shape)
 
 
 def indices(block_ids: list[int], device: torch.device) -> Tensor:
-    """int64 on a CUDA device, through pinned memory: from any other the host would wait for the stream."""
+    """int64 on a CUDA device, through pinned memory: from pageable memory the host would wait for the stream."""
     return torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def lazy_cache(shape: tuple[int, ...], dtype: torch.dtype, reserve: HostReserve | None) -> Tensor:
-    """`lazy_zeros` of [layers, blocks, ...] in which a block's layers lie side by side, so that the first blocks are
-    the beginning of the memory: that of `reserve` where there is one, and enough of it.
+    """`lazy_zeros` of [layers, blocks, ...] in which a block's layers are adjacent, so that the first blocks are the
+    beginning of the memory: that of `reserve` if it is given and big enough.
     """
     num_layers, num_blocks, *block_shape = shape
     by_blocks = (num_blocks, num_layers, *block_shape)
@@ -219,7 +214,7 @@ def lazy_cache(shape: tuple[int, ...], dtype: torch.dtype, reserve: HostReserve 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in host memory whose pages the system commits when they are first written.
 
-    torch.zeros writes, so it commits everything at once; torch.empty may return a recycled page with anything in it.
+    torch.zeros writes, so it commits everything at once; torch.empty may return a recycled page with any contents.
     numpy.zeros asks the system for zeroed memory and writes nothing, but aligns to 16 bytes only, hence the margin.
     """
     num_bytes = math.prod(shape) * dtype.itemsize

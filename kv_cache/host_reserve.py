@@ -1,8 +1,8 @@
-"""Memory for a cache that is not there yet: address space whose beginning a thread commits while a program starts.
+"""Host arena for the CPU's KV cache: address space whose beginning a thread prefaults while a program starts.
 
-The system hands out memory page by page when it is first written, and in a virtual machine its host may do so too, at a
+The system allocates memory page by page on the first write, and in a virtual machine its host may do so too, at a
 gigabyte a second or less: a job would spend a tenth of its time on first writes. While a program imports and loads, a
-core has nothing to do.
+core is idle.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ from typing import Final
 
 _PIECE_BYTES: Final = 8 << 20
 _MAP_NORESERVE: Final = 0x4000
-"""Linux: address space alone counts for nothing."""
+"""Linux: reserved address space is not counted as memory in use."""
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class HostReserve:
-    """Zeroed memory of as much address space as the machine has memory. Raises OSError where the system refuses."""
+    """Zeroed address space of the size of the machine's memory. Raises OSError where the system rejects it."""
 
     def __init__(self) -> None:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -27,20 +27,20 @@ class HostReserve:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        # Whole large pages from the first block on.
+        # The first block begins at a huge page.
         self._skipped = -self._address % _HUGE_PAGE_BYTES
         self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.committed_bytes = 0
 
     def commit(self, num_bytes: int) -> None:
-        """Begin to commit the first so many bytes, in a thread."""
+        """Start a thread that prefaults the first `num_bytes`."""
         num_bytes = min(num_bytes, len(self._memory) - self._skipped)
         self._thread = threading.Thread(target=self._commit, args=(num_bytes,), name="spmd-commit", daemon=True)
         self._thread.start()
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """The beginning of the memory, for good; None where there is less. What is not committed yet stays so."""
+        """Hand out the beginning of the memory, for good; None if it is smaller. Prefaulting stops."""
         self._is_stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -59,11 +59,11 @@ _offered: HostReserve | None = None
 
 
 def offer(reserve: HostReserve | None) -> None:
-    """The next cache of this process may have it. None takes it back."""
+    """Offer the reserve to the next cache of this process; None withdraws it."""
     global _offered
     _offered = reserve
 
 
 def offered() -> HostReserve | None:
-    """What there is, until it is taken back."""
+    """The reserve on offer."""
     return _offered

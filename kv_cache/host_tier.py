@@ -1,6 +1,6 @@
-"""A connector that keeps evicted prefix blocks in host memory and brings them back: the half that decides.
+"""Host tier, deciding half: a connector that keeps evicted prefix blocks in host memory and loads them again.
 
-The bytes are moved by `host_tier_engine.py`.
+`host_tier_engine.py` moves the bytes.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ from kv_cache.connector import TierSlot
 
 
 class HostTier:
-    """Implements `Connector` over `num_slots` blocks of host memory; the least recently used goes first.
+    """Implements `Connector` over `num_slots` blocks of host memory; the least recently used is evicted first.
 
-    A block that is stored can be found once every rank has it. A block that was loaded stays here too, as the most
-    recently used.
+    A stored block can be found once every rank has it. A loaded block stays here too, as the most recently used.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -24,20 +23,18 @@ class HostTier:
 
     @property
     def num_slots(self) -> int:
-        """Blocks it can keep."""
         return self._pool.num_blocks
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
-        """See `Connector.lookup`."""
         return len(self._pool.find_chain(hashes))
 
     def store(self, block_hash: BlockHash) -> TierSlot | None:
-        """See `Connector.store`. None for what is here or on its way, and while every slot is reserved."""
+        """A slot (`Connector.store`). None if the block is here or being stored, and while every slot is reserved."""
         if block_hash in self._storing:
             return None
         held = self._pool.find(block_hash)
         if held is not None:
-            # Evicted again, so it was used since it came here: it is the most recently used now.
+            # Evicted again, so it was used since it was stored: now the most recently used.
             self._pool.share([held])
             self._pool.release([held])
             return None
@@ -48,14 +45,12 @@ class HostTier:
         return TierSlot(block_id)
 
     def load(self, hashes: Sequence[BlockHash]) -> list[TierSlot]:
-        """See `Connector.load`."""
         block_ids = self._pool.find_chain(hashes)
         assert len(block_ids) == len(hashes), f"{len(hashes)} blocks wanted, {len(block_ids)} are here"
         self._pool.share(block_ids)
         return [TierSlot(block_id) for block_id in block_ids]
 
     def finish(self, stored: Sequence[tuple[BlockHash, TierSlot]], loaded: Sequence[TierSlot]) -> None:
-        """See `Connector.finish`."""
         for block_hash, slot in stored:
             if self._storing.get(block_hash) == cast("BlockId", slot):
                 del self._storing[block_hash]
@@ -65,12 +60,10 @@ class HostTier:
         self._pool.release(BlockId(slot) for slot in reversed(loaded))
 
     def forget(self) -> None:
-        """See `Connector.forget`."""
         self._storing.clear()
         self._pool.forget_names()
 
     def check_integrity(self) -> None:
-        """See `Connector.check_integrity`."""
         self._pool.check_integrity()
         for block_hash, block_id in self._storing.items():
             assert self._pool.ref_count(block_id) > 0, f"{block_hash.hex()} is stored in slot {block_id}, which is free"

@@ -1,6 +1,6 @@
-"""A connector that keeps evicted prefix blocks in host memory and brings them back: the half that moves bytes.
+"""Host tier, moving half: a connector that keeps evicted prefix blocks in host memory and loads them again.
 
-What is where, and when it goes, is decided by `host_tier.py`.
+`host_tier.py` decides which blocks are kept, and where.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,34 +13,33 @@ from kv_cache.host_memory import new_host_memory
 class HostTierEngine:
     """Implements `TransferEngine`: a transfer is finished, in the order of the device's work, when its calls return.
 
-    So what `finished` returns is true at once on this rank; the blocks are used when every rank has said so.
+    So `finished` is true at once on this rank; the blocks are used when every rank has reported it.
     """
 
     def __init__(self, cache_engine: CacheEngine, num_slots: int) -> None:
-        """Takes host memory for `num_slots` blocks of an allocated cache; it goes with this object."""
+        """Allocate host memory for `num_slots` blocks of an allocated cache; it is freed with this object."""
         self._memory = new_host_memory(cache_engine.device_cache, num_slots)
         self._num_slots = num_slots
         self._finished: list[int] = []
 
     @property
     def num_host_bytes(self) -> int:
-        """Of host memory that is taken: on CUDA none before the first block moves there."""
+        """Host memory in use; on CUDA 0 before the first block moves there."""
         return self._memory.num_bytes
 
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
-        """See `TransferEngine.store`. Raises ValueError, before anything moves, for a slot that does not exist."""
+        """Store (`TransferEngine.store`). Raises ValueError, before anything moves, for a slot that does not exist."""
         self._check(slot for _, slot in pairs)
         self._memory.move_out(pairs)
 
     def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
-        """See `TransferEngine.load`. Raises ValueError, before anything moves, for a slot that does not exist."""
+        """Load (`TransferEngine.load`). Raises ValueError, before anything moves, for a slot that does not exist."""
         self._check(slot for slot, _ in pairs)
         self._memory.move_in(pairs)
         if number:
             self._finished.append(number)
 
     def finished(self) -> tuple[int, ...]:
-        """See `TransferEngine.finished`."""
         finished, self._finished = tuple(self._finished), []
         return finished
 

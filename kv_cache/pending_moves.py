@@ -1,4 +1,4 @@
-"""The moves that the step being planned will make before it computes: collected as they are decided, taken once."""
+"""Block moves of the step being planned, collected as they are decided."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,12 @@ from kv_cache.block_ops import BlockOps
 
 
 class PendingMoves:
-    """Keeps the contract of `BlockOps`: what a move reads is there when it runs, in whatever order moves were decided.
+    """Keeps the contract of `BlockOps`: a move reads the right contents when it runs, in any order of the decisions.
 
-    **A source stands for what its block holds when the step begins.** A block that is to receive something itself may
-    be copied again before the step runs: the second copy is recorded from where the first one reads, in this memory or
-    on the host. So all sources can be read before any destination is written, and a move whose destination is given to
-    somebody else (`overwrite`) is dropped without harm to the moves that were made from it.
+    **A source means its block's contents at the beginning of the step.** A block that is itself to receive something
+    may be copied again before the step runs: the second copy is recorded from the first one's source, in this memory or
+    on the host. So all sources can be read before any destination is written, and a move whose destination is allocated
+    again (`overwrite`) is dropped without harm to the moves derived from it.
     """
 
     def __init__(self) -> None:
@@ -22,22 +22,22 @@ class PendingMoves:
         self._swap_outs: dict[BlockId, BlockId] = {}
 
     def copy(self, source: BlockId, destination: BlockId) -> None:
-        """Within the device. `destination` was taken for this."""
+        """Record a copy within the device. `destination` was allocated for it."""
         host_block = self._swap_ins.get(source)
         if host_block is not None:
             self._swap_ins[destination] = host_block
             return
         origin = self._copies.get(source, source)
-        # Equal when the origin was freed in this step and is now handed out for its own contents: nothing to move.
+        # Equal when the origin was freed in this step and is now allocated for its own contents: nothing to move.
         if origin != destination:
             self._copies[destination] = origin
 
     def swap_in(self, host_block: BlockId, destination: BlockId) -> None:
-        """From the host. `destination` was taken for this."""
+        """Record a move from the host. `destination` was allocated for it."""
         self._swap_ins[destination] = host_block
 
     def swap_out(self, source: BlockId, host_block: BlockId) -> None:
-        """To the host; `source` is no destination of this step (`receives`)."""
+        """Record a move to the host; `source` must not receive anything in this step (`receives`)."""
         assert not self.receives(source), f"block {source} is to receive something and cannot be swapped out"
         self._swap_outs[host_block] = source
 
@@ -46,14 +46,14 @@ class PendingMoves:
         return block_id in self._copies or block_id in self._swap_ins
 
     def overwrite(self, block_ids: Iterable[BlockId]) -> None:
-        """Device blocks were handed out again: what they were to receive is wanted no more."""
+        """Drop the moves to device blocks that were allocated again."""
         if self._copies or self._swap_ins:
             for block_id in block_ids:
                 self._copies.pop(block_id, None)
                 self._swap_ins.pop(block_id, None)
 
     def take(self) -> BlockOps:
-        """All of them, once."""
+        """Return all moves and clear them."""
         block_ops = BlockOps(
             swap_in=tuple((host_block, destination) for destination, host_block in self._swap_ins.items()),
             swap_out=tuple((source, host_block) for host_block, source in self._swap_outs.items()),

@@ -1,4 +1,4 @@
-"""Which block holds which contents: name -> block, for one memory."""
+"""Prefix index of one memory: block hash -> block."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from kv_cache.block import BlockHash, BlockId
 
 
 class PrefixIndex:
-    """At most one block for a name and one name for a block: the first block that holds some contents is the one."""
+    """One block for a hash and one hash for a block: of several blocks with the same contents, the first."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHash, BlockId] = {}
@@ -15,11 +15,10 @@ class PrefixIndex:
         return len(self._blocks)
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        """The block of this name."""
         return self._blocks.get(block_hash)
 
     def find_chain(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The blocks of the leading names, up to the first that is not there."""
+        """The blocks of the leading hashes, up to the first that is not found."""
         found: list[BlockId] = []
         get = self._blocks.get
         for block_hash in hashes:
@@ -30,21 +29,21 @@ class PrefixIndex:
         return found
 
     def insert(self, block_hash: BlockHash, block_id: BlockId) -> bool:
-        """Whether the name was free; else the older block keeps it."""
+        """Whether the hash was new; else the older block keeps it."""
         return self._blocks.setdefault(block_hash, block_id) == block_id
 
     def remove(self, block_hash: BlockHash) -> None:
-        """The block of this name loses its contents."""
+        """Remove the hash of a block that loses its contents."""
         del self._blocks[block_hash]
 
     def clear(self) -> list[BlockId]:
-        """Forget every name; returns the blocks that had one."""
+        """Remove every hash; returns the blocks that had one."""
         blocks = list(self._blocks.values())
         self._blocks.clear()
         return blocks
 
     def check_integrity(self, named: Iterable[tuple[BlockHash, BlockId]]) -> None:
-        """Raise AssertionError unless `named`, all blocks that carry a name, is what the index holds."""
+        """Raise AssertionError unless `named`, all blocks that have a hash, is what the index holds."""
         num_named = 0
         for block_hash, block_id in named:
             found = self._blocks.get(block_hash)

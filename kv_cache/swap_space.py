@@ -1,4 +1,4 @@
-"""Host memory for sequences that were preempted: which host block holds which of their blocks."""
+"""Swap space: host blocks of preempted sequences."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from kv_cache.block_table import BlockTable
 
 
 class SwapSpace:
-    """A pool of host blocks. A full block that has a name is kept once, of any sequence, and also after it was swapped
-    in again, until its place is needed: a sequence that is preempted a second time copies only what is new.
+    """A pool of host blocks. A full block with a hash is kept once for all sequences, and also after it was swapped in
+    again, until its memory is needed: a sequence that is preempted a second time copies only its new blocks.
 
-    Host blocks of a table that comes back are read when the step runs, so they are not handed out before `end_step`.
+    Host blocks of a table that is swapped in are read when the step runs, so they are not reused before `end_step`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -20,22 +20,22 @@ class SwapSpace:
 
     @property
     def num_blocks(self) -> int:
-        """Free or not."""
+        """All blocks, free or not."""
         return self._pool.num_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of sequences that wait on the host."""
+        """Blocks of swapped-out sequences."""
         return self._pool.num_blocks - self._pool.num_free_blocks
 
     def has_room(self, num_blocks: int, hashes: Sequence[BlockHash]) -> bool:
-        """Whether `store` finds place for a table of `num_blocks`, the first of which have names."""
+        """Whether `store` finds enough blocks for a table of `num_blocks`, whose leading blocks have `hashes`."""
         held = self._held(hashes[:num_blocks])
         num_missing = num_blocks - len(held)
         return num_missing <= self._pool.num_free_blocks - self._pool.num_free_among(dict.fromkeys(held.values()))
 
     def store(self, num_blocks: int, hashes: Sequence[BlockHash]) -> tuple[BlockTable, list[int]]:
-        """A host table of `num_blocks`, and the indices of those whose contents must be copied to it now."""
+        """A host table of `num_blocks`, and the indices of the blocks whose contents must be copied to it now."""
         held = self._held(hashes[:num_blocks])
         self._pool.share(held.values())
         missing = [index for index in range(num_blocks) if index not in held]
@@ -46,7 +46,7 @@ class SwapSpace:
         return BlockTable([held[index] if index in held else taken[index] for index in range(num_blocks)]), missing
 
     def release(self, table: BlockTable, *, is_read: bool) -> None:
-        """Give a host table back and empty it; `is_read`: the step being planned still reads its blocks."""
+        """Free a host table and empty it; `is_read`: the step being planned still reads its blocks."""
         if is_read:
             self._read_by_step += reversed(table.block_ids)
         else:
@@ -54,12 +54,12 @@ class SwapSpace:
         table.block_ids.clear()
 
     def end_step(self) -> None:
-        """The step is planned: what it reads may be overwritten by the next."""
+        """End the planning of a step: the next one may overwrite what this one reads."""
         self._pool.release(self._read_by_step)
         self._read_by_step.clear()
 
     def forget_names(self) -> None:
-        """Nothing that is here may be found by what it holds."""
+        """Remove every hash: no block here can be found by its contents."""
         self._pool.forget_names()
 
     def check_integrity(self, tables: Sequence[BlockTable]) -> None:
@@ -75,6 +75,6 @@ class SwapSpace:
             assert ref_count == count, f"host block {index} counts {ref_count} owners, {count} tables list it"
 
     def _held(self, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
-        """Index in the table -> host block that holds it already."""
+        """Index in the table -> host block that already holds its contents."""
         found = ((index, self._pool.find(block_hash)) for index, block_hash in enumerate(hashes))
         return {index: block_id for index, block_id in found if block_id is not None}
