@@ -1,8 +1,8 @@
-"""Every exception that a user of the package, or launch.py, can meet, and what follows from each.
+"""Exceptions of the package and of launch.py that a user can see, and their consequences.
 
-All are `SpmdError`s; each is also the built-in error that callers catch (ValueError, RuntimeError). What is done about
-one follows from its class attributes: the exit code, and what the failure diagnosis needs to know of it. Errors that
-are a fault of this package itself are no `SpmdError`s: their traceback is wanted.
+All are `SpmdError`s; each is also the built-in error that callers catch (ValueError, RuntimeError). Class attributes
+give the exit code and the facts that the failure diagnosis needs. Faults of this package itself are no `SpmdError`s:
+their traceback is wanted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,25 +12,25 @@ DIVERGED_EXIT_CODE: Final = 70
 """Exit code of every rank of a replica whose ranks diverged."""
 
 _MAX_REASONS: Final = 20
-"""Of many, so many are listed in a message."""
+"""A message lists up to this many."""
 
 
 class SpmdError(Exception):
-    """The base of all of them. An attribute is set by a class, and inherited."""
+    """Base of all errors here. Attributes are set by a class, and inherited."""
 
     exit_code: ClassVar[int] = 1
-    """Of a program that ends with this error."""
+    """Exit code of a program that ends with this error."""
     is_secondary: ClassVar[bool] = False
     """Whether it is only the effect of another rank's failure."""
     is_known_to_all: ClassVar[bool] = False
-    """Whether every rank ends with it, or with rank 0's message of it: no rank has to be diagnosed, and rank 0 prints
-    it once.
+    """Whether every rank ends with it, or with rank 0's message of it: no rank needs a diagnosis, and rank 0 prints it
+    once.
     """
     names_rank: ClassVar[bool] = False
     """Whether the message names the rank that failed."""
 
 
-# Before anything runs: settings and files.
+# Settings and files, checked before anything runs.
 
 
 class ConfigError(SpmdError, ValueError):
@@ -40,9 +40,9 @@ class ConfigError(SpmdError, ValueError):
 
 
 class PluginError(ConfigError):
-    """A plug-in that is installed here could not be imported, or raised; the message names it."""
+    """An installed plug-in could not be imported, or raised; the message names it."""
 
-    # What is installed may differ between nodes.
+    # Nodes may have different plug-ins installed.
     is_known_to_all = False
 
 
@@ -53,11 +53,11 @@ class ModelConfigError(SpmdError, ValueError):
 
 
 class TokenizerError(SpmdError, ValueError):
-    """A tokenizer file is missing or does not hold what it should."""
+    """A tokenizer file is missing or its contents are invalid."""
 
 
 class ChatTemplateError(SpmdError, ValueError):
-    """The template cannot be compiled, refused the conversation, or went beyond its bounds."""
+    """The template cannot be compiled, rejected the conversation, or exceeded its limits."""
 
 
 class CheckpointError(SpmdError, ValueError):
@@ -65,8 +65,8 @@ class CheckpointError(SpmdError, ValueError):
 
 
 class PromptsRefusedError(SpmdError, ValueError):
-    """Prompts of a call can never be answered, and none of the call was; every rank raises it. `reasons` has the words
-    for each, by index in the call. `has_on_error`: the call has that argument.
+    """Some prompts of a call can never be answered, so none of the call was; every rank raises it. `reasons` maps a
+    prompt's index in the call to its reason. `has_on_error`: the call has that argument.
     """
 
     is_known_to_all = True
@@ -107,13 +107,13 @@ class ReplicaDivergedError(SpmdError, RuntimeError):
 
 
 class LostMessageError(ReplicaDivergedError):
-    """A step message was lost, repeated or came out of turn."""
+    """A step message was lost, repeated or out of order."""
 
 
 class RankFailedError(SpmdError, RuntimeError):
-    """A rank of this replica could not start, or left; the message says which and why.
+    """A rank of this replica could not start, or left; the message names the rank and the reason.
 
-    `names_cause`: the ranks told each other the reason, so every rank raises the same, and no better can be found.
+    `names_cause`: the ranks exchanged the reason, so every rank raises the same, and no better can be found.
     """
 
     is_secondary = True
@@ -128,7 +128,7 @@ class LauncherGoneError(SpmdError, RuntimeError):
 
 
 class AbortedError(SpmdError, RuntimeError):
-    """Another rank sent why it leaves. `is_divergence`: because the replicas differ, not because it broke."""
+    """Another rank sent its reason for leaving. `is_divergence`: the replicas differ; otherwise the rank broke."""
 
     is_secondary = True
     names_rank = True
@@ -139,7 +139,7 @@ class AbortedError(SpmdError, RuntimeError):
 
 
 class PeerLostError(SpmdError, RuntimeError):
-    """In a collective another rank has left, or did not come in time."""
+    """Another rank left a collective, or did not arrive in time."""
 
     is_secondary = True
 
@@ -162,16 +162,16 @@ class WorkerError(RankFailedError):
 
 
 class WorkerDiedError(RankFailedError):
-    """A worker process ended without being asked to; the message has its rank, pid and exit code or signal."""
+    """A worker process ended unasked; the message has its rank, pid and exit code or signal."""
 
     is_secondary = False
 
 
 class MissingWeightsError(SpmdError, RuntimeError):
-    """Some weights were loaded and others, `names`, were not: nothing is computed with old and new ones together."""
+    """Some weights were loaded and others, `names`, were not: a mix of old and new weights is never used."""
 
     def __init__(self, names: Sequence[str], num_weights: int, *, were_dropped: bool = False) -> None:
-        """`were_dropped`: by a sleep of level 2, so that none can stay as it is."""
+        """`were_dropped`: a sleep of level 2 dropped the weights, so none can stay as it is."""
         self.names = list(names)
         num_more = len(self.names) - _MAX_REASONS
         since = "sleep(level=2) dropped them" if were_dropped else "the last commit"
@@ -190,7 +190,7 @@ class MissingWeightsError(SpmdError, RuntimeError):
 
 
 class WorkerEventError(SpmdError, RuntimeError):
-    """A rank refused a worker event, which was undone on every rank; the message has the lowest such rank's words."""
+    """A rank rejected a worker event, which was undone on every rank; the message is that of the lowest such rank."""
 
     names_rank = True
 
@@ -199,26 +199,26 @@ class WorkerEventError(SpmdError, RuntimeError):
 
 
 class JobError(SpmdError, RuntimeError):
-    """The job ran to its end and is a failure all the same."""
+    """The job ran to its end but counts as a failure."""
 
     is_known_to_all = True
 
 
 class JournalError(SpmdError, ValueError):
-    """A journal that is none, or contradicts its lines before its end. The message names the file and the record."""
+    """An invalid journal, or one that contradicts itself before its end. The message names the file and the record."""
 
 
 class StepStatsError(SpmdError, ValueError):
-    """A file that is no step statistics, or is damaged before its last line. The message names file and line."""
+    """Invalid step statistics, or a file damaged before its last line. The message names file and line."""
 
 
 class StepLogError(SpmdError, ValueError):
-    """A file that is no step log, or one that is damaged in the middle. The message names file and offset."""
+    """An invalid step log, or one damaged in the middle. The message names file and offset."""
 
 
 class ReplayError(SpmdError, ValueError):
-    """A log that cannot be replayed, or compared, any further; the message says why."""
+    """A log that cannot be replayed, or compared, any further; the message gives the reason."""
 
 
 class ReplayDivergedError(ReplayError):
-    """The replay decided something else than the run. The message names step, field and both values."""
+    """The replay's decision differs from the run's. The message names step, field and both values."""

@@ -1,6 +1,4 @@
-"""Files that are complete or not there, durable where that is asked for, and JSON that no two readers understand
-differently.
-"""
+"""Files that are complete or absent, durable on request, and strict JSON, which all readers understand alike."""
 
 import contextlib
 import errno
@@ -11,13 +9,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 CONFIG_BYTES: Final = 16 * 1024 * 1024
-"""A configuration file is no larger."""
+"""Maximum size of a configuration file."""
 _MOST_NAME_BYTES: Final = 255
-"""The longest that systems have."""
+"""Maximum length of a file name on common systems."""
 
 
 class OwnFileError(OSError):
-    """In the place of a file that a job makes is something else; a link would have another file written or read."""
+    """A path for a job's own file holds something else; a link would redirect the write or the read."""
 
     def __init__(self, path: Path, fault: str) -> None:
         rule = "what a job makes are regular files with one link: remove it, or give another folder"
@@ -35,9 +33,9 @@ def is_plain_name(name: str) -> bool:
 
 
 def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
-    """Make a file that holds `data`, in place of one of that name: a reader sees the old one, or all of the new one.
+    """Write `data` to a file, atomically: a reader sees the old file, or all of the new one.
 
-    With `is_durable` it is on the disk, under its name, when this returns. Raises OSError; the old file is as it was.
+    With `is_durable` it is on the disk, under its name, when this returns. Raises OSError; the old file is unchanged.
     """
     partial = partial_path(path)
     fault = own_file_fault(partial)
@@ -61,29 +59,29 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As `write_file`, durably, for people to read too. Raises ValueError for NaN and infinities: they are not JSON."""
+    """`write_file`, durably and indented. Raises ValueError for NaN and infinities: they are not JSON."""
     write_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii"))
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it is complete: in the same folder, so that it can be renamed."""
+    """Path of a file until it is complete: in the same folder, so that it can be renamed."""
     return path.with_name(f"{path.name}.partial")
 
 
 def sync_stream(stream: BinaryIO) -> None:
-    """What was written is on the disk when this returns. Raises OSError."""
+    """Flush a stream to the disk before returning. Raises OSError."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def rename_durably(partial: Path, path: Path) -> None:
-    """Give a file, which is on the disk, its name for good: a rename is durable once the folder is. Raises OSError."""
+    """Rename a synced file, durably: a rename is durable once the folder is. Raises OSError."""
     os.replace(partial, path)
     sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """The names in it are on the disk when this returns: those made, changed and removed. Raises OSError."""
+    """Flush a folder's entries to the disk: those made, changed and removed. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -92,7 +90,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder_durably(path: Path) -> None:
-    """Make a folder, and those above it, that are not there; they are on the disk when this returns. Raises OSError."""
+    """Make a folder and its missing parents; they are on the disk when this returns. Raises OSError."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
@@ -100,8 +98,8 @@ def make_folder_durably(path: Path) -> None:
 
 
 def own_file_fault(path: Path) -> str | None:
-    """Why `path` cannot be a file that a job made: `is a symbolic link`. None for a regular file with one link, and
-    where there is nothing, or nothing that can be looked at.
+    """The reason why `path` cannot be a job's own file: `is a symbolic link`. None for a regular file with one link,
+    and where there is nothing, or nothing that can be inspected.
     """
     try:
         found = os.lstat(path)
@@ -111,16 +109,16 @@ def own_file_fault(path: Path) -> str | None:
 
 
 def open_own_file(path: Path, flags: int) -> int:
-    """The descriptor of a file that a job makes; with O_CREAT it is made. Raises OSError, and OwnFileError for links,
-    FIFOs and whatever else is no regular file with one link: it is not opened, or neither written nor read.
+    """Descriptor of a job's own file; O_CREAT creates it. Raises OSError, and OwnFileError for links, FIFOs and
+    anything else but a regular file with one link: it is not opened, or neither written nor read.
 
-    O_TRUNC is not for `flags`: what would be cut is known only afterwards.
+    `flags` must not have O_TRUNC: the file is checked only after it is open.
     """
     assert not flags & os.O_TRUNC, path
     fault = own_file_fault(path)
     if fault is not None:
         raise OwnFileError(path, fault)
-    # What has come there since keeps nothing waiting.
+    # O_NONBLOCK: a FIFO put there since the check must not block.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     fault = _fault(os.fstat(descriptor))
     if fault is not None:
@@ -130,12 +128,12 @@ def open_own_file(path: Path, flags: int) -> int:
 
 
 def begin_own_file(path: Path, buffering: int = 0) -> BinaryIO:
-    """A file that a job makes, empty, for writing. Raises as `open_own_file` does."""
+    """Create or empty a job's own file, for writing. Raises as `open_own_file` does."""
     return open(path, "wb", buffering, opener=_begin)
 
 
 def _begin(name: str, flags: int) -> int:
-    # What would be cut by O_TRUNC is known only when it is open.
+    # Truncated after the check: O_TRUNC would come before it.
     descriptor = open_own_file(Path(name), flags & ~os.O_TRUNC)
     try:
         os.ftruncate(descriptor, 0)
@@ -146,7 +144,7 @@ def _begin(name: str, flags: int) -> int:
 
 
 def read_own_file(path: Path) -> bytes:
-    """All of a file that a job made. Raises as `open_own_file` does."""
+    """All bytes of a job's own file. Raises as `open_own_file` does."""
     with open(open_own_file(path, os.O_RDONLY), "rb") as stream:
         return stream.read()
 
@@ -160,10 +158,10 @@ def _fault(found: os.stat_result) -> str | None:
 
 
 def open_regular_file(path: Path, size: str = "") -> BinaryIO:
-    """A file of somebody else's, or a link to one. Raises OSError, also for what is no regular file, which may have no
-    end or keep its reader waiting; `size` ends the sentence.
+    """Open a file that a job did not make; links are followed. Raises OSError, also for anything but a regular file,
+    which may have no end or block its reader; `size` ends the sentence.
     """
-    # Neither a FIFO nor a device keeps this waiting.
+    # O_NONBLOCK: neither a FIFO nor a device may block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -172,8 +170,8 @@ def open_regular_file(path: Path, size: str = "") -> BinaryIO:
 
 
 def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
-    """What is in a file of somebody else's. Raises OSError as `open_regular_file` does, and for a file of more than
-    `most_bytes`.
+    """Contents of a file that a job did not make. Raises OSError as `open_regular_file` does, and for a file of more
+    than `most_bytes`.
     """
     with open_regular_file(path, f" of at most {most_bytes:,} bytes") as file:
         content = file.read(most_bytes + 1)
@@ -183,8 +181,8 @@ def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
 
 
 class JsonError(ValueError):
-    """Bytes that are not the JSON object they should be. The message is a predicate, to be put after what it is about;
-    `code` is `invalid_utf8`, `invalid_json`, `nested_too_deeply` or `not_an_object`.
+    """Bytes that are not a JSON object. The message is a predicate, to follow its subject; `code` is `invalid_utf8`,
+    `invalid_json`, `nested_too_deeply` or `not_an_object`.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -195,9 +193,9 @@ class JsonError(ValueError):
 def parse_json_object(data: bytes, *, max_nesting: int | None = None, allows_nan: bool = False) -> dict[str, Any]:
     """The JSON object in `data`, of at most `max_nesting` levels.
 
-    Raises JsonError for invalid UTF-8, anything but one JSON object, a key that an object has twice, numbers of
-    thousands of digits and what is nested deeper. So it does for NaN and Infinity, which are not JSON; `allows_nan` is
-    for files of others, whose writers may have put them where nobody looks.
+    Raises JsonError for invalid UTF-8, anything but one JSON object, a duplicate key in an object, numbers of thousands
+    of digits and deeper nesting. Also for NaN and Infinity, which are not JSON; `allows_nan` is for files of others,
+    whose writers may have put them in unused values.
     """
     try:
         text = data.decode("utf-8")
@@ -216,8 +214,8 @@ def parse_json_object(data: bytes, *, max_nesting: int | None = None, allows_nan
 
 
 def read_json_object(path: Path, *, allows_nan: bool = False) -> dict[str, Any]:
-    """The object in a file that a job made. Raises JsonError as `parse_json_object` does, with the path before it, and
-    as `read_own_file` does.
+    """The object in a job's own file. Raises JsonError as `parse_json_object` does, prefixed with the path, and as
+    `read_own_file` does.
     """
     try:
         return parse_json_object(read_own_file(path), allows_nan=allows_nan)
@@ -235,7 +233,7 @@ def _parse(text: str, allows_nan: bool) -> Any:
     except JsonError:
         raise
     except ValueError:
-        # Python refuses to convert whole numbers of more than 4,300 digits.
+        # Python does not convert integers of more than 4,300 digits.
         raise JsonError("invalid_json", "is not JSON: it holds a whole number of thousands of digits") from None
 
 
@@ -261,7 +259,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _is_deeper_than(value: Any, limit: int) -> bool:
-    """Level by level, without recursion: the value may be as deep as the decoder allowed."""
+    """Whether the nesting exceeds the limit; level by level, without recursion: it may be as deep as the decoder
+    allowed.
+    """
     level = [value]
     for _ in range(limit + 1):
         containers = [item for item in level if isinstance(item, dict | list)]

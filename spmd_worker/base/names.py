@@ -1,4 +1,4 @@
-"""Names that a caller misspelled: the nearest one that exists, for attributes and for keywords of calls."""
+"""Suggestions for misspelled names: the nearest attribute or keyword that exists."""
 
 import difflib
 import inspect
@@ -8,13 +8,13 @@ from typing import Any, Final, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 _NEAR: Final = 0.7
-"""Of difflib's ratio: less is another word."""
+"""Threshold of difflib's ratio: less is another word."""
 _NO_WORDS: Mapping[str, str] = {}
 
 
 def hint(name: str, known: Iterable[str], words: Mapping[str, str] = _NO_WORDS) -> str:
-    """The end of an error about a name that does not exist: the words that are known for it, else the nearest of those
-    that exist; empty where nothing is near.
+    """End of an error about an unknown name: its entry in `words`, else the nearest known name; empty where nothing is
+    near.
     """
     if name in words:
         return f": {words[name]}"
@@ -24,8 +24,8 @@ def hint(name: str, known: Iterable[str], words: Mapping[str, str] = _NO_WORDS) 
 
 
 def explain_keywords(words: Mapping[str, Mapping[str, str]] = {}) -> Callable[[_Class], _Class]:
-    """A class decorator: a call of a public method, or of the class, with a keyword that it does not have is a
-    TypeError that names the nearest. `words`, by method and keyword, are said instead where there are some.
+    """Class decorator: a call of a public method, or of the class, with an unknown keyword is a TypeError that names
+    the nearest. `words`, by method and keyword, replace that hint.
     """
 
     def decorate(made: _Class) -> _Class:

@@ -1,8 +1,8 @@
-"""Processes of this machine, as /proc shows them: when one was started, its parent, its variables, its state, and what
-a thread of this one has computed. And the one thing that the kernel does for a process here: end it with its parent.
+"""Processes of this machine, from /proc: start time, parent, environment, state, and a thread's CPU time. And ending a
+process with its parent, which the kernel does.
 
-Needs no package: a rank imports it before everything else. `None` stands for a process or thread that
-is not there; OSError is raised where nothing can be told, as when this process has too many files open.
+Needs no package: a rank imports it before everything else. `None` means that the process or thread does not exist;
+OSError is raised where nothing is known, as when this process has too many files open.
 """
 
 import ctypes
@@ -21,47 +21,47 @@ _PR_SET_PDEATHSIG: Final = 1
 _PF_EXITING: Final = 0x4
 _ORPHAN_EXIT_CODE: Final = 1
 _STACK_BYTES: Final = 1024 * 1024
-"""At 256 KiB torch's threads end in a segmentation fault."""
+"""256 KiB would be too little: torch's threads end in a segmentation fault."""
 _OPEN_FILES: Final = 256
-"""Files of a checkpoint, connections to other ranks, what Python and torch have open."""
+"""Enough for the files of a checkpoint, connections to other ranks, and the files of Python and torch."""
 _LAUNCHED_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even while this one is stopped; at once,
-    with exit code 1, when `parent` is not its parent any more. Linux only; elsewhere this does nothing.
+    """Make the kernel kill this process when the thread that started it ends, even while this one is stopped; exit at
+    once, with code 1, when `parent` is not its parent any more. Linux only; elsewhere this does nothing.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
     if os.getppid() != parent:
-        # It was gone before the kernel was told.
+        # The parent was gone before prctl.
         os._exit(_ORPHAN_EXIT_CODE)
 
 
 def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
-    """For a program of ours, first of all: `end_with_parent`, if torchrun started this process.
+    """First call of a program of ours: `end_with_parent`, if torchrun started this process.
 
-    Other launchers end their processes themselves, and a shell that starts a program may end before it: they are not
-    looked at. Nor is this for a process that belongs to a caller's program.
+    Other launchers end their processes themselves, and a shell that starts a program may end before it: they are
+    ignored. Not for a process that belongs to a caller's program.
     """
     if _LAUNCHED_VARIABLE not in variables:
         return
     parent = os.getppid()
     if parent == 1 and not _may_be_launcher(1):
-        # Adopted by the first process of the machine: the launcher ended before this line.
+        # Adopted by process 1: the launcher ended before this line.
         os._exit(_ORPHAN_EXIT_CODE)
     end_with_parent(parent)
 
 
 def outlive_parent() -> None:
-    """Take `end_with_parent` back, for a process that watches its parent itself."""
+    """Undo `end_with_parent`, for a process that watches its parent itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def boot_id() -> str:
-    """Of this machine since it was started; empty where the system has none."""
+    """Id of this boot of the machine; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -69,7 +69,7 @@ def boot_id() -> str:
 
 
 def node_name() -> str:
-    """The same for processes that see each other's process ids, and for no others; empty where that cannot be told."""
+    """The same for processes that see each other's process ids, and for no others; empty if unknown."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -79,7 +79,8 @@ def node_name() -> str:
 
 
 def start_time_of(pid: int) -> int | None:
-    """When the process was started, in the kernel's ticks since boot: with it a process id names one process for good.
+    """Start time of the process, in the kernel's ticks since boot: with the process id it identifies one process for
+    good.
 
     None for one that has ended, a zombie too.
     """
@@ -94,20 +95,21 @@ def parent_of(pid: int) -> int | None:
 
 
 def state_of(pid: int) -> str | None:
-    """The kernel's letter for what the process does: R runs, S sleeps, D waits for a device, T is stopped, Z ended."""
+    """The kernel's letter for the process state: R runs, S sleeps, D waits for a device, T is stopped, Z ended."""
     fields = _stat_of(str(pid))
     return None if fields is None else fields[0]
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the process has ended, or is about to: the kernel takes it down, which may take a while."""
+    """Whether the process has ended or is ending: the kernel tears it down, which may last a while."""
     fields = _stat_of(str(pid))
     return fields is None or fields[0] in ("Z", "X") or bool(int(fields[6]) & _PF_EXITING)
 
 
 def check_limits(more_files: int = 0) -> None:
-    """Raise ConfigError for limits under which a rank would end without a word: too small a stack, which threads take
-    theirs from, and too few open files, `more_files` beside those of every rank: a soft limit is raised to them.
+    """Raise ConfigError for limits under which a rank would end without a message: too small a stack, whose limit
+    threads inherit, and too few open files, which must allow `more_files` in addition to those of every rank. A soft
+    limit on files is raised.
     """
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if stack != resource.RLIM_INFINITY and stack < _STACK_BYTES:
@@ -134,7 +136,7 @@ def age_s(start_time: int) -> float:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, words apart by spaces; empty where there is none to be seen."""
+    """Command line of a process, words separated by spaces; empty if there is none."""
     try:
         content = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -143,7 +145,7 @@ def command_of(pid: int) -> str:
 
 
 def cpu_seconds_of(native_id: int) -> float | None:
-    """What a thread of this process, by the system's number, has computed so far; None where it cannot be told, too."""
+    """CPU time of a thread of this process, by the system's number; None also where it is unknown."""
     try:
         fields = _stat_of(f"self/task/{native_id}")
     except OSError:
@@ -152,8 +154,8 @@ def cpu_seconds_of(native_id: int) -> float | None:
 
 
 def variables_of(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with: what it changed since does not show. None where this process may
-    not look, too.
+    """The environment that a process was started with, without later changes. None also where this process may not read
+    it.
     """
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -179,6 +181,6 @@ def _stat_of(entry: str) -> list[str] | None:
 
 
 def _may_be_launcher(pid: int) -> bool:
-    """Whether a process can be torchrun, which is a program of Python's."""
+    """Whether a process can be torchrun, which is a Python program."""
     command = command_of(pid)
     return "python" in command or "torch" in command

@@ -1,6 +1,5 @@
-"""Which code this is: the version, and a fingerprint of every source file.
-
-Ranks that run different code are found at start.
+"""Code identity: the version, and a fingerprint of every source file. Ranks that run different code are detected at
+start.
 """
 
 from functools import cache

@@ -1,7 +1,7 @@
-"""From the values in `conf/` and the overrides of a command line to a frozen `RunConfig`, and back to text.
+"""Composes the values in `conf/` and command-line overrides into a frozen `RunConfig`, and formats it as text.
 
-Hydra composes and does nothing else: it is given no job to run, so it makes no folder, sets up no logging and sweeps
-over nothing. What it refuses is said again in one sentence: the key, the value, the rule, the way out.
+Hydra only composes: it gets no job to run, so it makes no folder, sets up no logging and runs no sweep. Its errors are
+rewritten as one sentence: the key, the value, the rule, the way out.
 """
 
 import dataclasses
@@ -44,19 +44,19 @@ def compose_run(
 ) -> RunConfig:
     """The run that `overrides` describe, over the values in `config_dir`; `extra_dir` adds named sets of its own.
 
-    `paths` are values of `PATH_KEYS`, which come last. They are taken as they are, and so are those of `overrides`, but
-    for what is in quotes, null, or has `${...}` in it: a path may hold what Hydra's grammar gives a meaning. In all of
-    them a `~` at the beginning is a home folder. Raises ConfigError. A `+` before a key makes no difference: a key
-    exists or it does not.
+    `paths` are values of `PATH_KEYS` and are applied last. They are used verbatim, and so are paths in `overrides`
+    unless they are quoted, null, or contain `${...}`: a path may contain characters that Hydra's grammar gives a
+    meaning. In all of them a leading `~` is expanded to a home folder. Raises ConfigError. A `+` before a key makes no
+    difference: a key exists or it does not.
     """
     given = [_SHORT_PLAN.sub(_PLAN, override.lstrip("+")) for override in overrides]
     plain = [override for override in given if not _is_literal_path(override)]
     literal = dict(override.split("=", 1) for override in given if _is_literal_path(override))
-    # Of two values of one key the later counts, whichever way it is written.
+    # The later of two values of one key counts, in either notation.
     last = {override.partition("=")[0]: override for override in given}
     literal = {key: value for key, value in literal.items() if last[key] == f"{key}={value}"}
     _check_overrides(plain)
-    # Quoted, because a path may hold what Hydra's grammar gives a meaning.
+    # Quoted, because a path may contain characters that Hydra's grammar gives a meaning.
     folders = [] if extra_dir is None else [f"hydra.searchpath=[{_quoted(f'file://{extra_dir.resolve()}')}]"]
     register_schema()
     try:
@@ -69,8 +69,8 @@ def compose_run(
 
 
 def _with_files_of_checkout(config: RunConfig, given: Mapping[str, str], config_dir: Path) -> RunConfig:
-    """Files that a named set names, and no command line, are there or beside `config_dir`: a demo's, from any folder.
-    An installed package has none of them. Raises ConfigError.
+    """The run with those files of a named set that are not on the command line looked up next to `config_dir` where
+    they do not exist: a demo works from any folder. An installed package has none of them. Raises ConfigError.
     """
     for key in _READ_KEYS:
         group, _, name = key.partition(".")
@@ -100,10 +100,10 @@ def named_sets(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def register_schema() -> None:
-    """Offer `RunConfig` to Hydra under `SCHEMA_NAME`. Idempotent.
+    """Register `RunConfig` with Hydra under `SCHEMA_NAME`. Idempotent.
 
-    OmegaConf makes nodes of frozen dataclasses read-only, which would refuse every override: the flag is cleared on the
-    schema, and what comes out of `to_run_config` is frozen again.
+    OmegaConf makes nodes of frozen dataclasses read-only, which would reject every override: the flag is cleared on the
+    schema, and the result of `to_run_config` is frozen again.
     """
     store = ConfigStore.instance()
     if f"{SCHEMA_NAME}.yaml" not in store.repo:
@@ -122,7 +122,7 @@ def writable_schema() -> DictConfig:
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:
-    """Build the frozen objects; their checks speak here. Raises ConfigError."""
+    """Build the frozen objects, with their checks. Raises ConfigError."""
     with read_write(composed):
         config = OmegaConf.to_object(composed)
     assert isinstance(config, RunConfig), type(config)
@@ -135,7 +135,7 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
 
 
 def as_yaml(values: Any) -> str:
-    """Plain values, or a whole RunConfig, as YAML in the order of declaration."""
+    """Plain values, or a complete RunConfig, as YAML in the order of declaration."""
     return OmegaConf.to_yaml(OmegaConf.create(as_plain(values) if isinstance(values, RunConfig) else values))
 
 
@@ -156,20 +156,20 @@ def _keys() -> dict[str, Any]:
 
 
 def _quoted(text: str) -> str:
-    """As Hydra's grammar reads it back: backslashes count where a quote comes after them."""
+    """Text quoted for Hydra's grammar: backslashes count where a quote comes after them."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"
 
 
 def _is_literal_path(override: str) -> bool:
-    """Whether it gives a path that Hydra has nothing to do with."""
+    """Whether the override gives a path that bypasses Hydra."""
     key, sign, value = override.partition("=")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return key in PATH_KEYS and bool(sign) and not is_quoted and value != "null" and "${" not in value
 
 
 def _with_paths(config: RunConfig, literal: Mapping[str, str]) -> RunConfig:
-    """With these paths, and `~` for what it stands for in all of them."""
+    """The run with these paths, and a leading `~` expanded in all of them."""
     for key in PATH_KEYS:
         group, _, name = key.partition(".")
         options = getattr(config, group)
@@ -181,7 +181,7 @@ def _with_paths(config: RunConfig, literal: Mapping[str, str]) -> RunConfig:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse what would not be one value of one known key, before Hydra speaks of it in its own words."""
+    """Reject overrides that are not one value of one known key, before Hydra does in its own words."""
     parser = OverridesParser.create()
     for text in overrides:
         if text.startswith("~"):
@@ -206,7 +206,7 @@ def _parse(parser: OverridesParser, text: str) -> Override:
         raise ConfigError(f"{text} is not an override: write KEY=VALUE, such as cache.num_blocks=512")
     try:
         return parser.parse_overrides([text])[0]
-    except ValueError:  # of a number of thousands of digits
+    except ValueError:  # a number of thousands of digits
         key, _, value = text.partition("=")
         raise ConfigError(f"{key} has {len(value)} characters, and is no value of that key") from None
     except OverrideParseException:
@@ -221,7 +221,7 @@ def _parse(parser: OverridesParser, text: str) -> Override:
 def _check_known(override: Override, text: str) -> None:
     key = override.key_or_group
     if key in _groups() or key == EXPERIMENT:
-        # A group takes a name; Hydra speaks of a name that does not exist.
+        # A group needs a name; Hydra reports a name that does not exist.
         if not isinstance(override.value(), str):
             way_out = f"choose a named set, as in {key}=NAME (--help lists them), or leave it out"
             raise ConfigError(f"{text} names no set of values: {way_out}")
@@ -240,7 +240,7 @@ def _refuse_unknown_key(key: str, where: str) -> NoReturn:
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """At most three: the same last word in any group, then what is spelled alike."""
+    """The nearest three keys: the same last word in any group, then similar ones."""
     known = [*_keys(), *_groups(), EXPERIMENT]
     same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
     # High enough that keys which merely share their group's name do not count.
@@ -249,7 +249,7 @@ def _nearest_keys(key: str) -> list[str]:
 
 
 def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
-    """What Hydra or OmegaConf refused, in one sentence."""
+    """An error of Hydra or OmegaConf, in one sentence."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return ConfigError(f"{group}={name} is not one of {', '.join(error.options or ['(none)'])}")
@@ -259,7 +259,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(" ".join(text.split()))
     key = found[1]
     file = re.search(r"In '([^']+)'", text)
-    # What was typed; of a value in a file only the file's name is known.
+    # The override as typed; for a value in a file only the file's name is known.
     given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
     where = (given or (f"{file[1]}.yaml: {key}" if file else key)).replace(_PLAN, "plan=")
     if re.search(r"Key '.*' not in '", text):

@@ -1,4 +1,4 @@
-"""Optional packages: who needs one that is not there is told which extra brings it."""
+"""Optional packages: an error names the extra that installs a missing one."""
 
 from typing import NoReturn
 

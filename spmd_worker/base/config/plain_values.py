@@ -1,7 +1,7 @@
-"""Numbers and texts of a caller's own kinds (enumerations, numpy's and torch's scalars) as Python's plain ones.
+"""Plain values: numbers and texts of other types (enumerations, numpy's and torch's scalars) converted to Python's own.
 
-What is kept, sent and compared is exactly `int`, `float`, `bool` or `str`: a subclass may compare slowly (`in range`
-walks through all numbers for one), print otherwise, and has no place on a wire. Imports neither numpy nor torch.
+Stored, sent and compared values are exactly `int`, `float`, `bool` or `str`: a subclass may compare slowly (`in range`
+walks through all numbers for one), print differently, and has no wire format. Imports neither numpy nor torch.
 """
 
 import operator
@@ -12,20 +12,20 @@ _MAX_SHOWN = 80
 
 
 def plain_int(value: Any) -> int | None:
-    """A whole number; None for anything else, true and false too."""
+    """An integer; None for anything else, true and false too."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__") or _is_of_truth_values(value):
         return None
     try:
-        # Of an array only without dimensions: a number of its own.
+        # Of arrays, only those without dimensions count as numbers.
         return None if getattr(value, "ndim", 0) else operator.index(value)
     except Exception:  # of code that is not ours: an array of floats, a tensor without data
         return None
 
 
 def plain_float(value: Any) -> float | None:
-    """A real number, finite or not; None for anything else, true and false too. A whole number beyond all floats is
+    """A real number, finite or not; None for anything else, true and false too. An integer beyond all floats is
     infinite.
     """
     if type(value) is float:
@@ -55,14 +55,14 @@ def plain_bool(value: Any) -> bool | None:
 
 
 def plain_text(value: Any) -> str | None:
-    """Text; None for anything else. Of an enumeration's member what it stands for, and not its name."""
+    """Text; None for anything else. An enumeration's member gives its value, not its name."""
     if type(value) is str:
         return value
     return str.__str__(value) if isinstance(value, str) else None
 
 
 def asks(value: Any) -> bool:
-    """Whether a value that may ask for nothing does: what cannot say whether it is empty is not."""
+    """Whether a value that may request nothing requests something: a value without a truth value does."""
     try:
         return bool(value)
     except Exception:  # of code that is not ours: an array of several numbers, a tensor without data
@@ -70,7 +70,7 @@ def asks(value: Any) -> bool:
 
 
 def shown(value: Any, most: int = _MAX_SHOWN) -> str:
-    """A value in a message: short, whatever it is."""
+    """A value in a message, cut to `most` characters."""
     try:
         text = repr(value)
     except Exception:  # of code that is not ours, and of numbers with thousands of digits
@@ -79,5 +79,5 @@ def shown(value: Any, most: int = _MAX_SHOWN) -> str:
 
 
 def _is_of_truth_values(value: Any) -> bool:
-    """Whether it is one of an array library's."""
+    """Whether it is one of an array library's truth values."""
     return "bool" in str(getattr(value, "dtype", ""))

@@ -8,7 +8,7 @@ Result = TypeVar("Result")
 
 
 def within(limit_s: float, action: Callable[[], Result]) -> Result | None:
-    """Run `action` in a thread of its own and wait `limit_s` at most. None when it was late, or raised."""
+    """Run `action` in its own thread and wait `limit_s` at most. None when it was late, or raised."""
     results: list[Result] = []
     thread = threading.Thread(target=lambda: results.append(action()), name="spmd-bounded", daemon=True)
     thread.start()

@@ -1,7 +1,7 @@
 """Coordinated shutdown: after an alarm all ranks find the diagnosis, one of them reports it, and all end.
 
-Every rank reads the same heartbeats and so arrives at the same diagnosis by itself. The rank that failed ends first,
-because the launcher's summary begins with the rank that ended first.
+Every rank reads the same heartbeats and so finds the same diagnosis by itself. The rank that failed ends first, because
+the launcher's summary begins with the rank that ended first.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
 REPORT_S: Final = 2.0
-"""How long rank 0 has to report before any living rank may: longer than until it knows of an alarm and of the cause."""
+"""Time for rank 0 to report before any living rank may: longer than it takes to learn of an alarm and of the cause."""
 
 LEAVE_S: Final = 2.0
-"""How long after the diagnosis the main thread may take to return by itself, and the rank that failed to end first."""
+"""Time after the diagnosis for the main thread to return by itself, and for the rank that failed to end first."""
 
 _TERMINAL_S: Final = 1.0
-"""A terminal that is held, or a pipe that is not read, blocks who writes."""
+"""Time limit for output: a stopped terminal, or a pipe that is not read, blocks its writer."""
 
 MOST_S: Final = SETTLE_S + REPORT_S + 3 * LEAVE_S
-"""All of it together."""
+"""Maximum duration of the shutdown."""
 
 
 class CoordinatedShutdown:
-    """One rank's part in it. `stop` is set when the rank has ended by itself, `wake` when its failure is known."""
+    """One rank's part. `stop` is set when the rank has ended by itself, `wake` when its failure is known."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class CoordinatedShutdown:
         return None
 
     def report(self, diagnosis: Diagnosis, statuses: Sequence[RankStatus]) -> None:
-        """Print the diagnosis on exactly one rank: rank 0, or the first that lives, or after a while the first that
+        """Print the diagnosis on exactly one rank: rank 0, or the first living one, or after a while the first that
         asks. Returns when it was printed, here or elsewhere.
         """
         reporter = next((each.rank for each in statuses if self._may_report(each, diagnosis)), self._rank)
@@ -100,14 +100,18 @@ class CoordinatedShutdown:
             self._wait_until_reported()
 
     def _wait_until_reported(self) -> None:
-        """Until the other ranks, which wait for the report, can see that it was made: this process is about to end."""
+        """Wait until the other ranks, which wait for the report, can see that it was made: this process is about to
+        end.
+        """
         started_s = self._clock.tick()
         while self._exchange.is_shared and not self._exchange.is_reported and self._clock.tick() - started_s < REPORT_S:
             if self._clock.wait(self._stop, TICK_S):
                 return
 
     def _may_report(self, status: RankStatus, diagnosis: Diagnosis) -> bool:
-        """Without a heartbeat store no rank knows that another has reported: then one rank on each node does."""
+        """Whether a rank may report. Without a heartbeat store no rank knows that another has reported, so one on each
+        node does.
+        """
         if status.last_heartbeat is None:
             # A store that was never reached may have gone with rank 0, which keeps it where there is no torchrun.
             is_host = status.rank == 0 and (self._exchange.is_lost or status.rank in diagnosis.ranks)
@@ -116,7 +120,7 @@ class CoordinatedShutdown:
 
     def wait_for_main(self, diagnosis: Diagnosis, is_done: Callable[[], bool]) -> None:
         """Give the main thread time to end the process itself, and the rank that failed to end first."""
-        # A rank other than 0 that knows the reason waits whether rank 0 prints it, and prints it if not.
+        # A rank other than 0 that knows the reason waits for rank 0 to print it, and prints it if it does not.
         patience_s = 3 * LEAVE_S if diagnosis.is_explained else LEAVE_S
         started_s = self._clock.tick()
         while not is_done() and self._clock.tick() - started_s < patience_s:
@@ -128,7 +132,7 @@ class CoordinatedShutdown:
         if not self._exits:
             logger.error("%s; %s\n%s", diagnosis.text, STATUS_HEADING, lines)
             return
-        # In one piece: the ranks share a terminal.
+        # One write: the ranks share a terminal.
         text = f"{STATUS_HEADING}\n{lines}\nerror: {diagnosis.text}\n"
         within(_TERMINAL_S, partial(_write, text))
 
@@ -137,7 +141,7 @@ def end_silent(statuses: Sequence[RankStatus], diagnosis: Diagnosis, own_rank: i
     """Kill the processes of silent ranks: a stopped process does not react to the launcher's SIGTERM, and would keep
     the job from ending for half a minute.
 
-    Only processes on this node that the same launcher started: the one that sent the heartbeats, or, of a rank that
+    Only processes on this node that the same launcher started: the one that sent the heartbeats, or, for a rank that
     sent none, the one that was started as that rank.
     """
     own = next(each.last_heartbeat for each in statuses if each.rank == own_rank)
@@ -151,7 +155,7 @@ def end_silent(statuses: Sequence[RankStatus], diagnosis: Diagnosis, own_rank: i
 
 
 def _siblings(status: RankStatus, own: RankHeartbeat) -> list[int]:
-    """The processes of a rank, if they have the same parent as this one."""
+    """Processes of a rank, if they have the same parent as this one."""
     launcher, last_heartbeat = parent_of(own.pid), status.last_heartbeat
     if launcher is None:
         return []
@@ -164,8 +168,8 @@ def _siblings(status: RankStatus, own: RankHeartbeat) -> list[int]:
 
 
 def _is_rank_of_this_job(pid: int, rank: int) -> bool:
-    """By the variables that a process was started with, whatever became of it since: a shell may have started ranks of
-    several jobs.
+    """Whether the environment that a process was started with is of this job and rank: a shell may have started ranks
+    of several jobs.
     """
     variables = variables_of(pid) or {}
     is_of_this_job = all(variables.get(name) == os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -173,13 +177,13 @@ def _is_rank_of_this_job(pid: int, rank: int) -> bool:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process. The interpreter's own way out waits for threads, and native code for ranks that are gone."""
+    """End the process. The interpreter's own exit waits for threads, and native code for ranks that are gone."""
     within(_TERMINAL_S, _flush)
     os._exit(code)
 
 
 def _write(text: str) -> None:
-    """To stderr, which may be closed."""
+    """Write to stderr, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The files of a rank that fails: its error record, its stacks, and the file from which torchrun makes its summary.
+"""Files of a failing rank: its error record, its stacks, and the file that torchrun's summary is made from.
 
-Records are JSON, complete or not there, one a rank: `error.rank<N>.json`; stacks are text: `stacks.rank<N>.txt`.
-Writing never raises: a full disk must not keep a rank from ending.
+Records are JSON, complete or absent, one a rank: `error.rank<N>.json`; stacks are text: `stacks.rank<N>.txt`. Writing
+never raises: a full disk must not keep a rank from ending.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ELASTIC_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 RECORD_NAME: Final = "error.rank{}.json"
 STACKS_NAME: Final = "stacks.rank{}.txt"
 _MOST_S: Final = 1 << 36
-"""Seconds since 1970, far beyond any run, that a date can be made of."""
+"""Seconds since 1970, far beyond any run, that still convert to a date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ErrorRecord:
     traceback: str = ""
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON values."""
         own = next(
             (each.last_heartbeat for each in self.statuses if each.rank == self.rank and each.last_heartbeat), None
         )
@@ -68,7 +68,7 @@ class ErrorRecord:
 
     @staticmethod
     def from_plain(value: Any) -> "ErrorRecord":
-        """From JSON. Raises ValueError for anything else."""
+        """The record of JSON values. Raises ValueError for invalid ones."""
         try:
             diagnosis = value["diagnosis"]
             record = ErrorRecord(
@@ -95,7 +95,7 @@ class ErrorRecord:
 
 
 def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
-    """Into the run directory, where there is one on this node."""
+    """Write a record to the run directory, if this node has it."""
     if run_dir is None or not run_dir.is_dir():
         return
     path = run_dir / RECORD_NAME.format(record.rank)
@@ -106,7 +106,7 @@ def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
 
 
 def read_records(run_dir: Path) -> list[ErrorRecord]:
-    """In rank order. Raises OSError, and ValueError naming the file, for what cannot be read."""
+    """All records in rank order. Raises OSError, and ValueError naming the file, for an unreadable one."""
     records = []
     for path in run_dir.glob(RECORD_NAME.format("*")):
         try:
@@ -117,14 +117,14 @@ def read_records(run_dir: Path) -> list[ErrorRecord]:
 
 
 def clear_records(run_dir: Path) -> None:
-    """Remove what an earlier run left; rank 0, before the others begin. Raises OSError."""
+    """Remove the records and stacks of an earlier run; rank 0, before the others begin. Raises OSError."""
     for name in (RECORD_NAME, STACKS_NAME):
         for path in run_dir.glob(name.format("*")):
             path.unlink()
 
 
 def write_stacks(run_dir: Path | None, rank: int) -> str:
-    """The stacks of all threads of this process: into the run directory, else to stderr. Returns where they are."""
+    """Write the stacks of all threads of this process to the run directory, else to stderr. Returns the path."""
     if run_dir is not None and run_dir.is_dir():
         path = run_dir / STACKS_NAME.format(rank)
         try:
@@ -133,7 +133,7 @@ def write_stacks(run_dir: Path | None, rank: int) -> str:
             return str(path)
         except OSError as error:
             logger.warning("the stacks could not be written: %s", error)
-    # Not sys.stderr, which may be no file; stacks are written by the interpreter's C code.
+    # Not sys.stderr, which may have no descriptor: the interpreter's C code writes the stacks.
     if sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):
             print(f"[rank {rank}] stacks:", file=sys.__stderr__, flush=True)
@@ -142,7 +142,9 @@ def write_stacks(run_dir: Path | None, rank: int) -> str:
 
 
 def write_elastic_file(text: str, traceback: str, wall_s: float, variables: Mapping[str, str] = os.environ) -> None:
-    """The file that torchrun reads when a rank has failed: it names the rank whose file has the earliest time stamp."""
+    """Write the file that torchrun reads when a rank has failed: it names the rank whose file has the earliest time
+    stamp.
+    """
     path = variables.get(ELASTIC_VARIABLE)
     if not path:
         return

@@ -1,6 +1,6 @@
 """Failure diagnosis: from the ranks' heartbeats, the status of every rank and the rank that is the cause.
 
-Pure functions, without clocks: the same heartbeats give the same diagnosis, on every rank and from the files later.
+Pure functions, without clocks: the same heartbeats give the same diagnosis, on every rank and later from the files.
 """
 
 import re
@@ -13,20 +13,20 @@ from spmd_worker.base.errors import SpmdError
 from spmd_worker.base.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 
 SILENT_AFTER_S: Final = 2.5
-"""After a failure, a rank without a heartbeat for longer is silent: living ranks send one every second."""
+"""Age of the last heartbeat from which a rank is silent after a failure: living ranks send one every second."""
 
 GATHER_S: Final = 0.3
-"""How long after an alarm until the heartbeats have the failures that ranks know of themselves."""
+"""Delay after an alarm until the heartbeats have the failures that ranks know of themselves."""
 
 STALL_S: Final = 1.0
-"""How long until every stalled rank has noticed that it is: limits are counted from different moments."""
+"""Delay until every stalled rank has noticed that it is: limits are counted from different moments."""
 
 SETTLE_S: Final = 3.0
-"""How long to wait for a primary failure where only secondary ones are seen: longer than it takes to be silent."""
+"""Time to wait for a primary failure where only secondary ones are seen: longer than it takes to be silent."""
 
 STATUS_HEADING: Final = "rank status at the last heartbeats:"
 
-# Torch's own classes, by name because this floor is torch-free, and the texts of gloo and NCCL.
+# Torch's own classes, by name because this package is torch-free, and the texts of gloo and NCCL.
 _SECONDARY_CLASSES_OF_TORCH: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _SECONDARY_TEXTS: Final = (
     *("gloo", "NCCL"),
@@ -34,14 +34,14 @@ _SECONDARY_TEXTS: Final = (
 )
 _MAX_TEXT: Final = 2000
 
-# What gloo puts around its errors, which helps no user.
+# Gloo's prefix and advice, which help no user.
 _SOURCE_LINE: Final = re.compile(r"\[/[^\]\s]*gloo[^\]\s]*:\d+\] ")
 _COMMON_ADVICE: Final = ". This is typically caused by"
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What is known of a rank: its last heartbeat, its age, and whether the rank's process is known to be gone.
+    """Status of a rank: its last heartbeat, its age, and whether the rank's process is known to be gone.
 
     `last_heartbeat` is None for a rank that has sent none.
     """
@@ -53,12 +53,12 @@ class RankStatus:
 
     @property
     def failure(self) -> Failure | None:
-        """Why the rank ends, as it published itself."""
+        """The rank's failure, as it published it."""
         return self.last_heartbeat.failure if self.last_heartbeat is not None else None
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last heartbeat is too old for a rank that is well."""
+        """Whether the last heartbeat is too old for a healthy rank."""
         return (
             self.last_heartbeat is not None and not self.last_heartbeat.has_ended and self.heard_ago_s > SILENT_AFTER_S
         )
@@ -72,8 +72,8 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The ranks that are the cause, and why, in one sentence. `is_explained`: rank 0 prints the reason, without a
-    status of the ranks.
+    """The ranks that are the cause, and the reason in one sentence. `is_explained`: rank 0 prints the reason, without
+    the rank status.
     """
 
     ranks: tuple[int, ...]
@@ -84,10 +84,10 @@ class Diagnosis:
 
 
 def diagnose(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
-    """The first explanation that fits, `elapsed_s` seconds after the alarm; None while a better one may come.
+    """The first explanation that applies, `elapsed_s` seconds after the alarm; None while a better one may come.
 
-    From cause to effect: a rank's own failure; a process that is gone without one; a silent rank; a main thread that
-    makes no progress; a rank that left; secondary failures; a signal from outside.
+    Ordered from cause to effect: a rank's own failure; a process that is gone without one; a silent rank; a main thread
+    that makes no progress; a rank that left; secondary failures; a signal from outside.
     """
     if elapsed_s < GATHER_S:
         return None
@@ -121,7 +121,7 @@ def _diagnose_quiet(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnos
 
 
 def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatus]) -> Diagnosis | None:
-    """No primary failure is known."""
+    """Diagnosis without a primary failure."""
     unknown = [each for each in statuses if each.last_heartbeat is None]
     if unknown:
         text = f"{_are(unknown)} silent: no heartbeat since the start"
@@ -129,7 +129,7 @@ def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatu
     signalled = [each for each in statuses if _is_signalled(each)]
     gone = [each for each in signalled if each.is_gone]
     if gone:
-        # It stayed as long as a signalled rank does. Since it went, others have lost it, and the launcher ends them.
+        # It stayed as long as a signalled rank does. Once it was gone, others lost it, and the launcher ends them.
         return _diagnose_signalled(gone)
     secondary = _first(statuses, FailureKind.SECONDARY)
     ended = [each for each in statuses if _has_left(each)]
@@ -156,20 +156,20 @@ def _is_signalled(status: RankStatus) -> bool:
 
 
 def _diagnose_signalled(signalled: list[RankStatus]) -> Diagnosis:
-    """By something else than the job's launcher."""
+    """Diagnosis of a signal from elsewhere than the job's launcher."""
     name = _signal_of(signalled[0].failure)
     return Diagnosis(_ranks(signalled), f"{_names(signalled)} received {name} from outside the job")
 
 
 def _has_left(status: RankStatus) -> bool:
-    """Whether a rank has ended for no failure: those that wait for it wait in vain."""
+    """Whether a rank has ended without a failure: ranks that wait for it wait in vain."""
     if status.failure is not None:
         return status.failure.kind is FailureKind.LEFT
     return status.last_heartbeat is not None and status.last_heartbeat.has_ended
 
 
 def _diagnose_left(ended: list[RankStatus]) -> Diagnosis:
-    """A rank that left without `close` first: one that closed its engine did so on purpose."""
+    """Diagnosis of ranks that left, those without `close` first: a rank that closed its engine did so on purpose."""
     unclosed = [each for each in ended if each.failure is not None]
     if unclosed and unclosed[0].failure is not None:
         return Diagnosis(_ranks(unclosed), f"{unclosed[0].failure.text}; {_last_seen(unclosed[0])}")
@@ -178,13 +178,13 @@ def _diagnose_left(ended: list[RankStatus]) -> Diagnosis:
 
 
 def _signal_of(failure: Failure | None) -> str:
-    """The name of the signal that a rank received: SIGTERM unless its exit code is of another."""
+    """Name of the signal that a rank received: SIGTERM unless its exit code is of another."""
     code = 0 if failure is None else failure.exit_code
     return "SIGUSR1" if code == 128 + signal.SIGUSR1 else "SIGTERM"
 
 
 def _diagnose_stalled(stalled: list[RankStatus], what: str) -> Diagnosis:
-    """The ranks that are furthest behind: the others may wait for them."""
+    """Diagnosis of the ranks that are furthest behind: the others may wait for them."""
     step = min(each.last_heartbeat.step for each in stalled if each.last_heartbeat)
     behind = [each for each in stalled if each.last_heartbeat and each.last_heartbeat.step == step]
     last_heartbeat = behind[0].last_heartbeat
@@ -195,7 +195,7 @@ def _diagnose_stalled(stalled: list[RankStatus], what: str) -> Diagnosis:
 
 
 def status_lines(statuses: Sequence[RankStatus]) -> list[str]:
-    """The rank status, one line a rank: step, phase, age of the last heartbeat, what the rank does or why it ends."""
+    """Rank status, one line a rank: step, phase, age of the last heartbeat, what the rank does or why it ends."""
     rank_width = max(len(str(each.rank)) for each in statuses)
     heartbeats = [each.last_heartbeat for each in statuses if each.last_heartbeat is not None]
     step_width = max((len(str(last_heartbeat.step)) for last_heartbeat in heartbeats), default=1)
@@ -238,8 +238,8 @@ def _remark(status: RankStatus, last_heartbeat: RankHeartbeat) -> str:
 
 
 def explained_exit_code(error: BaseException) -> int | None:
-    """The exit code of an error that every rank knows, and that explains itself: replicas that diverged, a wrong
-    setting, a job that failed as a whole, Ctrl-C. None for any other.
+    """Exit code of an error that every rank knows, and that explains itself: replicas that diverged, a wrong setting, a
+    job that failed, Ctrl-C. None for any other.
     """
     if isinstance(error, SpmdError):
         return error.exit_code if error.is_known_to_all else None
@@ -256,7 +256,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
-    """A sentence that names rank, exception and step; an error that names its rank already is left as it is."""
+    """A sentence that names rank, exception and step; an error that already names its rank is unchanged."""
     text = _SOURCE_LINE.sub("", str(error)[:_MAX_TEXT]).partition(_COMMON_ADVICE)[0]
     if isinstance(error, SpmdError) and error.names_rank:
         return text
@@ -269,7 +269,7 @@ def _explains_its_end(failure: Failure | None) -> bool:
 
 
 def _first(statuses: Sequence[RankStatus], kind: FailureKind) -> tuple[int, Failure] | None:
-    """The failure of this kind that came first, with its rank; one that names another rank than its own before it."""
+    """The first failure of this kind, with its rank. Of secondary ones, those that name another rank precede."""
     failures = [(each.rank, each.failure) for each in statuses if each.failure and each.failure.kind is kind]
 
     def precedence(pair: tuple[int, Failure]) -> tuple[bool, int, int]:

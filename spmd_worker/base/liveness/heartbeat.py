@@ -1,7 +1,7 @@
-"""What a rank is doing, and the record of it that the other ranks read.
+"""Heartbeat of a rank: its step and phase, and the record of it that the other ranks read.
 
-The main thread notes when it enters a step or a phase; the watchdog's thread finds out everything else: the line that
-the main thread is in, and whether it waits there for other ranks.
+The main thread notes when it enters a step or a phase; the watchdog's thread finds the rest: the line that the main
+thread is in, and whether it waits there for other ranks.
 """
 
 import gc
@@ -18,26 +18,26 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 STARTING: Final = "starting"
 BETWEEN_STEPS: Final = "between steps"
-"""Outside every call of the engine. No limit holds here: standard input may keep a job waiting for hours, and so may
+"""Phase outside every call of the engine. It has no limit: standard input may keep a job waiting for hours, and so may
 the program that calls an engine.
 """
 CLOSING: Final = "closing"
 
 _NUM_FRAMES: Final = 12
 WAITING_MARK: Final = "WAITS_FOR_RANKS"
-"""The name of a module-level constant: a main thread that is in a function of such a module waits for other ranks."""
+"""Name of a module-level constant: a main thread that is in a function of such a module waits for other ranks."""
 
 _WAITING_PACKAGE_OF_TORCH: Final = "torch.distributed"
 _OWN_PACKAGES: Final = (__name__.partition(".")[0], "kv_cache")
 
 _COLLECTS_AT_ALLOCATIONS: Final = sys.version_info < (3, 12)
-"""Later, the interpreter collects garbage only between two instructions of Python's."""
+"""Later interpreters collect garbage only between two bytecodes."""
 
 _looks = threading.Lock()
 
 
 class Moment(NamedTuple):
-    """Where the main thread is. A new object each time it moves: the same one seen twice means no progress."""
+    """Step and phase of the main thread. A new object each time it moves: the same object twice means no progress."""
 
     step: int
     phase: str
@@ -52,12 +52,12 @@ class Heartbeat:
         self.now = Moment(0, STARTING)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """The main thread goes on to `phase`, in the same step or in `step`. One assignment: readers need no lock."""
+        """The main thread enters `phase`, in the same step or in `step`. One assignment: readers need no lock."""
         self.now = Moment(self.now.step if step is None else step, phase)
 
 
 class FailureKind(StrEnum):
-    """Why a rank ends."""
+    """Kinds of reasons for which a rank ends."""
 
     PRIMARY = "primary"
     """Something failed on this rank."""
@@ -70,7 +70,8 @@ class FailureKind(StrEnum):
     SIGNALLED = "signalled"
     """A signal from outside asks this rank to end."""
     LEFT = "left"
-    """It has ended, or its engine was deleted, without `close`: well for itself, and the end of those who wait for it.
+    """It has ended, or its engine was deleted, without `close`: no failure of its own, but the end of ranks that wait
+    for it.
     """
     EXPLAINED = "explained"
     """Every rank knows the reason, and rank 0 prints it: a wrong setting, replicas that diverged."""
@@ -78,8 +79,8 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank ends. `text` is a whole sentence that names the rank; `order` counts the failures of all ranks as they
-    reached the store, from 1, and is 0 where there is none.
+    """The reason why a rank ends. `text` is a sentence that names the rank; `order` counts the failures of all ranks as
+    they reached the store, from 1, and is 0 where there is none.
     """
 
     kind: FailureKind
@@ -90,9 +91,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RankHeartbeat:
-    """A rank, as it published itself. `phase_age_s` is the time it had been in its phase; `where` is the line of code.
+    """A rank's published state. `phase_age_s` is the time it had been in its phase; `where` is the line of code.
 
-    `node`, `pid` and `start_time` find its process again, and no other, on the same node.
+    `node`, `pid` and `start_time` identify its process, and no other, on the same node.
     """
 
     rank: int
@@ -109,21 +110,21 @@ class RankHeartbeat:
     failure: Failure | None = None
 
     def pack(self) -> bytes:
-        """For the store."""
+        """Bytes for the store."""
         return json.dumps(self.as_plain(), separators=(",", ":")).encode()
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON values."""
         return asdict(self)
 
     @staticmethod
     def unpack(payload: bytes | str) -> "RankHeartbeat":
-        """From the store. Raises ValueError for anything else."""
+        """The heartbeat of bytes from the store. Raises ValueError for invalid ones."""
         return RankHeartbeat.from_plain(json.loads(payload))
 
     @staticmethod
     def from_plain(value: Any) -> "RankHeartbeat":
-        """From JSON. Raises ValueError for anything else."""
+        """The heartbeat of JSON values. Raises ValueError for invalid ones."""
         try:
             failure = value["failure"]
             if failure is not None:
@@ -138,7 +139,9 @@ _PLAIN: Final[dict[Any, tuple[type, ...]]] = {int: (int,), float: (int, float), 
 
 
 def _checked(record: _Record) -> _Record:
-    """Raises TypeError where a field that is a number, text or truth value is of another type, or beyond 64 bits."""
+    """The record. Raises TypeError where a field that is a number, text or truth value is of another type, or beyond 64
+    bits.
+    """
     for spec in fields(record):
         kinds, value = _PLAIN.get(spec.type), getattr(record, spec.name)
         if kinds is None:
@@ -159,7 +162,8 @@ def location_of(thread_id: int) -> tuple[str, bool]:
         frame = sys._current_frames().get(thread_id)
         while frame is not None and len(frames) < _NUM_FRAMES:
             frames.append(frame)
-            # Makes an object where there is none yet: a collection in there could let the thread go on meanwhile.
+            # Allocates an object where there is none yet: a garbage collection there could let the thread run
+            # meanwhile.
             frame = frame.f_back
     if not frames:
         return "", False
@@ -169,7 +173,7 @@ def location_of(thread_id: int) -> tuple[str, bool]:
 
 
 def current_frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread, by its id: Python has no other way to look at a thread from outside. Copies
+    """The innermost frame of every thread, by its id: Python has no other way to inspect a thread from outside. Copies
     nothing and stops no thread.
 
     Before 3.12 the garbage collector may run at any allocation, in here too, under a lock that a starting thread needs

@@ -1,11 +1,11 @@
 """The heartbeat store, where ranks publish their heartbeats: keys on the launcher's store, which outlives every rank.
 
-`HeartbeatExchange` publishes this rank's heartbeat and reads those of the others, once a second. It does so in a thread
-of its own, because a store whose machine is gone may take long to answer; callers get what the last exchange found. The
+`HeartbeatExchange` publishes this rank's heartbeat and reads those of the others, once a second. It uses its own
+thread, because a store whose machine is gone may take long to answer; callers get the result of the last exchange. The
 alarm is a counter that any rank increments and every rank reads; after an alarm ranks exchange ten times a second.
 
-Until the ranks have joined they have no name in common, and each finds a first one for itself, under which heartbeats
-may not meet. `move_to` gives the name that they have agreed on. A store that does not answer is connected to anew.
+Until the ranks have joined they share no name, and each starts under its own, where heartbeats may not be exchanged.
+`move_to` sets the agreed name. A store that does not answer is reconnected.
 """
 
 import logging
@@ -24,41 +24,41 @@ logger = logging.getLogger(__name__)
 PERIOD_S: Final = 1.0
 ALARMED_PERIOD_S: Final = 0.1
 MAX_RANKS_THAT_SEE_ALL: Final = 64
-"""In a larger world ranks other than 0 look at rank 0 only, until there is an alarm."""
+"""Ranks other than 0 of a bigger world read rank 0 only, until there is an alarm."""
 
 _ANSWER_S: Final = 3.0
-"""A store answers in milliseconds; torch waits for one that is out of reach as long as it waits to connect to one."""
+"""A store answers in milliseconds; torch waits for an unreachable one for its connection timeout."""
 
 _LEAVE_S: Final = 2.0
-"""How long a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
+"""Time for which a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
 
 
 _LEAVE_POLL_S: Final = 0.01
 
 _FIRST_RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 4.0
-"""How long to wait before the store is connected to again: twice as long each time, up to this."""
+"""Maximum delay before the store is reconnected; it doubles each time."""
 
 _ERRORS: Final = (RuntimeError, OSError, ValueError)
-"""Of a store that is gone or does not answer, and of what is no heartbeat."""
+"""Errors of a store that is gone or does not answer, and of invalid heartbeats."""
 
 OVER: Final = "over"
-"""The flag of a name that a rank found for itself and does not use any more: one that was agreed on has replaced it, or
-the attempt has failed and there may be another in the same process.
+"""Flag of a rank's own name that is not used any more: an agreed name has replaced it, or the attempt has failed and
+there may be another in the same process.
 """
 
 
 class KeyValueStore(Protocol):
-    """The methods of the launcher's store that are used here. They raise RuntimeError when it is gone."""
+    """Methods of the launcher's store in use. They raise RuntimeError when it is gone."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """The values of keys that exist."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Make a key exist."""
+        """Set the value of a key."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Count up, from 0. Returns the new value."""
+        """Add to a counter, which starts at 0. Returns the new value."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all of the keys exist."""
@@ -66,7 +66,7 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatStore:
-    """A store, and the prefix of this run's keys. `is_host`: the store lives in this process."""
+    """A store, and the prefix of this run's keys. `is_host`: the store is in this process."""
 
     store: KeyValueStore
     prefix: str
@@ -77,8 +77,8 @@ class HeartbeatStore:
         self.store.set(f"{self.prefix}/heartbeat/{heartbeat.rank}", heartbeat.pack().decode())
 
     def find(self, ranks: Sequence[int], known: Container[int] = ()) -> dict[int, RankHeartbeat]:
-        """The last heartbeats of those of `ranks` that have published one. The `known` are known to have: one request
-        is enough where all are.
+        """The last heartbeats of those of `ranks` that have published one. The `known` ranks have: if all are known,
+        one request suffices.
         """
         keys = {rank: f"{self.prefix}/heartbeat/{rank}" for rank in ranks}
         there = [rank for rank, key in keys.items() if rank in known or self.store.check([key])]
@@ -86,7 +86,7 @@ class HeartbeatStore:
         return {rank: RankHeartbeat.unpack(payload) for rank, payload in zip(there, payloads, strict=True)}
 
     def count(self, what: str, amount: int = 1) -> int:
-        """Increment a counter of all ranks, from 0. Returns its new value; with an `amount` of 0 only reads it."""
+        """Increment a counter of all ranks, which starts at 0. Returns its new value; an `amount` of 0 reads it."""
         return self.store.add(f"{self.prefix}/{what}", amount)
 
     def raise_flag(self, name: str) -> None:
@@ -94,7 +94,7 @@ class HeartbeatStore:
         self.store.set(f"{self.prefix}/{name}", "1")
 
     def has_flag(self, name: str) -> bool:
-        """Whether a rank raised it."""
+        """Whether a rank set it."""
         return self.store.check([f"{self.prefix}/{name}"])
 
 
@@ -102,7 +102,7 @@ class HeartbeatExchange:
     """This rank's view of the heartbeat store. `connect` runs in the thread, again after each failure of the store;
     None is for a rank that no other watches.
 
-    `make_heartbeat` makes this rank's heartbeat of now, given the order of its failure (0: none yet). `node` is this
+    `make_heartbeat` makes this rank's current heartbeat, given the order of its failure (0: none yet). `node` is this
     node's name.
     """
 
@@ -122,7 +122,7 @@ class HeartbeatExchange:
         self._heard_s: dict[int, float] = {}
         self._gone: dict[int, bool] = {}
         self._published: set[int] = set()
-        """Ranks that have a heartbeat under the name of now."""
+        """Ranks that have a heartbeat under the current name."""
         self._name: str | None = None
         self._taken: str | None = None
         self._may_retry = False
@@ -133,7 +133,7 @@ class HeartbeatExchange:
         self._retry_s = _FIRST_RETRY_S
         self.is_connected = False
         self.num_alarms = 0
-        """How many alarms ranks have raised, as of the last exchange."""
+        """Number of alarms that ranks have raised, as of the last exchange."""
         self.is_reporter = self.is_reported = False
         """Whether this rank is the one that reports; whether it, or another, has reported."""
         self._wake = threading.Event()
@@ -152,20 +152,20 @@ class HeartbeatExchange:
         return self._name
 
     def move_to(self, name: str) -> None:
-        """Every rank of the run has this name: heartbeats, alarms and reports are under it from now on. Other ranks'
-        last heartbeats are kept until new ones come, but for those of ranks that had failed or ended, or whose process
-        is gone: it was another attempt that did.
+        """Use the name of the run, which every rank has: heartbeats, alarms and reports are under it from now on. Other
+        ranks' last heartbeats are kept until new ones come, except those of ranks that had failed or ended, or whose
+        process is gone: these belong to another attempt.
         """
         self._name = name
         self._wake.set()
 
     @property
     def is_moving(self) -> bool:
-        """Whether what is known of other ranks is still what they published before `move_to`."""
+        """Whether the known heartbeats of other ranks are still from before `move_to`."""
         return self.is_shared and self._name != self._taken
 
     def stop(self, *, may_retry: bool = False) -> None:
-        """Publish the last heartbeat and end the thread; waits seconds at most for a store that is out of reach.
+        """Publish the last heartbeat and end the thread; waits a few seconds at most for an unreachable store.
         `may_retry`: this process may make another attempt.
         """
         self._may_retry = may_retry
@@ -176,7 +176,7 @@ class HeartbeatExchange:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store is gone, or has not answered for so long that its machine must be."""
+        """Whether the store is gone, or has been silent for so long that its machine must be."""
         asked_s = self._asked_s
         return self._has_failed or (asked_s is not None and self._clock.now_s - asked_s > _ANSWER_S)
 
@@ -196,11 +196,11 @@ class HeartbeatExchange:
         return self._connect is None or self.is_lost
 
     def wake(self) -> None:
-        """Publish this rank's heartbeat now, not when it is time."""
+        """Publish this rank's heartbeat now, before it is due."""
         self._wake.set()
 
     def alarm(self, wait_s: float = 0.0) -> None:
-        """Raise an alarm, with this rank's heartbeat of now. Waits up to `wait_s` until all ranks can read it."""
+        """Raise an alarm, with this rank's current heartbeat. Waits up to `wait_s` until all ranks can read it."""
         self._is_known.clear()
         self._wants_alarm = True
         self._wake.set()
@@ -208,7 +208,9 @@ class HeartbeatExchange:
             self._clock.wait(self._is_known, wait_s)
 
     def clear_alarms(self, num_alarms: int) -> None:
-        """The first so many alarms had no cause that lasts: a rank that was silent for long, say, is heard again."""
+        """Clear the first `num_alarms` alarms, which had no lasting cause: for example, a silent rank sends heartbeats
+        again.
+        """
         self._num_cleared = num_alarms
 
     def ask_to_report(self) -> None:
@@ -222,7 +224,7 @@ class HeartbeatExchange:
         self._wake.set()
 
     def statuses(self) -> list[RankStatus]:
-        """Every rank, in order, as far as it is known here."""
+        """Status of every rank, in order, as far as it is known here."""
         return [self._status(rank) for rank in self._ranks]
 
     def _status(self, rank: int) -> RankStatus:
@@ -231,7 +233,7 @@ class HeartbeatExchange:
         heard_ago_s = max(self._clock.now_s - self._heard_s.get(rank, self._clock.now_s), 0.0)
         last_heartbeat = self._heartbeats.get(rank)
         if self.is_lost and last_heartbeat is not None and self._is_near(last_heartbeat):
-            # No heartbeats arrive any more, but a process on this node can be looked up, and is not silent for that.
+            # No heartbeats arrive any more, but a process on this node can be looked up, and does not count as silent.
             is_gone = self._has_no_process(last_heartbeat) and not last_heartbeat.has_ended
             return RankStatus(rank, last_heartbeat, min(heard_ago_s, SILENT_AFTER_S), is_gone)
         return RankStatus(rank, last_heartbeat, heard_ago_s, self._gone.get(rank, False))
@@ -257,12 +259,12 @@ class HeartbeatExchange:
                 self._lose(error)
                 if is_last_try:
                     return
-                # Where this rank ends meanwhile, it asks once more, to say so: else its process would be missing.
+                # A rank that ends meanwhile tries once more, to publish that: else its process would count as gone.
                 self._clock.wait(self._stop, self._retry_s)
                 self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
                 continue
             if self._has_failed:
-                # What was not heard meanwhile tells nothing.
+                # Heartbeats missed meanwhile mean nothing.
                 self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s)
             self._asked_s, self._has_failed, self._has_said_so = None, False, False
             self._retry_s = _FIRST_RETRY_S
@@ -270,7 +272,7 @@ class HeartbeatExchange:
             self._wake.clear()
 
     def _lose(self, error: Exception) -> None:
-        """Callers look at `is_lost`. Said when it was not for a moment only, as at the end of a job."""
+        """Note that the store failed; callers read `is_lost`. Logged only if it lasts, unlike at the end of a job."""
         if self._has_failed and not self._has_said_so and not self._stop.is_set():
             self._has_said_so = True
             text = "the heartbeat store does not answer (%s): until it does, other ranks may take this one for silent"
@@ -281,12 +283,12 @@ class HeartbeatExchange:
         self._is_known.set()
 
     def _take_name(self, heartbeat_store: HeartbeatStore) -> HeartbeatStore:
-        """The store under the name that the ranks have agreed on, where they have."""
+        """The store under the name that the ranks have agreed on, once they have."""
         name = self._name
         if name is None:
             return heartbeat_store
         if name != self._taken:
-            # Attempts that come later do not take its name of before, where this one has left its heartbeats.
+            # Later attempts must not use the old name, under which this one has left heartbeats.
             heartbeat_store.raise_flag(OVER)
             self._forget_attempt()
             self._taken = name
@@ -300,7 +302,7 @@ class HeartbeatExchange:
                 self._gone.pop(rank, None)
         self._order = 0
         self.is_reporter = self.is_reported = False
-        # Counted on from there: a count that another thread has just read must not hide a later alarm.
+        # Counts continue: one that another thread has just read must not hide a later alarm.
         self._num_alarms_before = self._num_cleared = self.num_alarms
         self._wants_alarm = self._wants_alarm or self._make_heartbeat(0).failure is not None
 
@@ -328,7 +330,7 @@ class HeartbeatExchange:
             self._gone[rank] = rank in gone and not last_heartbeat.has_ended
 
     def _write_report(self, heartbeat_store: HeartbeatStore) -> None:
-        # Before the heartbeat is made: an alarm from here on stays wanted, and the next heartbeat has its failure.
+        # Before the heartbeat is made: a later alarm stays requested, and the next heartbeat has its failure.
         self._is_raising, self._wants_alarm = self._wants_alarm, False
         last_heartbeat = self._make_heartbeat(self._order)
         if last_heartbeat.failure is not None and self._order == 0:
@@ -351,7 +353,7 @@ class HeartbeatExchange:
         return bool(self.node) and last_heartbeat.node == self.node
 
     def _has_no_process(self, last_heartbeat: RankHeartbeat) -> bool:
-        """For a rank on this node: whether its process is known to have ended."""
+        """Whether the process of a rank on this node is known to have ended."""
         try:
             return start_time_of(last_heartbeat.pid) != last_heartbeat.start_time
         except OSError:
@@ -364,7 +366,7 @@ class HeartbeatExchange:
         others = [rank for rank in self._ranks if rank != self._rank]
         deadline_s = self._clock.monotonic() + _LEAVE_S
         while heartbeat_store.is_host and others and self._clock.monotonic() < deadline_s:
-            # The store ends with this process; ranks that still read it would take that for a failure.
+            # The store ends with this process; ranks that still read it would see that as a failure.
             others = [
                 rank for rank, last_heartbeat in heartbeat_store.find(others).items() if not last_heartbeat.has_ended
             ]

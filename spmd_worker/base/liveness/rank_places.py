@@ -1,7 +1,7 @@
-"""Ranks that stand in different places between steps: some wait for others, which are outside the engine's calls.
+"""Detects ranks that wait in different calls: some wait for others, which are between steps.
 
-A program may leave a rank there for as long as it likes, so this is no failure before those that wait give up. But so
-do calls look that not every rank makes, and it is said long before.
+A program may leave a rank between steps for as long as it likes, so this is no failure until a waiting rank gives up.
+But calls that not every rank makes look the same, so it is logged long before.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from spmd_worker.base.liveness.failure_diagnosis import RankStatus
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 
 _Places = tuple[tuple[int, int, str, str], ...]
-"""Of each rank: its number, step, phase, and where it waits; empty for one that does not wait, which may move."""
+"""Rank, step, phase, and the line where it waits of each rank; empty for one that does not wait, which may move."""
 
 
 class RankPlaces:
-    """Looks at the ranks of an engine now and then. `limit_s` is how long they stand apart before that is said."""
+    """Tracks the ranks of an engine. `limit_s` is how long they wait in different calls before it is logged."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -23,8 +23,8 @@ class RankPlaces:
         self._is_said = False
 
     def look(self, now_s: float, statuses: Sequence[RankStatus]) -> float | None:
-        """Seconds for which the ranks have stood where they are, once they have for too long; None else, and from then
-        on until one has moved.
+        """Seconds since a rank last moved, once that exceeds the limit; None before, and afterwards until one has
+        moved.
         """
         places = _places_of(statuses)
         if places != self._places:
@@ -50,7 +50,7 @@ def _where(status: RankStatus) -> str:
 
 
 def _are_apart(places: _Places) -> bool:
-    """Whether one waits, and another is between steps and not in the same wait."""
+    """Whether one rank waits, and another is between steps and not in the same wait."""
     kinds = [(phase, where) for _, _, phase, where in places]
     has_waiting = any(where for _, where in kinds)
     has_between = any(phase == BETWEEN_STEPS for phase, _ in kinds)

@@ -1,12 +1,12 @@
-"""Signals that end a job: what is finished is kept, and the process ends soon, whatever its main thread waits for.
+"""Signals that end a job: finished rows are saved, and the process ends soon, whatever its main thread waits for.
 
-    SIGTERM, SIGUSR1   keep, stay a while to learn which rank is the cause, exit with 128 + the signal's number
-    Ctrl-C             keep, KeyboardInterrupt in the main thread; once more, or when it takes long: exit with 130
+    SIGTERM, SIGUSR1   save, stay a while to learn which rank is the cause, exit with 128 + the signal's number
+    Ctrl-C             save, KeyboardInterrupt in the main thread; a second one, or a slow end: exit with 130
 
-A program that drains is told of the first of any, and has its time. After that it ends as above; so it does at a second
-Ctrl-C.
+A program that drains is notified of the first signal, and has its time. After that it ends as above; so it does at a
+second Ctrl-C.
 
-A thread acts on them, because the main thread may wait in a collective, where Python's own handlers do not run.
+A thread handles them, because the main thread may wait in a collective, where Python's own handlers do not run.
 """
 
 import os
@@ -21,24 +21,24 @@ from typing import Any, Final, NoReturn
 from spmd_worker.base.liveness.bounded import within
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is what batch systems send as a warning before the time is up."""
+"""Batch systems send SIGUSR1 as a warning before the time is up."""
 
 _INTERRUPTED_S: Final = 5.0
-"""How long the main thread may take to end after Ctrl-C."""
+"""Time for the main thread to end after Ctrl-C."""
 
 _TICK_S: Final = 0.05
 _REPORTED_S: Final = 1.5
-"""How long the process then stays that is about to tell why."""
+"""Additional time for a process that is about to report the cause."""
 
 _LEAVE_S: Final = 5.0
-"""How long what is finished may take to be written down, on a disk that may never answer, before the process ends."""
+"""Time limit for saving finished rows, on a disk that may never answer, before the process ends."""
 
 
 class EndingSignals:
     """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
 
-    `patience_s` is how long the main thread may then take to learn why, and to end by itself; while the process
-    `is_reporting` why, it stays a little longer. With `drain`, which must not wait, the first signal calls that alone,
+    `patience_s` is the time that the main thread then has to learn the cause, and to end by itself; while the process
+    `is_reporting` it, it stays a little longer. With `drain`, which must not block, the first signal calls that alone,
     and the rest begins `drain_s` later.
     """
 
@@ -61,7 +61,7 @@ class EndingSignals:
         _made.add(self)
 
     def install(self) -> None:
-        """Install the handlers. To be called in the main thread."""
+        """Install the handlers; in the main thread."""
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._former_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -71,8 +71,8 @@ class EndingSignals:
         self._thread.start()
 
     def uninstall(self) -> None:
-        """As it was before `install`, for a process that goes on: the thread has ended, unless it is the one that ends
-        the process. In the main thread. Idempotent.
+        """Restore the state before `install`, for a process that goes on: the thread has ended, unless it is the one
+        that ends the process. In the main thread. Idempotent.
         """
         if self._writer < 0:
             return
@@ -85,13 +85,13 @@ class EndingSignals:
     def _restore_handlers(self) -> None:
         signal.set_wakeup_fd(self._former_descriptor)
         for number, handler in self._former_handlers.items():
-            # None: what another language had set.
+            # None: a handler set by another language.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(self._writer)
         self._writer = -1
 
     def _interrupt(self, *_: Any) -> None:
-        """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
+        """Raise KeyboardInterrupt once: a second one must not interrupt what the main thread does after the first."""
         self._num_interrupts += 1
         if self._num_interrupts == 1 and self._drain is None:
             raise KeyboardInterrupt
@@ -108,14 +108,14 @@ class EndingSignals:
                     is_draining = True
 
     def _act(self, number: int, num_interrupts: int) -> int:
-        """How many Ctrl-C this is."""
+        """Act on a signal. Returns the number of Ctrl-C it counts for."""
         if number in _ENDING:
             self._end_soon(number)
         if number != signal.SIGINT:
             return 0
         if num_interrupts > 0:
             self._leave(number)
-        # First of all: writing may never end.
+        # Before saving, which may never end.
         self._later(_INTERRUPTED_S, self._leave, number)
         self._save()
         return 1
@@ -126,7 +126,7 @@ class EndingSignals:
             self._drain()
             self._later(self._drain_s, self._end_soon, number)
         elif number == signal.SIGINT:
-            # A person who does not want to wait. A launcher may repeat its SIGTERM.
+            # A person who does not want to wait. SIGTERM is ignored: a launcher may repeat it.
             self._leave(number)
 
     def _later(self, wait_s: float, end: Callable[[int], NoReturn], number: int) -> None:
@@ -140,7 +140,7 @@ class EndingSignals:
         # At once: the sender of the signal may not wait.
         within(_LEAVE_S, self._save)
         time.sleep(self._patience_s)
-        # By steps: what is waited for may come from a thread that the interpreter holds up.
+        # In small steps: the report may come from a thread that waits for the interpreter.
         for _ in range(int(_REPORTED_S / _TICK_S)):
             if not self._is_reporting():
                 break
@@ -148,14 +148,14 @@ class EndingSignals:
         os._exit(128 + number)
 
     def _leave(self, number: int) -> NoReturn:
-        """Whatever the main thread does."""
+        """Save and exit, whatever the main thread does."""
         within(_LEAVE_S, self._save)
         os._exit(128 + number)
 
     def _save(self) -> None:
         try:
             self._keep()
-        except Exception as error:  # said here: the main thread may not come to it, and the process ends
+        except Exception as error:  # printed here: the main thread may never get to it, and the process ends
             print(f"error: finished rows could not be kept: {error}", file=sys.stderr, flush=True)
 
 
@@ -163,7 +163,7 @@ _made: weakref.WeakSet[EndingSignals] = weakref.WeakSet()
 
 
 def _restore_in_child() -> None:
-    """A forked process has the handlers and no thread, and the numbers of its signals would go to its parent's."""
+    """Restore the handlers in a forked process: it has no thread, and its signal numbers would go to its parent's."""
     for each in _made:
         if each._writer >= 0:
             each._restore_handlers()

@@ -1,6 +1,6 @@
-"""How long the main thread has been where it is, and how long without progress.
+"""Time of the main thread in its phase, and without progress.
 
-What counts as progress decides whether a slow step, a slow disk or a long compilation is taken for a hang.
+The definition of progress decides whether a slow step, a slow disk or a long compilation is mistaken for a hang.
 """
 
 import threading
@@ -12,10 +12,10 @@ from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, Heartbeat, Moment
 from spmd_worker.base.process import cpu_seconds_of
 
 _LOOK_S: Final = 1.0
-"""The time over which computing is measured: the kernel counts it in hundredths of a second."""
+"""Time over which CPU use is measured: the kernel counts it in hundredths of a second."""
 
 _BUSY_SHARE: Final = 0.05
-"""A thread that computes for a smaller share of the time is waiting, and wakes up now and then."""
+"""A thread below this share of CPU time is waiting, and wakes up now and then."""
 
 
 class WatchClock:
@@ -24,7 +24,7 @@ class WatchClock:
     """
 
     MOST_S: Final = 1.0
-    """A thread that ticks several times a second and did not for longer was not running."""
+    """Maximum per tick: a thread that ticks several times a second and was silent for longer was not running."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.monotonic = monotonic
@@ -39,22 +39,22 @@ class WatchClock:
         return self.now_s
 
     def wait(self, event: threading.Event, limit_s: float) -> bool:
-        """Until the event is set, for so long at most. Returns whether it is."""
+        """Wait for the event, for `limit_s` at most. Returns whether it is set."""
         return event.wait(limit_s)
 
     def join(self, thread: threading.Thread, limit_s: float) -> None:
-        """Until the thread has ended, for so long at most."""
+        """Wait for the end of the thread, for `limit_s` at most."""
         thread.join(limit_s)
 
 
 class StallClock:
-    """On a watch clock. Progress is:
+    """Time without progress, on a watch clock. Progress is:
 
     between steps   anything
-    at the start    anything, unless this rank waits for others: files, compilers and locks may take any time, and the
-                    ranks that wait for this one have a limit of their own
-    in a step       another phase, another step; computing too, unless `spins` says that this thread also computes
-                    while it waits, as it does for a GPU
+    at the start    anything, unless this rank waits for others: files, compilers and locks may take any time, and
+                    the ranks that wait for this one have a limit of their own
+    in a step       another phase, another step; computing too, unless this thread also computes while it waits
+                    (`spins`), as it does for a GPU
     """
 
     def __init__(self, heartbeat: Heartbeat, *, spins: bool = False) -> None:
@@ -67,7 +67,9 @@ class StallClock:
         """Seconds in this phase, and seconds of them without progress."""
 
     def look(self, now_s: float, thread_id: int, is_waiting: bool) -> Moment:
-        """`thread_id` is the main thread's, as the system numbers it. Returns where the main thread is."""
+        """Update the times; `thread_id` is the system's number of the main thread. Returns the main thread's step and
+        phase.
+        """
         now, has_computed = self._heartbeat.now, self._has_computed(now_s, thread_id)
         if now is not self._seen:
             self._seen, self._since_s, self._progress_s = now, now_s, now_s
@@ -77,7 +79,7 @@ class StallClock:
         return now
 
     def _has_computed(self, now_s: float, thread_id: int) -> bool:
-        """Since the last measurement; False before the next is due."""
+        """Whether it computed since the last measurement; False before the next is due."""
         elapsed_s = now_s - self._measured_s
         if self._spins or elapsed_s < _LOOK_S:
             return False

@@ -9,8 +9,8 @@
                  heartbeats and finds the same diagnosis, one of them reports it with the rank status, and all end
 
 In a program of ours (`exits`) the thread ends the process where the main thread, which may wait in native code, does
-not by itself. In somebody else's process it only reports: in the log, and in the exception that the main thread raises
-when the step channel or the group that it waits in gives up, which is after the same `timeout_s`.
+not by itself. In a caller's process it only reports: in the log, and in the exception that the main thread raises when
+the step channel or the group that it waits in gives up, which is after the same `timeout_s`.
 """
 
 import logging
@@ -57,24 +57,24 @@ _MIN_SOFT_LIMIT_S: Final = 3.0
 _PUBLISH_S: Final = 0.5
 _ABORT_S: Final = 1.0
 DISK_S: Final = 2.0
-"""A disk may hang, and the process must end all the same."""
+"""Limit for the disk: it may hang, and the process must end nevertheless."""
 _DIAGNOSE_S: Final = 1.0
-"""How long the diagnosis takes at most once all heartbeats are known."""
+"""Maximum duration of the diagnosis once all heartbeats are known."""
 _SAVE_ANEW_S: Final = 0.5
-"""How long saving may take that has had its time: rows may have been finished meanwhile."""
+"""Time for a second save after the first had its time: rows may have been finished meanwhile."""
 _NUM_LAST_CALLS: Final = 2
 _APART_SHARE: Final = 3
-"""Ranks that have stood apart for this part of the time that any may wait."""
+"""Ranks wait in different calls for this fraction (1/3) of `timeout_s` before it is logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Which rank is watched, among which. `run_dir` is where its files go, if it exists; with `exits` the watchdog may
-    end the process.
+    """The watched rank and its world. `run_dir` is the folder for its files, if it exists; with `exits` the watchdog
+    may end the process.
 
-    `abort_groups` is tried before the process ends. With `has_launcher` the parent process is torchrun's agent, without
-    which there is no heartbeat store, and which alone could restart the job. `spins`: the main thread computes while it
-    waits, too.
+    `abort_groups` is called before the process ends. With `has_launcher` the parent process is torchrun's agent,
+    without which there is no heartbeat store, and which alone could restart the job. `spins`: the main thread computes
+    while it waits, too.
     """
 
     rank: int
@@ -88,15 +88,15 @@ class Watched:
 
     @property
     def soft_limit_s(self) -> float:
-        """A rank logs that it makes no progress after so long without."""
+        """Time without progress after which a rank logs it."""
         return min(max(self.timeout_s / 5, _MIN_SOFT_LIMIT_S), 0.8 * self.timeout_s)
 
 
 class Watchdog:
     """`heartbeat`, `fail` and `leave` are for the main thread; `signalled` is for the thread that receives a signal.
 
-    `connect` opens the launcher's store, in a thread; None where there is none: then only this rank is watched. `clock`
-    is for tests, which drive it.
+    `connect` opens the launcher's store, in a thread; without it only this rank is watched. `clock` lets tests drive
+    the time.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Watchdog:
         self._diagnosis: Diagnosis | None = None
         self._is_diagnosed = threading.Event()
         self._run_lock = threading.Lock()
-        """Held while a diagnosis is taken for that of the run, and while the run begins."""
+        """Held while a diagnosis is recorded as that of the run, and while the run begins."""
         self.before_exit: Callable[[], None] = lambda: None
-        """Called, in the watchdog's thread, before it ends the process: saves what must not be lost."""
+        """Called, in the watchdog's thread, before it ends the process: saves finished rows."""
         self.is_reporting = False
-        """From when this rank knows the cause until the ranks have told it."""
+        """True from when this rank knows the cause until the ranks have reported it."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._ending = CoordinatedShutdown(
@@ -158,8 +158,8 @@ class Watchdog:
         self._exchange.stop(may_retry=not self.watched.exits)
 
     def join_run(self, name: str) -> None:
-        """All ranks have joined, and each calls this with the same name, under which their heartbeats meet from now on.
-        In somebody else's process what failed before was an attempt that came to nothing, and is forgotten.
+        """All ranks have joined, and each calls this with the same name, under which their heartbeats are exchanged
+        from now on. In a caller's process an earlier failure was of an abandoned attempt, and is forgotten.
         """
         with self._run_lock:
             self._exchange.move_to(name)
@@ -170,11 +170,11 @@ class Watchdog:
             self._is_diagnosed.clear()
 
     def leave_unclosed(self) -> None:
-        """This rank leaves without `close`: its program ends, by an exception perhaps, or nobody holds its engine any
-        more. No alarm: the other ranks may be doing the same. To be called before anything is taken down, so that those
-        that wait for this rank find the reason.
+        """This rank leaves without `close`: its program ends, perhaps by an exception, or its engine was garbage
+        collected. Raises no alarm: the other ranks may be doing the same. Call it before any clean-up, so that ranks
+        waiting for this one find the reason.
         """
-        # Set by the interpreter for an exception that nobody caught.
+        # Set by the interpreter for an uncaught exception.
         error: BaseException | None = getattr(sys, "last_value", None)
         why = f" after {type(error).__name__}: {error}" if error is not None else ""
         text = f"rank {self.watched.rank} has left without close(){why}: its program ended, or its LLM was deleted"
@@ -182,8 +182,8 @@ class Watchdog:
         self._exchange.wake()
 
     def fail(self, error: BaseException, doing: str = "") -> None:
-        """An exception was raised here, in the step and phase of now, or while `doing` something. The other ranks know
-        of it when this returns, or soon after. A primary failure replaces a secondary one; else the first is kept.
+        """Report an exception raised here, in the current step and phase, or while `doing` something. The other ranks
+        know of it when this returns, or soon after. A primary failure replaces a secondary one; else the first is kept.
         """
         step, phase = self.heartbeat.now
         exit_code = explained_exit_code(error)
@@ -195,7 +195,7 @@ class Watchdog:
         self._fail(Failure(kind, text), error)
 
     def find_cause(self, error: BaseException) -> str | None:
-        """In somebody else's process, after `fail`: the diagnosis of a secondary failure, in one sentence; waits a few
+        """The diagnosis of a secondary failure, in one sentence, in a caller's process and after `fail`; waits a few
         seconds for it. None for other errors, and where nothing is known but the error.
         """
         names_cause = getattr(error, "names_cause", False)
@@ -216,8 +216,8 @@ class Watchdog:
         self._fail(Failure(FailureKind.SIGNALLED, text, 128 + number), wait_s=0.0)
 
     def leave(self, exit_code: int) -> NoReturn:
-        """The main thread has failed and returned: end the process when the ranks know why, and the rank that failed
-        has ended first. Only where the watchdog may end the process.
+        """The main thread has failed and returned: end the process when the ranks know the cause, and the rank that
+        failed has ended first. Only where the watchdog may end the process.
         """
         assert self.watched.exits, "this process is somebody else's"
         self._exit_code, self._is_main_done = exit_code, True
@@ -231,19 +231,19 @@ class Watchdog:
             return
         from_inside = failure.kind not in (FailureKind.STALLED, FailureKind.ORPHANED)
         if len(self.watched.ranks) == 1 and from_inside:
-            # There is no other rank, and the main thread ends by itself.
+            # The only rank: the main thread ends by itself.
             return
         self._failure, self._traceback = failure, _trace_of(error)
         if failure.kind in (FailureKind.PRIMARY, FailureKind.SECONDARY):
             self._failed_at = self.heartbeat.now
         if failure.kind is FailureKind.PRIMARY and self.watched.exits:
-            # torchrun prints it last of all: where it happened, without the callers.
+            # torchrun prints it last: the innermost calls alone.
             write_elastic_file(failure.text, _trace_of(error, -_NUM_LAST_CALLS), time.time())
         self._exchange.alarm(wait_s)
         self._wake.set()
 
     def _make_heartbeat(self, order: int) -> RankHeartbeat:
-        # Of a rank that failed: where it did, not where it cleans up.
+        # A failed rank's step and phase are those of the failure, not of its clean-up.
         now = self._failed_at or self.heartbeat.now
         where, is_waiting = location_of(self._main_thread)
         failure = self._failure or self._leaving
@@ -268,7 +268,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            # In somebody else's process one diagnosis is enough, until the ranks join again.
+            # In a caller's process one diagnosis is enough, until the ranks join again.
             if not self._is_diagnosed.is_set():
                 self._look()
             self._clock.wait(self._wake, TICK_S)
@@ -302,8 +302,8 @@ class Watchdog:
             self._fail(Failure(FailureKind.STALLED, text), wait_s=0.0)
 
     def _warn(self, moment: Moment, where: str, is_waiting: bool) -> None:
-        """Ranks that wait for others may be many, for one reason: they log at INFO, and leave the terminal to the
-        cause.
+        """Log missing progress. Many ranks may wait for others, for one reason: they log at INFO, and leave the
+        terminal to the cause.
         """
         stacks = ""
         if self._has_run_dir():
@@ -344,8 +344,8 @@ class Watchdog:
         return False
 
     def _end_together(self) -> None:
-        """From the alarm to the end of the process, or to a diagnosis that is known. Returns before where nothing was
-        wrong after all.
+        """Run a shutdown, from the alarm to the end of the process, or to a known diagnosis. Returns early if nothing
+        was wrong.
         """
         num_alarms, run = self._exchange.num_alarms, self._exchange.name
         found = self._ending.find_diagnosis(self._look_at_main)
@@ -359,7 +359,7 @@ class Watchdog:
             self._diagnosis = diagnosis
             self._is_diagnosed.set()
             if self._failure is None:
-                # A rank that diagnoses later must not find this one gone without a failure.
+                # A rank that diagnoses later must not see this one end without a failure.
                 self._failure = Failure(FailureKind.SECONDARY, diagnosis.text)
         self.is_reporting = True
         if not diagnosis.is_explained:
@@ -379,12 +379,12 @@ class Watchdog:
         if self._stop.is_set():
             return
         self._abort_groups()
-        # With a limit: a disk may hang.
+        # Bounded: a disk may hang.
         within(self._saving_s(), self._run_before_exit)
         exit_now(self._code_of(diagnosis))
 
     def _saving_s(self) -> float:
-        """How long saving may take. Who was signalled has been saving since."""
+        """Time limit for saving. A signalled rank has been saving since the signal."""
         if self._signalled_s is None:
             return LEAVE_S
         return max(LEAVE_S - (self._clock.monotonic() - self._signalled_s), _SAVE_ANEW_S)
@@ -392,11 +392,11 @@ class Watchdog:
     def _run_before_exit(self) -> None:
         try:
             self.before_exit()
-        except Exception:  # whatever it is, the process ends
+        except Exception:  # the process ends nevertheless
             logger.exception("saving before the exit failed")
 
     def _abort_groups(self) -> None:
-        """With a limit: aborting may hang."""
+        """Abort the groups, with a limit: aborting may hang."""
         if self.watched.abort_groups is not None and not self._is_main_done:
             within(_ABORT_S, self.watched.abort_groups)
 

@@ -1,4 +1,4 @@
-"""Log lines that say which rank speaks: everything from rank 0, warnings and worse from the others.
+"""Log lines with a rank: everything from rank 0, warnings and worse from the others.
 
 Configures the runtime's own logger and no other.
 """
@@ -10,12 +10,12 @@ from typing import Final
 LOGGER_NAME = "spmd_worker"
 
 SAME_ON_EVERY_RANK: Final = {"is_same_on_every_rank": True}
-"""`extra` of a line that follows from what all ranks read: rank 0 says it for them."""
+"""`extra` of a line that all ranks derive from the same input: rank 0 logs it for them."""
 
 
 def configure_logging(rank: int, world_size: int) -> None:
-    """For programs (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others, but not what rank 0
-    says for all. A library leaves it alone.
+    """Set up a program's logging (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others, without
+    the lines that rank 0 logs for all. A library must not call it.
     """
     logger = logging.getLogger(LOGGER_NAME)
     tag = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
@@ -29,8 +29,8 @@ def configure_logging(rank: int, world_size: int) -> None:
 
 
 def leave_to_rank_0(rank: int) -> None:
-    """For a library in a program that sets up no logging, whose warnings Python prints: what rank 0 says for all is
-    printed by no other. The program's own handlers get every line.
+    """Suppress on other ranks the warnings that rank 0 logs for all, where a program sets up no logging and Python
+    prints them. The program's own handlers get every line.
     """
     if rank > 0 and logging.lastResort is not None:
         logging.lastResort.addFilter(_is_of_one_rank)

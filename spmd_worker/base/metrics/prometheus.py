@@ -1,4 +1,4 @@
-"""How far a job is, as a file for node_exporter's textfile collector; prometheus-client writes it."""
+"""Progress of a job, as a file for node_exporter's textfile collector; prometheus-client writes it."""
 
 import logging
 import time
@@ -28,8 +28,8 @@ _HELP: Final = {
 
 
 class PrometheusFile:
-    """Rewrites `path`, in one piece, every few seconds. A file that cannot be written is one warning: the job goes
-    on. Values that are None are left out.
+    """Rewrites `path` atomically every few seconds. A file that cannot be written is one warning: the job goes on.
+    Values that are None are left out.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -39,7 +39,7 @@ class PrometheusFile:
         self._has_failed = False
 
     def update(self, values: Mapping[str, float | None]) -> None:
-        """The job runs; written when it is time."""
+        """The job runs; writes the file when it is due."""
         if self._clock() - self._written_s >= _PERIOD_S:
             self._write({**values, "running": 1, "complete": 0})
 
@@ -65,7 +65,7 @@ class PrometheusFile:
 
 
 def require_prometheus(path: str) -> None:
-    """Raises ConfigError where the extra `metrics` is missing."""
+    """Raise ConfigError where the extra `metrics` is missing."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""When each stage of a pipeline computes: a rank's own notes, and as `stages.csv` everybody's.
+"""Busy times of pipeline stages: one rank's clock, and all ranks' as `stages.csv`.
 
-A stage is busy while it prepares or computes a step, and not while it waits for what the stage before it makes of the
-step, or for a step: that is the bubble. The clock is the host's: on a GPU, where calls return before the work is done,
-a stage looks idler than it is.
+A stage is busy while it prepares or computes a step, and not while it waits for the previous stage's output or for a
+step: that is the bubble. The clock is the host's: on a GPU, where calls return before the work is done, a stage looks
+idler than it is.
 """
 
 import csv
@@ -30,7 +30,7 @@ class StageSpan(NamedTuple):
 
 
 class StageClock:
-    """Call `begin` and `end` around each piece of work. The last `num_kept` pieces are kept, sums are of all."""
+    """Call `begin` and `end` around each piece of work. The last `num_kept` pieces are kept; sums cover all."""
 
     def __init__(self, stage: int, num_kept: int = NUM_KEPT_SPANS) -> None:
         self._stage = stage
@@ -39,18 +39,18 @@ class StageClock:
         self._step = self._began_us = 0
 
     def begin(self, step: int | None = None) -> None:
-        """The stage works on `step`, else goes on with the last one."""
+        """The stage works on `step`, or continues with the last one."""
         self._step, self._began_us = self._step if step is None else step, now_us()
         self._first_us = self._first_us or self._began_us
 
     def end(self) -> None:
-        """It waits, or has passed on what it made."""
+        """The stage waits, or has passed on its output."""
         self._last_us = now_us()
         self._busy_us += self._last_us - self._began_us
         self._spans.append((self._step, self._began_us, self._last_us))
 
     def report(self) -> dict[str, Any]:
-        """As plain values, for rank 0; times in microseconds since the epoch."""
+        """Plain values for rank 0; times in microseconds since the epoch."""
         return {
             "stage": self._stage,
             "busy_us": self._busy_us,
@@ -61,7 +61,7 @@ class StageClock:
 
 
 class BusyShare(NamedTuple):
-    """How much of the time from the first step to the last, on any stage of its replica, a stage computed."""
+    """A stage's share of busy time, from the first step to the last on any stage of its replica."""
 
     replica: int
     stage: int
@@ -69,7 +69,7 @@ class BusyShare(NamedTuple):
 
 
 def now_us() -> int:
-    """Microseconds since the epoch: what clocks of several nodes have in common."""
+    """Microseconds since the epoch: comparable between nodes."""
     return time.time_ns() // 1000
 
 
@@ -86,7 +86,7 @@ def busy_shares(replicas: Sequence[Sequence[dict[str, Any]]]) -> list[BusyShare]
 
 
 def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], origin_us: int) -> None:
-    """One line a piece of work; `origin_us` is when the run's first step began. Raises OSError."""
+    """Write one line per piece of work; `origin_us` is when the run's first step began. Raises OSError."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(StageSpan._fields)
@@ -98,7 +98,7 @@ def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], 
 
 
 def read_stage_times(path: Path) -> list[StageSpan]:
-    """The lines of a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
+    """Read a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
     text = read_own_file(path).decode("ascii", "replace")
     try:
         rows = list(csv.reader(io.StringIO(text, newline="")))

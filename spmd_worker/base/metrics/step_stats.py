@@ -1,4 +1,4 @@
-"""What each step was, one line of `steps.csv`: when, how long by phase, how full the batch and the cache were.
+"""Step statistics, one line of `steps.csv` a step: start, time per phase, use of the batch and the cache.
 
 Times are measured and differ from run to run; the counts do not.
 """
@@ -16,7 +16,7 @@ STEP_STATS_NAME: Final = "steps.csv"
 class StepStats(NamedTuple):
     """One step. Its phases follow one another in the order of the fields, beginning at `start_us`.
 
-    `start_us` counts from the moment the run's first step began. Device blocks are used (some table lists them), cached
+    `start_us` counts from the beginning of the run's first step. Device blocks are used (listed in some table), cached
     (free, but holding a prefix that can be found) or free (holding nothing): together all there are.
     """
 
@@ -31,11 +31,11 @@ class StepStats(NamedTuple):
     num_waiting: int
     """Sequences that wait, preempted ones included."""
     num_swapped: int
-    """Of those, the ones whose blocks are in host memory."""
+    """The waiting sequences whose blocks are in host memory."""
     num_tokens: int
     """Tokens computed."""
     num_decode_tokens: int
-    """Of those, the ones of sequences that continue; the rest are prompt tokens, or tokens computed again."""
+    """The computed tokens of sequences that continue; the rest are prompt tokens, or tokens computed again."""
     num_sampled_tokens: int
     num_blocks_used: int
     num_blocks_cached: int
@@ -45,9 +45,9 @@ class StepStats(NamedTuple):
     num_swapped_out: int
     """Sequences preempted by swap in this step."""
     num_recomputed: int
-    """Sequences preempted by recompute in this step: what was computed of them is lost."""
+    """Sequences preempted by recompute in this step: their computed tokens are lost."""
     num_swapped_in: int
-    """Sequences that came back from the host in this step."""
+    """Sequences swapped in from the host in this step."""
     num_cached_tokens: int
     """Prompt tokens found in the cache by sequences that began in this step."""
     num_finished: int
@@ -55,17 +55,17 @@ class StepStats(NamedTuple):
 
     @property
     def duration_us(self) -> int:
-        """All phases together; the time until the next step is not in it."""
+        """Sum of all phases, without the time until the next step."""
         return self.schedule_us + self.lockstep_us + self.execute_us + self.apply_us
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of prompts, and tokens computed again."""
+        """Prompt tokens, and tokens computed again."""
         return self.num_tokens - self.num_decode_tokens
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks there are."""
+        """All device blocks."""
         return self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
 
 
@@ -79,12 +79,12 @@ _LINE: Final = b",".join([b"%d"] * _NUM_FIELDS) + b"\n"
 class StepStatsWriter:
     """Writes one line a step; a reader of the file sees every line whose `write` has returned.
 
-    Each line goes to the operating system at once (about 1.5 microseconds): a run that is killed, or that hangs for an
-    hour in a step, leaves every line before it. Nothing waits for the disk. OSError (a full disk) is the caller's.
+    Each line goes to the operating system at once (about 1.5 microseconds): a run that is killed, or hangs for an hour
+    in a step, leaves every line before it. Nothing waits for the disk. The caller handles OSError (a full disk).
     """
 
     def __init__(self, path: Path) -> None:
-        """Begins the file anew where there is one."""
+        """Create the file, or truncate an existing one."""
         self.path = Path(path)
         self._stream: BinaryIO = begin_own_file(self.path)
         self._write_all(f"{_HEADER}\n".encode())
@@ -106,7 +106,7 @@ class StepStatsWriter:
         self.close()
 
     def _write_all(self, data: bytes) -> None:
-        """An unbuffered write may take a part of the data (on a disk that fills up): the rest follows, or OSError."""
+        """Write all data: an unbuffered write may write only a part of it (on a disk that fills up). Raises OSError."""
         written = self._stream.write(data)
         while written < len(data):
             data = data[written:]
@@ -114,7 +114,8 @@ class StepStatsWriter:
 
 
 def read_step_stats(path: Path) -> list[StepStats]:
-    """All whole lines of a file, which may be growing; a last line without its end, as a killed run leaves, is dropped.
+    """All complete lines of a file, which may be growing; a last line without its end, as a killed run leaves, is
+    dropped.
 
     Raises StepStatsError for another file, a damaged line or steps out of order, and OSError.
     """
@@ -124,7 +125,7 @@ def read_step_stats(path: Path) -> list[StepStats]:
         return []  # killed within the header
     if header != _HEADER or not lines:
         raise StepStatsError(f"{path}: line 1 does not name the columns of step statistics: {_header_fault(header)}")
-    lines.pop()  # what follows the last line end: nothing, or the start of a line
+    lines.pop()  # the text after the last line end: empty, or the start of a line
     all_stats: list[StepStats] = []
     last_step, last_start_us = -1, 0
     for line in lines:

@@ -1,6 +1,6 @@
-"""Where the time of the steps goes, on this rank: a few sums, read at the end of a run; and where the step is now.
+"""This rank's step time: sums per phase, read at the end of a run, and the current phase for the heartbeat.
 
-Knows nothing about what is timed; nothing that is decided may depend on it.
+Knows nothing about what is timed; no decision may depend on it.
 """
 
 import time
@@ -11,14 +11,14 @@ from spmd_worker.base.liveness.heartbeat import Heartbeat
 from spmd_worker.base.metrics.stage_times import now_us
 
 _NEXT_PHASES: Final = {"schedule": "lockstep", "lockstep": "execute", "execute": "apply", "apply": "execute"}
-"""What a rank goes on to, as far as it can be known: where several steps are in flight, the next of them."""
+"""The next phase, as far as it can be known: where several steps are in flight, the next of them."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds by phase. `lockstep_s` is digest, messages and waiting for the other ranks to agree.
+    """Seconds per phase. `lockstep_s` is digest, messages and waiting for the other ranks to agree.
 
-    `heartbeat` is told of every step and phase that begins.
+    Each step and phase that begins is reported to `heartbeat`.
     """
 
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -27,20 +27,20 @@ class StepTimes:
     execute_s: float = 0.0
     apply_s: float = 0.0
     began_s: float = 0.0
-    """When the last step began, on a clock of no particular origin."""
+    """Start of the last step, on a clock of no particular origin."""
     first_began_us: int = 0
-    """When the first step began, in microseconds since the epoch."""
+    """Start of the first step, in microseconds since the epoch."""
     step: int = 0
     """The step that began last, counted from 1."""
     _started_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        """All phases together."""
+        """Sum of all phases."""
         return self.schedule_s + self.lockstep_s + self.execute_s + self.apply_s
 
     def phases(self) -> tuple[float, float, float, float]:
-        """The four sums, in the order in which the phases follow one another."""
+        """The four sums, in the order of the phases."""
         return self.schedule_s, self.lockstep_s, self.execute_s, self.apply_s
 
     def begin(self, step: int | None = None) -> None:
@@ -51,8 +51,8 @@ class StepTimes:
         self.first_began_us = self.first_began_us or now_us()
 
     def end(self, phase: str) -> None:
-        """The phase that began with `begin`, or with the `end` of the one before, is over; the next one begins. Phases
-        may come in any order and number: that a step is over the caller tells the heartbeat.
+        """End the current phase, which began with `begin` or with the last `end`, and begin the next. Phases may come
+        in any order and number; the caller reports the end of a step to the heartbeat.
         """
         now_s = time.perf_counter()
         setattr(self, f"{phase}_s", getattr(self, f"{phase}_s") + now_s - self._started_s)

@@ -1,7 +1,7 @@
-"""The steps as a Chrome trace event file, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Steps as a Chrome trace event file, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Each step is a slice with its phases inside it; blocks, sequences and tokens are counters; preemptions, returns from the
-host and cache hits are marks on a track of their own; each stage of a pipeline has a track of what it computed.
+Each step is a slice with its phases inside it; blocks, sequences and tokens are counters; preemptions, swap-ins and
+cache hits are marks on a track of their own; each stage of a pipeline has a track of its busy times.
 """
 
 import io
@@ -37,7 +37,7 @@ _FIRST_STAGE_TRACK: Final = 10
 
 
 def write_timeline(steps: list[StepStats], path: Path, name: str, spans: Sequence[StageSpan] = ()) -> None:
-    """One event a line. `name` is what the run is called; times are microseconds. Raises OSError."""
+    """Write one event a line. `name` is the run's name; times are microseconds. Raises OSError."""
     stages = sorted(dict.fromkeys((span.replica, span.stage) for span in spans))
     tracks = {stage: track for track, stage in enumerate(stages, start=_FIRST_STAGE_TRACK)}
     with io.TextIOWrapper(begin_own_file(path, buffering=-1), encoding="utf-8") as stream:
@@ -54,7 +54,7 @@ def write_timeline(steps: list[StepStats], path: Path, name: str, spans: Sequenc
 
 
 def _names(name: str, stage_tracks: dict[tuple[int, int], int]) -> list[str]:
-    """Metadata events: what the process and its tracks are called, and in which order they stand."""
+    """Metadata events: names of the process and its tracks, and the order of the tracks."""
     has_replicas = any(replica for replica, _ in stage_tracks)
     tracks = [
         (_STEPS_TRACK, "steps"),
@@ -76,7 +76,7 @@ def _metadata(kind: str, track: int, arguments: dict[str, str | int]) -> str:
 
 
 def _events(steps: list[StepStats]) -> Iterator[str]:
-    """The events of each step. A slice ends before the next begins, also where rounding says otherwise."""
+    """Events of each step. A slice ends before the next begins, also where rounding would overlap them."""
     counters = [_Counter(name, series) for name, series in _COUNTERS]
     next_starts_us = [stats.start_us for stats in steps[1:]] + [None]
     for stats, next_us in zip(steps, next_starts_us):
@@ -116,7 +116,7 @@ def _mark(stats: StepStats, field: str, title: str) -> str:
 
 
 class _Counter:
-    """One counter track for each series. Silent while nothing changes, as much does not while sequences decode."""
+    """One counter track for each series. No event while the values stay the same, as many do while sequences decode."""
 
     def __init__(self, name: str, series: tuple[tuple[str, str], ...]) -> None:
         self._fields = [field for _, field in series]
@@ -125,7 +125,7 @@ class _Counter:
         self._last: list[int] | None = None
 
     def event(self, stats: StepStats) -> str | None:
-        """What to draw from this step on; None for what is drawn already."""
+        """The event of this step; None if the values are unchanged."""
         values = [getattr(stats, field) for field in self._fields]
         if values == self._last:
             return None
