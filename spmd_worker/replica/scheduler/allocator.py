@@ -1,7 +1,5 @@
-"""Where the keys and values of sequences are: on the device, on the host, to be found in the cache, or nowhere.
-
-The one place that moves a sequence between these and keeps its record in step: table, host table, names of its blocks,
-how much of it is computed.
+"""Allocates, swaps and releases sequences' KV cache. Only this module moves a sequence between device, host and prefix
+cache, and it keeps the sequence's record in step: block table, host table, block hashes, number of computed tokens.
 """
 
 from collections.abc import Iterable
@@ -18,9 +16,9 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPolicy:
-    """Whether a sequence that is preempted is copied to the host or computed again: from counts, never from a clock.
+    """Decides from counts, never from a clock, whether a preempted sequence is swapped to the host or recomputed.
 
-    `mode` is auto, swap or recompute. `block_copy_tokens` is the price of a block's way out and back, in tokens that
+    `mode` is auto, swap or recompute. `block_copy_tokens` is the price of swapping a block out and in, in tokens that
     could be computed in that time (see `worker/memory/plan.py`); auto takes the cheaper way.
     """
 
@@ -28,17 +26,16 @@ class PreemptionPolicy:
     block_copy_tokens: float = 0.0
 
     def prefers_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        """For a sequence of `num_computed_tokens` in `num_blocks`."""
         if self.mode == "auto":
             return num_blocks * self.block_copy_tokens < num_computed_tokens
         return self.mode == "swap"
 
 
 class Allocator:
-    """Brings sequences in and puts them out. `num_swapped` of them are on the host now.
+    """Allocates and releases the blocks of sequences. `num_swapped` sequences are on the host now.
 
-    A cache without blocks is that of an encoder: sequences hold nothing, and are computed whole in the step in which
-    they join.
+    A cache without blocks is an encoder's: sequences hold nothing and are computed completely in the step in which they
+    join.
     """
 
     def __init__(
@@ -55,27 +52,26 @@ class Allocator:
         self.num_swapped = 0
 
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
-        """Blocks that hold the beginning of a sequence that has none. Its last token is always left to compute.
-
-        A request that wants its prompt computed finds nothing.
+        """Cached blocks that hold the beginning of a sequence without blocks; at least its last token is left to
+        compute. Empty for a request that opts out of the prefix cache.
         """
         if not sequence.request.sampling.reads_prefix_cache:
             return []
         return self._cache.find_prefix(self._findable(sequence))
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
-        """The transfer that brings what comes after `prefix`, for which the sequence had better wait."""
+        """Start the transfer of the blocks after `prefix`; returns its number if the sequence should wait for it."""
         if not sequence.request.sampling.reads_prefix_cache:
             return None
         return self._cache.load_prefix(prefix, self._findable(sequence), sequence.num_tokens)
 
     def num_uncomputed_tokens(self, sequence: Sequence, prefix: Sized[BlockId]) -> int:
-        """What is left to compute of a sequence that waits, if it begins with `prefix`."""
+        """Tokens left to compute if a waiting sequence begins with `prefix`."""
         return sequence.num_uncomputed_tokens - len(prefix) * self._cache.block_size
 
     def has_room(self, sequence: Sequence, prefix: Sized[BlockId], *, keep_watermark: bool) -> bool:
-        """Whether the whole of a sequence that waits finds room, not only what the next step computes of it: else
-        half-computed prompts fill the cache and fight over it.
+        """Whether all blocks of a waiting sequence can be allocated, not only the next step's: else half-computed
+        prompts fill the cache and preempt each other.
         """
         if not self._cache.num_blocks:
             return True
@@ -87,7 +83,7 @@ class Allocator:
         return self._cache.can_start(prefix, sequence.num_tokens, keep_watermark=keep_watermark)
 
     def allocate(self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId]) -> None:
-        """A sequence that waits gets its blocks: from the host, or those that were found."""
+        """Give a waiting sequence its blocks: swapped in from the host, or found in the prefix cache."""
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._named(sequence)
             sequence.table = self._cache.swap_in(sequence.host_table, hashes)
@@ -102,7 +98,7 @@ class Allocator:
         sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
-        """Room for the next `num_tokens` to be computed; those that fill a block can be found from now on."""
+        """Allocate blocks for the next `num_tokens` to be computed; blocks that they fill can be found from now on."""
         first = sequence.num_computed_tokens
         if not self._cache.num_blocks:
             assert (first, num_tokens) == (0, sequence.num_tokens), (sequence.key, first, num_tokens)
@@ -115,7 +111,7 @@ class Allocator:
         return change
 
     def begin_block(self, sequence: Sequence) -> BlockId:
-        """`extend` by one token, of a sequence whose blocks are full: the block that it begins."""
+        """`extend` by one token for a sequence whose blocks are full. Returns the new block."""
         first = sequence.num_computed_tokens
         block_id = self._cache.begin_block(sequence.table, first)
         sequence.shares_tail = False
@@ -124,7 +120,7 @@ class Allocator:
         return block_id
 
     def preempt(self, sequence: Sequence, group: SequenceGroup) -> None:
-        """A running sequence is preempted: to the host if that is cheaper and has room, else its blocks are lost."""
+        """Preempt a running sequence: swap it out if that is cheaper and fits, else drop its blocks."""
         self._counters.num_preemptions += 1
         group.num_preemptions += 1
         if self._swap_out(sequence):
@@ -136,14 +132,14 @@ class Allocator:
         sequence.status = SequenceStatus.PREEMPTED
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence has ended, wherever it is."""
+        """Release all blocks of a sequence that ended, in any state."""
         if sequence.status is SequenceStatus.SWAPPED:
             self._cache.release_host(sequence.host_table)
             self.num_swapped -= 1
         self._release_table(sequence)
 
     def reset_prefix_cache(self, groups: Iterable[SequenceGroup]) -> None:
-        """Nothing that is cached now can be found; what running sequences hold, not later either."""
+        """Empty the prefix cache; blocks that running sequences hold are not added to it later either."""
         self._cache.reset_prefix_cache()
         for group in groups:
             for sequence in group.sequences:
@@ -152,12 +148,12 @@ class Allocator:
                 sequence.num_named_blocks = 0
 
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
-        """Names of blocks begin from another root; what was computed with the old weights is forgotten as well."""
+        """Start block hashes from another root; drop what was computed with the old weights from the prefix cache."""
         self._weight_version = version
         self.reset_prefix_cache(groups)
 
     def _swap_out(self, sequence: Sequence) -> bool:
-        # Nothing is computed of a prompt of one token whose first step gave it no id: there is nothing to copy.
+        # A one-token prompt whose first step sampled nothing has no computed tokens: there is nothing to copy.
         num_computed = sequence.num_computed_tokens
         if not num_computed or not self._preemption.prefers_swap(num_computed, sequence.table.num_blocks):
             return False
@@ -185,7 +181,7 @@ class Allocator:
             self._counters.num_cached_prompt_tokens += num_found
 
     def _name_full_blocks(self, sequence: Sequence, *, num_written_tokens: int) -> None:
-        # A token that is computed ahead of its id has no part in a name.
+        # A token that is computed ahead of its id is not hashed.
         num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self._cache.block_size
         if num_full <= sequence.num_named_blocks or not self._enable_prefix_caching:
             return
@@ -196,19 +192,19 @@ class Allocator:
             sequence.num_named_blocks = num_full
 
     def _findable(self, sequence: Sequence) -> list[BlockHash]:
-        """Names of the full blocks that leave a token to compute."""
+        """Hashes of the full blocks that leave a token to compute."""
         num_full = (sequence.num_tokens - 1) // self._cache.block_size
         hashes = self._hashes(sequence, num_full)
         return hashes[:num_full] if hashes is not None else []
 
     def _named(self, sequence: Sequence) -> list[BlockHash]:
-        """Names of the full blocks that are computed."""
+        """Hashes of the full blocks that are computed."""
         num_full = sequence.num_computed_tokens // self._cache.block_size
         hashes = self._hashes(sequence, num_full)
         return hashes[:num_full] if hashes is not None else []
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash] | None:
-        """At least the first `num_blocks` names, worked out once; None where nothing of the sequence is shared."""
+        """The first `num_blocks` hashes or more, computed once; None where nothing of the sequence is shared."""
         hashes, block_size = sequence.block_hashes, self._cache.block_size
         if hashes is None or not self._enable_prefix_caching:
             return None
@@ -219,7 +215,7 @@ class Allocator:
         return hashes
 
     def _root_of(self, sequence: Sequence) -> BlockHash:
-        """See `kv_cache/block_hash.py` for what must be in it."""
+        """Root hash of the request's block hashes; `kv_cache/block_hash.py` lists its contents."""
         request = sequence.request
         return root_hash(
             weight_version=self._weight_version,

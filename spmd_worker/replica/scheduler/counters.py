@@ -1,4 +1,4 @@
-"""The sums over a scheduler's steps for summaries and reports: nothing is decided by it."""
+"""Sums over a scheduler's steps for summaries and reports; no decision depends on them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class SchedulerCounters:
     """Totals since the start.
 
-    `num_preemptions` is both kinds: `num_swapped_out` sequences went to the host, the others lost their blocks.
+    `num_preemptions` counts both kinds: `num_swapped_out` sequences went to the host, the others lost their blocks.
     `num_recomputed_tokens` were computed more than once because of that; `num_cached_prompt_tokens` were found in the
     cache by requests that began. `num_stored_blocks` went to the connector, `num_loaded_blocks` came back from it.
     """

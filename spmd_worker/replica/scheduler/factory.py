@@ -1,4 +1,4 @@
-"""Makes a replica of the scheduler with its cache manager and its stop checker: for an engine, and for a replay."""
+"""Makes a scheduler replica with its cache manager and stop checker, for an engine or a replay."""
 
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class CacheSizes(NamedTuple):
-    """Blocks that every rank has room for: on the device, to swap to, and beyond for prefixes that lost their place."""
+    """Blocks that fit on every rank: on the device, in swap space, and in the offload tier for evicted prefixes."""
 
     num_blocks: int
     num_host_blocks: int = 0
@@ -28,7 +28,7 @@ def new_scheduler(
     max_model_len: int,
     tokenizer: Tokenizer | None,
 ) -> Scheduler:
-    """An empty replica. `block_size` and `max_model_len` count tokens; without `tokenizer` no request may have stop
+    """An empty replica. `block_size` and `max_model_len` count tokens; without `tokenizer` requests must not have stop
     strings.
     """
     cache = CacheManager(

@@ -1,8 +1,4 @@
-"""Whether a scheduler's queues, its sequences' states and its cache agree: a walk over everything, for tests and
-checks.
-
-Changes nothing.
-"""
+"""Checks that a scheduler's queues, sequence states and cache agree: a read-only walk over everything, for tests."""
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.policy import service_order
@@ -11,7 +7,7 @@ from spmd_worker.replica.sequence.sequence import SequenceStatus
 
 
 def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_swapped: int) -> None:
-    """Raise AssertionError, with the values, where something contradicts something else."""
+    """Raise AssertionError, with the values, at a contradiction."""
     running = queues.running
     waiting = [*queues.waiting, *[sequence for waits in queues.loading.values() for sequence in waits]]
     sequences = [sequence for group in queues.groups.values() for sequence in group.sequences]

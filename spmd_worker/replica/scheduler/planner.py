@@ -1,6 +1,6 @@
-"""What the next step computes: who is preempted, who goes on, who joins.
+"""Plans the next step: which sequences are preempted, continue or join.
 
-Decides from counts, and from the names of blocks whose tokens are known; token values do not enter.
+Decides from counts, and from hashes of blocks whose tokens are known; token values are not used.
 """
 
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from spmd_worker.replica.scheduler.updates import Decision, Decisions
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceStatus
 
 LEAST_PROMPT_SHARE: Final = 64
-"""Prompt tokens that a step may take however few there are: fewer would cost a pass over the weights each."""
+"""Least prompt tokens of a step: a smaller share would cost a pass over the weights for few tokens."""
 
 PROMPT_ROUNDS: Final = 4
-"""With several steps in flight, the prompts at hand are computed in so many steps for each of them."""
+"""With several steps in flight, the prompts at hand are spread over this many steps for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """How much one step may hold, and what is preempted. Without `enable_chunked_prefill` a prompt is computed in one
-    piece. Who joins leaves `watermark_blocks_per_sequence` free for each sequence that runs: with none, sequences that
-    decode would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves the cache's own
-    watermark alone. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences. With
-    `num_steps_ahead` of 1 there is one stage, and a step is decided before the ids that the one before it samples are
-    read: sequences in decoding go ahead of theirs.
+    """Limits of a step, and the preemption policy. Without `enable_chunked_prefill` a prompt is computed in one piece.
+    A joining sequence leaves `watermark_blocks_per_sequence` free for each running one: with none, decoding sequences
+    would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves only the cache's own
+    watermark. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences.
+    `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
+    read, so decoding sequences go ahead of theirs.
     """
 
     max_num_seqs: int
@@ -46,7 +46,7 @@ class SchedulerLimits:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that may be decided before what the oldest of them samples is applied."""
+        """Steps that may be decided before the oldest one's sampled ids are applied."""
         return self.num_virtual_engines + self.num_steps_ahead
 
 
@@ -55,17 +55,18 @@ def _service_order_of(decision: Decision) -> tuple[int, int]:
 
 
 class Planner:
-    """One step: where the blocks do not suffice for all that run, those with the least computed work are preempted
-    until they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
+    """Decides one step. Where the blocks do not suffice for all running sequences, those with the least computed work
+    are preempted until they do. Then the running sequences are served, in service order. Waiting sequences get the rest
+    of the token budget.
 
-    With several steps in flight, a sequence whose next token is being sampled cannot go on and is not preempted: its
-    token would come for one that is no longer there. All others can, whatever is in flight: stages execute steps in
-    order, so what a later step reads has been written.
+    With several steps in flight, a sequence whose next token is being sampled cannot continue and is not preempted: its
+    token would arrive for a sequence that is gone. All others can, whatever is in flight: stages execute steps in
+    order, so a later step reads what has been written.
 
-    One step ahead, a sequence whose next token is being sampled goes on all the same, for its id is where it is
-    computed; unless it may be known already to end with it, or what it samples next depends on which token that is.
-    Where it ends with it after all, what the step samples for it is dropped. Where the blocks do not suffice nobody
-    goes ahead: when the ids are there everybody can be preempted.
+    One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is already on
+    the device; unless it may be known already to end with that token, or its next sample depends on the token's value.
+    If it does end with it, what the step samples for it is dropped. Where the blocks do not suffice, no sequence goes
+    ahead: once the ids are applied every sequence can be preempted.
     """
 
     def __init__(
@@ -76,35 +77,35 @@ class Planner:
         allocator: Allocator,
         split: Callable[[Sequence, int], None],
     ) -> None:
-        """`split` leaves a sequence that joins so many of its samples, and has the others wait."""
+        """`split` leaves a joining sequence a given number of its samples; the others wait."""
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
         self._split = split
         self._least_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
 
     def has_ready(self) -> bool:
-        """Whether a step could compute something before more is known of those in flight."""
+        """Whether a step could compute something before the results of those in flight are applied."""
         running = self._queues.running
         may_join = len(running) < self._limits.max_num_seqs and bool(self._queues.waiting)
         return may_join or any(self._num_ready(sequence) for sequence in running)
 
     def decide(self) -> Decisions:
-        """Decide and account for it: blocks are taken, sequences moved, tokens counted as computed."""
+        """Decide and account for it: allocate blocks, move sequences, count tokens as computed."""
         decisions = Decisions()
         num_tokens = self._most_tokens()
         is_short = self._make_room(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
         self._decide_running(budget, decisions)
         if self._queues.waiting and not is_short:
-            # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
+            # After a preemption no sequence joins: the freed blocks are for the running ones that needed them.
             self._decide_waiting(budget, decisions)
-        # A plan lists each group once: what joins beside others of its group is sent, and sampled, beside them.
+        # A plan lists each group once: sequences of one group are sent, and sampled, next to each other.
         decisions.others.sort(key=_service_order_of)
         return decisions
 
     def _most_tokens(self) -> int:
-        """How many tokens this step may compute. With several steps in flight, prompts are spread over them: a stage
-        waits for the step before its own, and so for every step that is much longer than its neighbours.
+        """Most tokens that this step may compute. With several steps in flight, prompts are spread over them: a stage
+        waits for the preceding step, and so for every step that is much longer than its neighbours.
         """
         limits = self._limits
         if limits.num_virtual_engines == 1 or not limits.enable_chunked_prefill:
@@ -118,10 +119,10 @@ class Planner:
         return min(num_decoding + max(share, LEAST_PROMPT_SHARE), limits.max_num_batched_tokens)
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Preempt until all that still run find the blocks for this step; whether there were too few."""
+        """Preempt until all that still run find their blocks for this step; returns whether there were too few."""
         num_running = len(self._queues.running)
         self._allows_ahead = self._limits.num_steps_ahead > 0
-        # Each takes at most its tokens' blocks, and one more where they begin or end inside one.
+        # Each needs at most its tokens' blocks, and one more where they begin or end inside one.
         if self._cache.num_free_blocks >= num_tokens // self._cache.block_size + 2 * num_running:
             return False
         if self._allows_ahead and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
@@ -129,7 +130,7 @@ class Planner:
         while self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
             ready = [sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens]
             if len(ready) == 1:
-                # There is nobody else, or the others' tokens are being sampled: it waits, and nobody joins meanwhile.
+                # No other is ready, or the others' tokens are being sampled: it waits, and no sequence joins meanwhile.
                 return True
             victim = choose_victim(ready)
             self._queues.running.remove(victim)
@@ -145,8 +146,8 @@ class Planner:
         return 1 if not num_tokens and goes_ahead else num_tokens
 
     def _num_wanted_blocks(self, num_left: int) -> int:
-        """Free blocks that the running sequences take in a step of `num_left` tokens; sequences that just forked count
-        too many.
+        """Free blocks that the running sequences need in a step of `num_left` tokens; an upper bound for sequences that
+        just forked.
         """
         cache, num_wanted = self._cache, 0
         for sequence in self._served():
@@ -159,8 +160,8 @@ class Planner:
         return num_wanted
 
     def _served(self) -> list[Sequence]:
-        """Who may go on in this step: with several steps in flight, a share of those that decode. One that waits until
-        its form can be compiled has no part in it: others decode meanwhile.
+        """Sequences that may continue in this step: with several steps in flight, a share of the decoding ones. One
+        that waits until its grammar can be compiled is skipped: others decode meanwhile.
         """
         running, num_steps = self._queues.running, self._limits.num_virtual_engines
         if num_steps == 1:
@@ -185,7 +186,7 @@ class Planner:
             num_outputs = len(sequence.output_token_ids)
             num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
             is_decode = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
-            # In a block of its own that has begun, a sequence needs no asking.
+            # A started block that is not shared needs no check.
             if is_decode and sequence.num_computed_tokens % block_size and not sequence.shares_tail:
                 sequence.num_computed_tokens += 1
                 budget.num_tokens -= 1
@@ -206,24 +207,26 @@ class Planner:
                     self._go_ahead(sequence, budget, decisions)
 
     def _go_ahead(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
-        """The token that is being sampled is the first of a block."""
+        """Go ahead with a token that is the first of a block."""
         decisions.ahead_blocks.append((len(decisions.ahead), self._allocator.begin_block(sequence)))
         budget.spend(1)
         decisions.ahead.append(sequence)
 
     def _has_full_blocks(self, sequence: Sequence) -> bool:
-        """Whether its next token is the first of a block that nobody has yet, and no more is to be thought of: most of
-        the blocks that are taken are taken so.
+        """Whether the next token is the first of a new block and nothing else needs deciding: most blocks are allocated
+        this way.
         """
         num_full = len(sequence.table.block_ids) * self._cache.block_size
         return sequence.num_computed_tokens == num_full and not sequence.begins_form
 
     def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
-        """Who computes just what it was given continues, if its table only grows; a copied block needs a delta."""
+        """A sequence that computes exactly its given ids continues, if its table only grows; a copied block needs a
+        delta.
+        """
         num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
         is_all = num_tokens == sequence.num_uncomputed_tokens
         if is_all and not budget.may_sample(sequence):
-            # It has just forked, or come to the end of its prompt.
+            # It has just forked, or reached the end of its prompt.
             budget.has_skipped = True
             return
         continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
@@ -240,10 +243,10 @@ class Planner:
             decisions.others.append(decision)
 
     def _finds_room(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> bool:
-        """Whether there are blocks for the next tokens. False where nobody is left to be preempted: transfers or steps
-        in flight hold the blocks, and end by themselves.
+        """Whether there are blocks for the next tokens. False where no sequence is left to preempt: transfers or steps
+        in flight hold the blocks, and finish by themselves.
         """
-        # Tokens of one that was skipped are left for others, whose blocks nobody has counted.
+        # Tokens of a skipped sequence go to others, whose blocks were not counted.
         is_counted = self._limits.num_in_flight == 1 and not budget.has_skipped
         if is_counted and len(self._queues.running) > 1:
             return True
@@ -251,7 +254,7 @@ class Planner:
         return self._cache.can_extend(sequence.table, first, first + num_tokens)
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
-        # Those that have not forked yet will be more than themselves.
+        # Each sequence that has not forked yet counts as all its samples.
         num_running = sum(map(self._queues.width, self._queues.running))
         budget.num_sequences -= num_running - len(self._queues.running)
         while self._queues.waiting and budget.num_tokens:
@@ -277,8 +280,8 @@ class Planner:
         self._queues.running.sort(key=service_order)
 
     def _joining_samples(self, sequence: Sequence, budget: StepBudget) -> int:
-        """How many samples join with it: all that it stands for, but of a request of more than may ever run at once as
-        many as may join now.
+        """Samples that join with it: all that it represents; of a request with more than may ever run at once, up to
+        the budget.
         """
         if sequence.request.sampling.num_sequences <= self._limits.max_num_seqs:
             return self._queues.width(sequence)
@@ -296,8 +299,8 @@ class Planner:
         return self._allocator.has_room(sequence, prefix, keep_watermark=not is_alone)
 
     def _set_watermark(self, num_running: int) -> None:
-        """What joins leaves running sequences some blocks to grow into, and room for those that wait for a transfer:
-        else later ones would take it, and what was loaded would be evicted before it is used.
+        """Joining sequences leave running ones some blocks to grow into, and the blocks of those that wait for a
+        transfer: else later ones would use them up, and loaded blocks would be evicted before use.
         """
         num_spared = self._limits.watermark_blocks_per_sequence * num_running
         num_reserved = sum(
@@ -308,7 +311,7 @@ class Planner:
         self._cache.watermark_blocks = max(self._least_watermark_blocks, num_spared) + num_reserved
 
     def _waits_for_transfer(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
-        # Once: what was brought may be driven out by those who grow meanwhile, and is computed then.
+        # Only once: loaded blocks may be evicted by growing sequences meanwhile, and are recomputed then.
         if sequence.status is SequenceStatus.SWAPPED or sequence.has_loaded:
             return False
         number = self._allocator.load_prefix(sequence, prefix)

@@ -1,4 +1,4 @@
-"""Who runs, who waits, and for what: the state that planning and applying share."""
+"""Running, waiting and loading sequences: the state shared by planning and applying."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 
 @dataclass(slots=True)
 class Queues:
-    """Every sequence that has not ended is in one of the three: `running` (in service order), `waiting`, or `loading`,
-    which waits for the transfer of that number.
+    """Every sequence that has not ended is in one of three: `running` (in service order), `waiting`, or `loading`,
+    under the number of the transfer that it waits for.
     """
 
     groups: dict[RequestId, SequenceGroup] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, for room or for a transfer."""
+        """Sequences that wait for blocks or for a transfer."""
         return len(self.waiting) + sum(map(len, self.loading.values()))
 
     def group_of(self, sequence: Sequence) -> SequenceGroup:
@@ -29,15 +29,15 @@ class Queues:
         return self.groups[sequence.request.request_id]
 
     def width(self, sequence: Sequence) -> int:
-        """How many sequences this one will be: until it forks it stands for samples of its request."""
+        """Number of samples that the sequence represents until it forks."""
         return sequence.num_samples
 
     def drop_ended(self) -> None:
-        """`running` keeps those that still run."""
+        """Remove from `running` what no longer runs."""
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
 
     def stop_waiting(self, sequence: Sequence) -> None:
-        """A sequence ends that does not run."""
+        """Remove a sequence that ended without running."""
         if sequence.status is not SequenceStatus.LOADING:
             self.waiting.remove(sequence)
             return
@@ -46,12 +46,12 @@ class Queues:
                 waits.remove(sequence)
 
     def wait_for(self, number: int, sequence: Sequence) -> None:
-        """A sequence, taken from `waiting`, goes on when the transfer has finished."""
+        """A sequence removed from `waiting` continues when the transfer has finished."""
         sequence.status, sequence.has_loaded = SequenceStatus.LOADING, True
         self.loading.setdefault(number, []).append(sequence)
 
     def finish_loading(self, numbers: Iterable[int]) -> None:
-        """Those who waited for these transfers are in their old places again."""
+        """Return the sequences that waited for these transfers to their old positions in `waiting`."""
         for number in numbers:
             for sequence in self.loading.pop(number, ()):
                 sequence.status = SequenceStatus.WAITING

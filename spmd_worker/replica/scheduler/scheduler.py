@@ -1,14 +1,14 @@
-"""Continuous batching: queues -> StepPlan, StepResult -> queues. Every rank runs a replica of this.
+"""Continuous batching: queues -> StepPlan, StepResult -> queues. Every rank runs a replica.
 
-A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding
-needs counts, and values only of tokens that an earlier step has computed (the names of full blocks), so the plan of the
-next step could be made while this one computes; new values enter only in `apply` and in `updates.group_updates`, which
-sends the mirrors what they do not have yet.
+A replica is a pure function of (state, events, sampled ids): no clock, set, hash or host randomness. Deciding needs
+counts, and values only of tokens that an earlier step has computed (for the hashes of full blocks), so the next step's
+plan could be made while this one computes; new values enter only in `apply` and in `updates.group_updates`, which sends
+the mirrors what they do not have yet.
 
-One step: where the blocks do not suffice for all that run, those with the least computed work are preempted until they
-do. Then the running sequences, in service order, each with what it has to compute (one token in decoding, a chunk in a
-prompt). What is left of the token budget goes to the waiting, first come, first served; who was preempted is in its old
-place there.
+One step: where the blocks do not suffice for all running sequences, those with the least computed work are preempted
+until they do. Then the running sequences, in service order, each with what it has to compute (one token in decoding, a
+chunk of a prompt). Waiting sequences get the rest of the token budget, first come, first served; a preempted one keeps
+its old position.
 """
 
 from collections import deque
@@ -50,9 +50,8 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 
 class Scheduler:
-    """The replica. Call `schedule`, then (once the devices answered) `apply`; events between steps go to `handle`.
-
-    `queues` is for reading: those in `running` hold blocks of `cache`, the others hold none there.
+    """The replica. Call `schedule`, then (after the devices answered) `apply`; events between steps go to `handle`.
+    `queues` is read-only for callers: sequences in `running` hold blocks of `cache`, the others hold none.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
@@ -71,31 +70,30 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is not answered yet."""
         return bool(self.queues.groups)
 
     @property
     def waits_for_ids(self) -> bool:
-        """Whether steps are decided ahead of their ids, and none could compute anything before there are some."""
+        """Whether steps are decided ahead of their ids, and none could compute anything before some arrive."""
         return self.limits.num_steps_ahead > 0 and not self._planner.has_ready()
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that hold blocks, in service order."""
+        """Sequences that hold blocks, in service order."""
         return self.queues.running
 
     @property
     def waiting(self) -> WaitingQueue:
-        """Those that wait for room, in service order."""
+        """Sequences that wait for blocks, in service order."""
         return self.queues.waiting
 
     @property
     def num_swapped(self) -> int:
-        """Of the sequences that wait, how many have their blocks on the host."""
+        """Waiting sequences whose blocks are on the host."""
         return self._allocator.num_swapped
 
     def handle(self, event: Event) -> SequenceGroup | None:
-        """Take an event in. Returns the group an abort ended."""
+        """Apply an event. Returns the group that an abort ended."""
         if isinstance(event, Admit):
             self._admit(event.request)
         elif isinstance(event, Abort):
@@ -111,8 +109,8 @@ class Scheduler:
         return None
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and account for it; `apply` must be called for each plan with rows, in order, before as
-        many more are decided as may be in flight (`SchedulerLimits.num_in_flight`).
+        """Decide the next step and account for it. Call `apply` for each plan with rows, in order; at most
+        `SchedulerLimits.num_in_flight` plans may be decided ahead of it.
         """
         self._step += 1
         self.counters.num_steps += 1
@@ -144,13 +142,13 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult) -> list[SequenceGroup]:
-        """Append what was sampled, fork, finish. Returns the groups that ended, in plan order.
+        """Append the sampled ids, fork, finish. Returns the groups that ended, in plan order.
 
-        A sequence whose logits were not finite, or whose form has no next token, ends; others of its request go on, so
-        that the request's error does not depend on the order of steps.
+        A sequence whose logits were not finite, or whose grammar allows no next token, ends; others of its request
+        continue, so that the request's error does not depend on the order of steps.
+
         Of several ids, those after the one that ends a sequence are dropped, and so is what a step samples for a
-        sequence that has gone ahead of the id that ended it. A sequence that was given none computes its last token
-        again.
+        sequence that has gone ahead of the id that ended it. A sequence that received none recomputes its last token.
         """
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
@@ -161,7 +159,7 @@ class Scheduler:
             if request_id in self.queues.groups:
                 self.queues.groups[request_id].vector = vector
         decisions = self._in_flight.popleft()
-        # In the order of `sampled.sampling_keys`, by the sequences themselves.
+        # The order of `sampled.sampling_keys`, but over the sequences themselves.
         sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
         reported = logprobs or (None,) * len(token_ids)
         if result.num_token_ids:
@@ -173,7 +171,7 @@ class Scheduler:
                 if sequence.status is not SequenceStatus.RUNNING:
                     self.counters.num_output_tokens -= 1
                     continue
-                # The hot line: nearly every token is one more of an answer that goes on.
+                # Hot path: nearly every token continues its answer.
                 outputs = sequence.output_token_ids
                 may_end = len(outputs) + 1 >= sequence.num_outputs_plain or token_id in sequence.end_ids
                 if may_end or token_id < 0 or token_logprobs is not None:
@@ -191,8 +189,8 @@ class Scheduler:
     # Applying: values.
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
-        """Whom the rows sample for: each for itself, and for its forks, which are made now; for nobody else in place of
-        the forks of one that has ended.
+        """Sequence per sampled id: each row's own, then its forks, which are made now. Where a sequence has ended,
+        itself instead of its forks.
         """
         for sequence, _, _, num_samples, _ in decisions:
             if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
@@ -210,7 +208,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprobs | None, ...],
         ended: list[SequenceGroup],
     ) -> None:
-        """Zero, one or several ids of one sequence, up to the one that ends it."""
+        """Append zero, one or several ids of one sequence, up to the one that ends it."""
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
                 self.counters.num_output_tokens -= 1
@@ -232,7 +230,7 @@ class Scheduler:
             self._stop_checker.forget(sequence)
             has_ended = True
         elif sequence.request.pooling is not None:
-            # The id is its vector's digest.
+            # The id is the digest of its vector.
             self.counters.num_output_tokens -= 1
             sequence.finish_reason = FinishReason.STOP
             has_ended = True
@@ -284,10 +282,10 @@ class Scheduler:
         self.queues.waiting.arrive(group.sequences[0])
 
     def _split(self, sequence: Sequence, num_samples: int) -> None:
-        """A request of more samples than may run at once: the others wait, and find its prompt in the cache."""
+        """Split a request of more samples than may run at once: the others wait, and find its prompt in the cache."""
         others = split_off(sequence, num_samples)
         for part in (sequence, others):
-            # One that stands for itself alone does not fork.
+            # A part with a single sample does not fork.
             if part.num_samples == 1:
                 part.num_outputs_ahead = self._num_outputs_ahead(part.request)
         self._stop_checker.prepare(others)
@@ -295,10 +293,10 @@ class Scheduler:
         self.queues.waiting.give_back(others)
 
     def _num_outputs_ahead(self, request: Request) -> int:
-        """Of each of a request's sequences, once they have forked: see `Sequence`. Who is pooled samples once."""
+        """`Sequence.num_outputs_ahead` of each of a request's sequences once forked. A pooling request samples once."""
         if not self.limits.num_steps_ahead or request.sampling.needs_output_ids or request.pooling is not None:
             return 0
-        # With its last token a sequence ends, whichever it is.
+        # The last possible token ends the sequence whatever its value.
         return self._stop_checker.most_output_tokens(request) - 1
 
     def _abort(self, request_id: RequestId) -> SequenceGroup | None:

@@ -1,8 +1,9 @@
-"""When a step in flight ends, and what follows from it: the order that every replica keeps, in an engine and a replay.
+"""Order in which steps in flight end and their events apply: the same for every replica, in an engine and a replay.
 
-A pipeline of d stages has d steps in flight, and an engine that decides one step ahead has two. What a step sampled,
-and then its events, are applied when the oldest has to end: before as many are followed by another, and at once where
-nobody waits for what is in flight, where nothing can go on without it, or where workers change after the newest.
+A pipeline of d stages has d steps in flight, and an engine that decides one step ahead has two. The oldest step's
+sampled ids, then its events, are applied when it has to end: when the number in flight is at its limit; and at once
+when no request waits for what is in flight, when nothing can continue without it, or when workers change after the
+newest.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +17,8 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 def must_end_oldest(
     num_in_flight: int, is_full: bool, newest_events: tuple[Event, ...], scheduler: Scheduler, is_closed: bool
 ) -> bool:
-    """Whether the oldest step in flight has to end before another is decided; ask again once it has. `is_full`: as many
-    are in flight as may be. `newest_events`: of the newest in flight.
+    """Whether the oldest step in flight has to end before another is decided; ask again after it ended. `is_full`: the
+    limit of steps in flight is reached. `newest_events`: those of the newest in flight.
     """
     is_idle = is_closed or not scheduler.has_unfinished or scheduler.waits_for_ids
     return is_full or (num_in_flight > 0 and (is_idle or concern_workers(newest_events)))
@@ -30,7 +31,7 @@ def end_step(
     events: Iterable[Event],
     handle: Callable[[Event], SequenceGroup | None],
 ) -> list[SequenceGroup]:
-    """Apply what the step sampled, then its events, which `handle` passes on to the scheduler. Returns the groups that
+    """Apply the step's sampled ids, then its events, which `handle` passes on to the scheduler. Returns the groups that
     ended, in order.
     """
     ended = scheduler.apply(result) if plan.has_rows else []

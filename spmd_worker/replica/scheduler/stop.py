@@ -1,7 +1,7 @@
-"""When a sequence ends: end-of-sequence ids, stop ids, stop strings, length.
+"""Stop conditions of a sequence: end-of-sequence ids, stop ids, stop strings, length.
 
-A pure function of a sequence's own tokens, so every replica decides alike. Stop strings are looked for in the text as
-it grows, also across token boundaries; only sequences that have them are decoded here.
+A pure function of a sequence's own tokens, so every replica decides alike. Stop strings are searched in the text as it
+grows, also across token boundaries; only sequences that have them are decoded here.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, Sequen
 
 
 class TextDecoder(Protocol):
-    """Turns tokens into text as they come (`tokenizer.IncrementalDecoder`)."""
+    """Incremental detokenizer (`tokenizer.IncrementalDecoder`)."""
 
     def append(self, token_ids: list[int]) -> str:
-        """Add tokens, return the text they complete."""
+        """Add tokens; returns the text that they complete."""
 
     def held(self) -> str:
-        """What is held back, as it would be given now."""
+        """Held-back text as it would be decoded now."""
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Returns the text that was held back."""
 
 
 DecoderFactory = Callable[[Sequence], TextDecoder]
@@ -40,14 +40,12 @@ class StopChecker:
         self._decoders: dict[SequenceKey, TextDecoder] = {}
 
     def most_output_tokens(self, request: Request) -> int:
-        """How many tokens an answer can have."""
+        """Most tokens that an answer can have."""
         most, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
         return most if max_tokens is None else min(most, max_tokens)
 
     def prepare(self, sequence: Sequence) -> None:
-        """Work out once what `Sequence.num_outputs_plain` and `end_ids` say: `has_ended` need not be asked of a token
-        that they rule out.
-        """
+        """Compute `Sequence.num_outputs_plain` and `end_ids` once: tokens that they rule out need no `has_ended`."""
         request, sampling = sequence.request, sequence.request.sampling
         if sampling.stop or sampling.structured_outputs is not None or request.pooling is not None:
             return
@@ -56,17 +54,17 @@ class StopChecker:
         sequence.end_ids = (*eos_token_ids, *sampling.stop_token_ids)
 
     def has_ended(self, sequence: Sequence) -> bool:
-        """Look at the last token. Call once for each token, in order."""
+        """Check the last token. Call once for each token, in order."""
         sampling, outputs = sequence.request.sampling, sequence.output_token_ids
         num_outputs, token_id = len(outputs), outputs[-1]
         found = False
-        # The sampler gives a form's end before `min_tokens` only where nothing else can follow.
+        # The sampler ends a grammar before `min_tokens` only where no other token is allowed.
         if num_outputs >= sampling.min_tokens or sampling.structured_outputs is not None:
             if token_id in self._eos_token_ids and not sampling.ignore_eos:
                 found = _finish(sequence, FinishReason.STOP, None)
             elif token_id in sampling.stop_token_ids and num_outputs >= sampling.min_tokens:
                 found = _finish(sequence, FinishReason.STOP, token_id)
-        # As with a stop string, what a token spells that ends the sequence is no part of its text unless asked for.
+        # Like a stop string, the text of a token that ends the sequence is left out unless asked for.
         if sampling.stop and (not found or sampling.include_stop_str_in_output):
             found = self._check_text(sequence) or found
         if not found:
@@ -86,11 +84,11 @@ class StopChecker:
     def _check_text(self, sequence: Sequence) -> bool:
         sampling = sequence.request.sampling
         decoder = self._decoder(sequence)
-        # What is held back counts as it is now: a newline that is a fallback byte is held until the next word.
+        # Held-back text counts as it is now: a newline that is a fallback byte is held until the next word.
         num_searched = len(sequence.text or "") + len(decoder.held())
         sequence.text = (sequence.text or "") + decoder.append(sequence.output_token_ids[-1:])
         text = sequence.text + decoder.held()
-        # As in vLLM: the first token that may complete a stop string is the one behind the first `min_tokens`.
+        # Like vLLM, the first token that may complete a stop string is the one after the first `min_tokens`.
         if len(text) <= num_searched or len(sequence.output_token_ids) <= sampling.min_tokens:
             return False
         match = first_match(text, sampling.stop, num_searched)
@@ -109,7 +107,7 @@ class StopChecker:
 
 
 def first_match(text: str, stop_strings: tuple[str, ...], num_searched: int) -> tuple[int, str] | None:
-    """Where the earliest stop string begins, and which; ties go to the longest.
+    """Start of the earliest stop string, and the string; ties go to the longest.
 
     Only matches that end after the first `num_searched` characters are new, so the search begins just before them.
     """

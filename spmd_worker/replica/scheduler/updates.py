@@ -1,6 +1,6 @@
-"""What a step sends to the workers' mirrors: snapshots of what they do not know, deltas of what they do.
+"""Updates that a step sends to the workers' mirrors: snapshots of unknown groups, deltas of known ones.
 
-The one place where a plan takes token values from sequences.
+Only here does a plan read token values from sequences.
 """
 
 from collections.abc import Sequence as Sized
@@ -24,7 +24,7 @@ from spmd_worker.replica.sequence.sequence import Sequence
 class Decision(NamedTuple):
     """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed.
 
-    `change` is what became of its block table.
+    `change` is the change of its block table.
     """
 
     sequence: Sequence
@@ -36,9 +36,9 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """A whole step: sequences that go ahead of their ids, those that continue by the ids they were given, the blocks
-    some of either took (index in its list, block), and all others. `uneven` says, by index, how many ids those of the
-    continuing were given that were not given one.
+    """All decisions of a step: sequences that go ahead of their ids, those that continue with their given ids, the
+    blocks allocated to either (index in its list, block), and all others. `uneven` maps an index in `continuing` to its
+    number of given ids where that is not one.
     """
 
     ahead: list[Sequence] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Decisions:
         return len(self.ahead) + len(self.continuing) + num_more + num_others
 
     def all_continuing(self) -> tuple[list[Sequence], list[tuple[int, BlockId]]]:
-        """`StepPlan.continuing`, those that go ahead first, and the blocks that they take."""
+        """`StepPlan.continuing` with those that go ahead first, and their blocks."""
         if not self.ahead:
             return self.continuing, self.blocks
         num_ahead = len(self.ahead)
@@ -65,8 +65,8 @@ class Decisions:
 
 
 def given_ids(decisions: Decisions) -> SampledIds:
-    """What each continuing sequence appends that does not go ahead. Marks it as sent, and what those append that do:
-    the mirrors have it from the devices.
+    """Ids to append for each continuing sequence that does not go ahead. Marks them as sent, and also those of
+    sequences that go ahead: the mirrors get these from the devices.
     """
     for sequence in decisions.ahead:
         sequence.num_sent_tokens += 1
@@ -81,7 +81,7 @@ def given_ids(decisions: Decisions) -> SampledIds:
 
 
 def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:
-    """One update a group, in the order of its first decision. Marks what is sent as known."""
+    """One update per group, in the order of its first decision. Marks what is sent as known."""
     by_request: dict[RequestId, list[Decision]] = {}
     for decision in decisions:
         by_request.setdefault(decision.sequence.request.request_id, []).append(decision)
@@ -89,10 +89,10 @@ def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:
 
 
 def _update_of(decisions: list[Decision]) -> GroupUpdate:
-    """A snapshot when the mirrors do not hold the group with its blocks, else a delta."""
+    """A snapshot if the mirrors do not hold the group with its blocks, else a delta."""
     sequences = [decision.sequence for decision in decisions]
     request = sequences[0].request
-    # A fork is not known either, but a delta can carry it: everything of it is appended.
+    # A fork is not known either, but a delta can carry it: everything is appended.
     must_snapshot = any(not sequence.is_known and not sequence.is_new_fork for sequence in sequences)
     update: GroupUpdate
     if must_snapshot:
