@@ -1,8 +1,8 @@
-"""Forms compiled for one model's vocabulary by llguidance (https://github.com/guidance-ai/llguidance), with limits that
-are counts, so that what is too much on one rank is too much on every rank.
+"""Grammars compiled for one model's vocabulary by llguidance (https://github.com/guidance-ai/llguidance), with limits
+that are counts, so that a grammar too large for one rank is too large for every rank.
 
-What is known of a form is kept by its content; each row has its form compiled anew, about a millisecond beside a
-forward pass: copies of the engine's share their lexer, whose states would be spared, or charged to, other rows.
+Results about a grammar are cached by its content; each row compiles its own, about a millisecond next to a forward
+pass: llguidance's copies share their lexer, whose states would be saved by, or charged to, other rows.
 """
 
 import threading
@@ -22,7 +22,7 @@ from spmd_worker.tokenizer.encoder import is_panic
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 LIMITS: Final = {
-    # Items of the parser after one byte, and made for one mask.
+    # Items of the parser after one byte, and created for one mask.
     "max_items_in_row": 2_000,
     "step_max_items": 50_000,
     # Steps of the lexer: to build it, and for one mask (about 14,000 a millisecond).
@@ -33,28 +33,27 @@ LIMITS: Final = {
     # Symbols of all rules.
     "max_grammar_size": 500_000,
 }
-"""What a form may cost. All are counts: nothing depends on how fast a rank is."""
+"""Limits of a grammar. All are counts: nothing depends on the speed of a rank."""
 
 FORCING_ITEMS: Final = 2_000
-"""In place of `step_max_items` where tokens are forced: no bytes of a text that alone can follow are counted, but what
-it is made of, and one of 10,000 bytes repeated makes two items each time. So it is 12 MB at most, 0.5 s; masks of known
-forms take some 800 items, and where one takes more nothing is forced in the row.
+"""Replaces `step_max_items` where tokens are forced: the bytes of a forced text are not counted but its items are, and
+a text of 10,000 bytes repeated makes two items each time. So it is 12 MB at most, 0.5 s; masks of known grammars take
+some 800 items, and a row where one takes more forces nothing.
 """
 
 LEXER_STATE_BYTES: Final = 400
-"""Measured: 9,900 states took 3.5 MB, what rows of 200 tokens build 0.2 to 0.3 MB."""
+"""Measured: 9,900 states took 3.5 MB; rows of 200 tokens build 0.2 to 0.3 MB."""
 
 NUM_COMPILED: Final = 256
-"""Forms kept, those used last."""
+"""Most grammars cached, least recently used evicted."""
 
 _MOST_WORDS: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """What an engine's token table depends on; equal where it is the same. `source` is read when there is none yet.
-
-    `size` is the model's; a tokenizer may have more tokens, which the table has too.
+    """Key of an engine's token table; equal where the table is the same. `source` is read to build it. `size` is the
+    model's; a tokenizer may have more tokens, which the table has too.
     """
 
     fingerprint: str
@@ -64,12 +63,12 @@ class _Vocabulary:
 
 
 _NewState = Callable[[bool], RowGrammar]
-"""Of a form that was found to be one: makes a row's own state, before its first token, given whether it may force."""
+"""Factory of a valid grammar: makes a row's own state, before its first token; the argument: whether it may force."""
 
 
 class GrammarCompiler:
-    """Of one model: `open_tokenizer` is called once, when the first form is compiled; `vocab_size` is the model's, of
-    which ids without a token are never allowed.
+    """Compiles grammars for one model: `open_tokenizer` is called once, for the first grammar; `vocab_size` is the
+    model's; ids without a token are never allowed.
     """
 
     def __init__(
@@ -78,15 +77,15 @@ class GrammarCompiler:
         self._open_tokenizer, self.vocab_size = open_tokenizer, vocab_size
         self._eos_token_ids = tuple([each for each in eos_token_ids if each < vocab_size])
         self._table: Any = None
-        # A server's requests are checked in another thread than the engine's.
+        # A server checks requests in another thread than the engine's.
         self._lock = threading.Lock()
         self.num_checked_bytes = 0
-        """`compile_bytes` of the forms that `check` has compiled, each time that one was not kept."""
+        """`compile_bytes` of the grammars that `check` has compiled, each time that one was not cached."""
         self._compiled: dict[StructuredOutputsParams, _NewState | GrammarError] = {}
 
     def check(self, form: StructuredOutputsParams) -> None:
-        """Raise GrammarError for a form in which no row can be answered: one that the engine does not know or would not
-        enforce whole, that is beyond `LIMITS` from its first token on, or that no answer has.
+        """Raise GrammarError for a grammar that cannot constrain a row: one that the engine does not know or would not
+        enforce completely, that exceeds `LIMITS` from its first token on, or that no answer matches.
         """
         with self._lock:
             self.num_checked_bytes += form.compile_bytes if form not in self._compiled else 0
@@ -95,8 +94,8 @@ class GrammarCompiler:
             raise compiled
 
     def start(self, form: StructuredOutputsParams, may_force: bool = True) -> RowGrammar:
-        """A row's own state, before its first token. Without `may_force` no token is forced in it, and `FORCING_ITEMS`
-        do not bound its masks. Raises GrammarError as `check` does.
+        """A row's own state, before its first token. Without `may_force` it forces no token, and `FORCING_ITEMS` do not
+        bound its masks. Raises GrammarError as `check` does.
         """
         with self._lock:
             compiled = self._compile(form)
@@ -105,7 +104,7 @@ class GrammarCompiler:
         return compiled(may_force)
 
     def new_bits(self, num_rows: int) -> NDArray[np.int32]:
-        """Zeros for the masks of so many rows, of forms that were compiled here."""
+        """Zeroed masks for `num_rows` rows, of grammars that were compiled here."""
         num_tokens = self.vocab_size if self._table is None else self._table.vocab_size
         return np.zeros((num_rows, -(-num_tokens // BITS)), dtype=np.int32)
 
@@ -146,7 +145,7 @@ class GrammarCompiler:
         first.fill(self.new_bits(1)[0])
         if first.problem:
             raise _refused(form, first.problem)
-        # What is too much to be forced at the beginning is so for every row.
+        # A row that exceeds the forcing limits at its beginning exceeds them always.
         can_force = first.can_force
         return lambda may_force: RowGrammar(new_matcher, *tokens, can_force and may_force)
 
@@ -174,8 +173,8 @@ def _token_table(vocabulary: _Vocabulary) -> Any:
 
 @lru_cache(maxsize=2)
 def _built(vocabulary: _Vocabulary) -> Any:
-    """The table, or why there is none. Once a process: a second or so for 128,000 tokens, and a panic of the library is
-    shown on the terminal. Engine and worker of one process share it.
+    """The table, or the error message. Once per process: about a second for 128,000 tokens, and a panic of the library
+    prints to the terminal. Engine and worker of one process share it.
     """
     num_tokens = max(vocabulary.size, 1 + max(vocabulary.source.vocabulary().values(), default=0))
     try:
@@ -191,6 +190,6 @@ def _built(vocabulary: _Vocabulary) -> Any:
 
 
 def _refused(form: StructuredOutputsParams, words: str) -> GrammarError:
-    """In one line, without the parts of a message that are left out where it is not verbose."""
+    """Error with the message on one line, without placeholders of non-verbose messages."""
     lines = [line.strip() for line in words.splitlines() if line.strip() not in ("", "<non-verbose/>")]
     return GrammarError("grammar_refused", f"{form.kind}: {' '.join(lines)}"[:_MOST_WORDS])

@@ -1,8 +1,8 @@
-"""A JSON Schema as the engine must be given it, so that every answer is valid: what llguidance reads otherwise than
-JSON Schema's validators is written in a way that both read alike, or refused.
+"""Rewrites a JSON Schema for the engine so that every answer is valid: keywords that llguidance interprets differently
+from JSON Schema validators are written so that both agree, or rejected.
 
-It computes with 64-bit floats, so that numbers with more digits become others; it knows ASCII classes of characters in
-patterns, where Python's `re`, by which jsonschema validates, has Unicode's; and names that an answer has twice count as
+llguidance computes with 64-bit floats, so numbers with more digits change; it has ASCII character classes in patterns,
+where Python's `re`, which jsonschema validates with, has Unicode's; and a name that occurs twice in an answer counts as
 two.
 """
 
@@ -15,30 +15,30 @@ from typing import Any, Final
 from spmd_worker.replica.sequence.structured_outputs import SCHEMAS_BY_NAME, VALUE_KEYS
 
 _EXACT: Final = 2**53
-"""Whole numbers up to it are exact as floats."""
+"""Integers up to this are exact as floats."""
 _MOST_EXPONENT: Final = 22
-"""Powers of ten up to it are exact as floats: a number of `_EXACT` times such a one is read right by every reader."""
+"""Powers of ten up to this are exact as floats: every parser reads a number of `_EXACT` times one of them correctly."""
 _MOST_BOUND: Final = 2**63 - 1024
-"""The largest float that a 64-bit integer can be."""
+"""The maximum float that fits a 64-bit integer."""
 _MOST_CLOSED: Final = 10**12
 _SMALLEST: Final = 1e-20
-"""Stands for the number next to 0."""
+"""The number next to 0."""
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _MOST_PLACES: Final = 2**10
-"""A float that is a whole number of its parts has a remainder by others that is exact too."""
+"""A float that is a multiple of 1/1024 divides others with an exact remainder."""
 
 _SPACE: Final = r"\x1c-\x1f\x85\s"
 _NEGATED: Final = {"D": r"[^\p{Nd}]", "W": r"[^_\p{L}\p{N}]", "S": f"[^{_SPACE}]"}
-"""What is no digit, letter or space to either side."""
+"""Characters that are neither digit, letter nor space for either side."""
 _EXCLUDED: Final = {"d": r"\p{Nd}", "w": r"_\p{L}\p{N}", "s": _SPACE}
-"""In a negated class."""
+"""Members of a negated class."""
 _QUANTIFIER: Final = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
 
 _YEAR: Final = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE: Final = f"^(?:{_YEAR}-(?:0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-(?:[01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
-"""Of dates as the engine has them: no year 0000, no 29 February but in leap years."""
+"""Dates as the engine generates them: no year 0000, 29 February only in leap years."""
 _DATES: Final = ("date", "date-time")
 
 _ESCAPES: Final = 'nrbtf\\"'
@@ -46,18 +46,18 @@ _OTHER_CONTROL: Final = re.compile("[\x00-\x07\x0b\x0e-\x1f]")
 
 
 class SchemaProblem(ValueError):
-    """What of a schema cannot be enforced: the key, the value, the rule, the way out."""
+    """A part of a schema that cannot be enforced: the key, the value, the rule, the alternative."""
 
 
 def exact_schema(schema: Any) -> Any:
-    """A copy, changed where it must be. Raises SchemaProblem."""
+    """A copy, rewritten where needed. Raises SchemaProblem."""
     try:
         exact = _exact(schema)
     except RecursionError:
         raise SchemaProblem("the schema is nested too deeply") from None
     if isinstance(exact, dict) and not _has_other_controls(exact):
         own = exact.get("x-guidance")
-        # Else a name that the schema has could be written as another: "\u0061" for "a".
+        # Else a name of the schema could be escaped: "\u0061" for "a".
         exact["x-guidance"] = {"json_allowed_escapes": _ESCAPES, **(own if isinstance(own, dict) else {})}
     return exact
 
@@ -91,7 +91,7 @@ def _exact(schema: Any) -> Any:
 
 
 def _check_values(key: str, value: Any) -> None:
-    """Numbers, however deep."""
+    """Check numbers at any depth."""
     if isinstance(value, list):
         for each in value:
             _check_values(key, each)
@@ -103,7 +103,7 @@ def _check_values(key: str, value: Any) -> None:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether a number is the same after the engine has read it; what is no number is."""
+    """Whether a number is unchanged after the engine has read it; true for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     if isinstance(value, int):
@@ -115,14 +115,14 @@ def _is_exact(value: Any) -> bool:
 
 
 def _digits(value: float) -> tuple[int, int]:
-    """Its shortest decimal: all digits as a whole number, and the power of ten that it is multiplied with."""
+    """Its shortest decimal: all digits as an integer, and the exponent of ten."""
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     assert isinstance(exponent, int), value
     return int("".join(map(str, digits))), exponent
 
 
 def _bound(made: dict[str, Any]) -> None:
-    """Bounds of whole numbers that no float is become the next float inside; others must be exact."""
+    """Move integer bounds that no float equals to the next float inside; others must be exact."""
     for key in (*_LOWER, *_UPPER):
         value = made.get(key)
         if value is None or _is_exact(value):
@@ -139,8 +139,9 @@ def _bound(made: dict[str, Any]) -> None:
 
 
 def _close_bounds(made: dict[str, Any]) -> None:
-    """The engine allows a whole number that a bound excludes where the other bound, here or in a schema that is joined
-    with this one, is less than 1 away: `exclusiveMinimum=0, maximum=0.5` has 0. The next inside is another's bound.
+    """Replace exclusive bounds: the engine allows an integer that a bound excludes if the other bound, here or in a
+    schema joined with this one, is less than 1 away: `exclusiveMinimum=0, maximum=0.5` allows 0. The next number inside
+    becomes an inclusive bound.
     """
     if _is_of_integers(made.get("type")):
         return
@@ -164,7 +165,7 @@ def _is_of_integers(kind: Any) -> bool:
 
 
 def _whole_bound(key: str, value: int) -> int | None:
-    """As an inclusive one; None for what no 64-bit integer is."""
+    """Inclusive integer bound; None if it does not fit a 64-bit integer."""
     is_lower = key in _LOWER
     value += (key == "exclusiveMinimum") - (key == "exclusiveMaximum")
     near = float(value)
@@ -207,7 +208,7 @@ def _inexact(key: str, value: Any, way_out: str) -> SchemaProblem:
 
 
 def _exact_names(made: Mapping[str, Any]) -> dict[str, Any]:
-    """`patternProperties`. Where other names are allowed too, no name may be one of these to one reader alone."""
+    """Rewritten `patternProperties`. If other names are allowed too, both readers must match the same names."""
     is_closed = made.get("additionalProperties") is False
     found: dict[str, Any] = {}
     for pattern, schema in made["patternProperties"].items():
@@ -217,7 +218,7 @@ def _exact_names(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _python_piece(piece: str) -> str:
-    """What Python's `re` takes it for. Raises SchemaProblem for what cannot be written."""
+    """Python's meaning of a piece of a pattern. Raises SchemaProblem for one that cannot be written."""
     if re.fullmatch(r"\\[wWsSD]|\[.*\\[dDwWsS].*\]", piece, re.DOTALL):
         raise SchemaProblem(
             f"patternProperties: {piece} means more characters to one validator than to another: name them "
@@ -227,7 +228,7 @@ def _python_piece(piece: str) -> str:
 
 
 def _exact_pattern(pattern: str) -> str:
-    """Allows nothing that Python's `re` does not find."""
+    """A pattern that matches only what Python's `re` matches."""
     return "".join(map(_narrow_piece, _pieces(pattern)))
 
 
@@ -241,7 +242,9 @@ def _narrow_piece(piece: str) -> str:
 
 
 def _pieces(pattern: str) -> Iterator[str]:
-    """Escapes, classes, and single characters. Raises SchemaProblem for what means another thing to the engine."""
+    """Escapes, classes, and single characters. Raises SchemaProblem for a piece that the engine interprets
+    differently.
+    """
     place, was_quantifier = 0, False
     while place < len(pattern):
         quantifier = _QUANTIFIER.match(pattern, place)
@@ -258,7 +261,7 @@ def _pieces(pattern: str) -> Iterator[str]:
             piece = pattern[place : _end_of_class(pattern, place)]
         else:
             piece = pattern[place]
-        # A group's own question mark comes behind its parenthesis.
+        # The question mark of a group follows its parenthesis.
         was_quantifier = quantifier is not None and pattern[place - 1 : place] != "("
         place += len(piece)
         yield piece
@@ -280,7 +283,7 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 
 def _has_other_controls(value: Any) -> bool:
-    """Characters that JSON writes by their numbers alone."""
+    """Whether it has characters that JSON can write only as numeric escapes."""
     if isinstance(value, str):
         return _OTHER_CONTROL.search(value) is not None
     if isinstance(value, list):

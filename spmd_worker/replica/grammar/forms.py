@@ -1,6 +1,6 @@
-"""A form as llguidance reads it: a JSON Schema with options, or a grammar in Lark's syntax.
+"""Converts a constraint to llguidance's input: a JSON Schema with options, or a grammar in Lark's syntax.
 
-Made from the record alone, so every rank makes the same text of it. llguidance itself is needed for grammars in EBNF.
+Depends only on the record, so every rank makes the same text. llguidance itself is needed for grammars in EBNF.
 """
 
 import contextlib
@@ -14,28 +14,29 @@ from spmd_worker.replica.grammar.exact_schema import SchemaProblem, exact_schema
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
 DEFAULT_WHITESPACE: Final = r"[ \t\n\r]{1,32}"
-"""Between the parts of a JSON answer. Without a bound a model that likes spaces would never end."""
+"""Between the parts of a JSON answer. Unbounded, a model that repeats spaces would never end."""
 
 _NO_FORCING: Final = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
-"""One more grammar, which no other refers to: what one of them says of forcing is true of all. Where only one text can
-follow, the engine would allow the tokenizer's tokens for it alone, and then refuse one that was added to the vocabulary
-(`<tool_call>` in a choice) as no text; and it would work through the whole text. So it allows all tokens that spell it.
+"""An additional, unreferenced grammar: the forcing option of one applies to all. Where only one text can follow, the
+engine would allow only the tokenizer's tokens for it, and then reject one that was added to the vocabulary
+(`<tool_call>` in a choice) as not being text; and it would process the complete text. With this it allows all tokens
+that encode it.
 """
 
 _MOST_RULES: Final = 500
-"""Of a grammar in EBNF, which is converted in time that grows with their square."""
+"""Most rules of a grammar in EBNF: conversion time grows with their square."""
 
 
 _SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
-"""Before a schema in a grammar."""
+"""Start of a schema in a grammar."""
 
 _MOST_COPIED: Final = 4 << 20
 _ALTERNATIVES: Final = ("enum", "anyOf", "oneOf", "allOf")
-"""Each of these is put together with what stands beside it: so many characters of it are copied at most."""
+"""Each alternative is merged with its sibling keywords: at most `_MOST_COPIED` characters of these are copied."""
 
 
 class GrammarError(ValueError):
-    """A form in which no answer can be given: `code` is an error row's, the message is in the engine's words."""
+    """An invalid constraint: `code` is an error row's, the message is the engine's."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +44,7 @@ class GrammarError(ValueError):
 
 
 def load_llguidance() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+    """Import the package. Raises ConfigError if it is not installed."""
     try:
         import llguidance
         import llguidance.gbnf_to_lark
@@ -53,7 +54,7 @@ def load_llguidance() -> Any:
 
 
 def engine_grammar(form: StructuredOutputsParams) -> str:
-    """What `llguidance.LLMatcher` takes. Raises GrammarError for a grammar that cannot be read."""
+    """Input of `llguidance.LLMatcher`. Raises GrammarError for a grammar that cannot be read."""
     grammar = _form_grammar(form) if form.around is None else _surrounded(_form_grammar(form), form.around)
     for schema in _schemas_of(grammar):
         _check_copies(schema)
@@ -64,7 +65,7 @@ def engine_grammar(form: StructuredOutputsParams) -> str:
 
 
 def _surrounded(grammar: str, around: str) -> str:
-    """As the engine's own JSON, in which grammars refer to each other by name."""
+    """The engine's own JSON, in which grammars refer to each other by name."""
     try:
         is_lark = not grammar.lstrip().startswith("{")
         grammars = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
@@ -81,7 +82,7 @@ def _form_grammar(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return str(load_llguidance().LLMatcher.grammar_from_regex(form.regex))
     if form.choice is not None:
-        # One terminal, in upper case: a rule of so many alternatives would be more than a row of the parser holds.
+        # One terminal, in upper case: a rule with this many alternatives would exceed a row of the parser.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice))
     assert form.grammar is not None, form
     return _as_lark(form.grammar)
@@ -93,7 +94,7 @@ def _of_schema(form: StructuredOutputsParams) -> str:
         options: dict[str, Any] = {"whitespace_flexible": False}
     else:
         options = {"whitespace_pattern": form.whitespace_pattern or DEFAULT_WHITESPACE}
-    # What the schema itself says to the engine comes before defaults, and after what the row says.
+    # The schema's own options override defaults, and the row's options override them.
     own = schema.get("x-guidance")
     is_said = form.disable_any_whitespace or form.whitespace_pattern is not None
     theirs = own if isinstance(own, dict) else {}
@@ -102,11 +103,11 @@ def _of_schema(form: StructuredOutputsParams) -> str:
 
 
 def _schemas_of(grammar: str) -> Iterator[Any]:
-    """Of what the engine is given, whoever wrote it."""
+    """All schemas in the engine's input, also in the user's grammars."""
     if not grammar.lstrip().startswith("{"):
         yield from _schemas_in(grammar)
         return
-    # One that is no JSON, or has other things in it, is refused by the engine.
+    # The engine rejects invalid JSON, and other keys.
     with contextlib.suppress(ValueError, RecursionError, LookupError, AttributeError, TypeError):
         for each in json.loads(grammar)["grammars"]:
             yield each.get("json_schema")
@@ -115,13 +116,13 @@ def _schemas_of(grammar: str) -> Iterator[Any]:
 
 def _schemas_in(grammar: str) -> Iterator[Any]:
     for found in _SCHEMA.finditer(grammar):
-        # One that is no JSON is refused by the engine.
+        # The engine rejects invalid JSON.
         with contextlib.suppress(ValueError, RecursionError):
             yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
 
 
 def _exact(grammar: str) -> str:
-    """With schemas of which every answer is valid, whoever wrote it. Raises SchemaProblem."""
+    """The grammar with all schemas rewritten to be exact, also the user's. Raises SchemaProblem."""
     if not grammar.lstrip().startswith("{"):
         return _with_exact_schemas(grammar)
     try:
@@ -134,7 +135,7 @@ def _exact(grammar: str) -> str:
     except SchemaProblem:
         raise
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        # Refused by the engine.
+        # The engine rejects it.
         return grammar
     return json.dumps(whole)
 
@@ -142,7 +143,7 @@ def _exact(grammar: str) -> str:
 def _with_exact_schemas(grammar: str) -> str:
     made, place = [], 0
     for found in _SCHEMA.finditer(grammar):
-        # One that is no JSON is refused by the engine; what looks like one may be in another.
+        # The engine rejects invalid JSON; a match may lie inside another schema.
         with contextlib.suppress(json.JSONDecodeError, RecursionError):
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
             if found.start() >= place:
@@ -171,16 +172,16 @@ def _with_default(theirs: dict[str, Any], options: dict[str, Any]) -> dict[str, 
 
 
 def _unforced(grammar: str) -> str:
-    """As the engine's own JSON, with `_NO_FORCING`, whatever a grammar itself says of it."""
+    """The engine's own JSON, with `_NO_FORCING`, whatever the grammar's own option."""
     try:
         is_lark = not grammar.lstrip().startswith("{")
         whole = {"grammars": [{"lark_grammar": grammar}]} if is_lark else json.loads(grammar)
         if whole["grammars"] == []:
-            # Refused by the engine, which would take what is added for the form: its only answer is the empty text.
+            # The engine rejects it; with an added grammar it would allow only the empty text.
             return grammar
         whole["grammars"].append(_NO_FORCING)
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        # Refused by the engine.
+        # The engine rejects it.
         return grammar
     return json.dumps(whole)
 
@@ -195,5 +196,5 @@ def _as_lark(grammar: str) -> str:
     convert = load_llguidance().gbnf_to_lark.any_to_lark
     try:
         return str(convert(grammar))
-    except Exception as error:  # of a parser that raises what comes: RecursionError, IndexError, its own
+    except Exception as error:  # its parser raises anything: RecursionError, IndexError, its own
         raise GrammarError("grammar_refused", f"grammar is no EBNF that can be read: {error}") from None

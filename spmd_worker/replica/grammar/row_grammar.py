@@ -1,10 +1,10 @@
-"""How far one row has come in its form: a function of the form and the row's own output tokens.
+"""Grammar state of one row: a function of the constraint and the row's own output tokens.
 
-A row's state goes on by the tokens that the row has more than it had, wherever it was meanwhile (waiting, preempted,
-swapped), and one that is new takes them all, doing for each what the first one did.
+A row's state advances by the tokens that it has not consumed, wherever the row was meanwhile (waiting, preempted,
+swapped), and a new state consumes them all, with the same result as the first.
 
-Where only one text can follow, the tokens are those that the tokenizer gives for it, as far as they are the same
-whatever comes behind: these are forced, each by a mask that leaves it alone, and may be taken several at a time.
+Where only one text can follow, the tokens are those that the tokenizer gives for it, as far as they do not depend on
+what comes after: these are forced, each by a mask that allows only it, and several may be appended at a time.
 """
 
 import re
@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 BITS: Final = 32
-"""Of a word of a mask: bit b of word w is token 32 w + b."""
+"""Bits in a word of a mask: bit b of word w is token 32 w + b."""
 
 MOST_FORCED_BYTES: Final = 4096
-"""Of a text that alone can follow. The engine works through all of it at once (`a{1000000}`), as far as the items that
-the parser may make for it reach: in a row that has come to a longer one nothing is forced any more.
+"""Most bytes of a forced text. The engine processes all of it at once (`a{1000000}`), up to the parser's limit of
+items: a row that meets a longer one forces nothing any more.
 """
 
 _MOST_SPELLINGS: Final = 64
-"""Where only one text can follow, so many tokens at most begin it. Where more may follow, none is looked for."""
+"""Most tokens that can begin a forced text. If more are allowed, no forced text is looked for."""
 
 _NO_TOKEN: Final = "no token can follow"
 _STOPS: Final = {
@@ -39,21 +39,21 @@ _STOPS: Final = {
     "InternalError": "the grammar engine failed",
     "Cancelled": "the grammar engine was stopped",
 }
-"""The engine's names of why it stopped, which are all that it says of some forms."""
+"""The engine's stop reasons, which for some grammars are its only message."""
 _EMPTY: Final = re.compile(r"Regex is empty: .*", re.DOTALL)
 _LOOKING: Final = re.compile(r"lookarounds not supported yet; \w+ in regex")
 _STOP: Final = re.compile(rf"\b(?:{'|'.join(_STOPS)})\b")
 _SPECIAL: Final = b"\xff"
-"""Stands in the engine's bytes before a token that has no text."""
+"""Marks a token without text in the engine's bytes."""
 
 
 class RowGrammar:
-    """`new_matcher` makes an `llguidance.LLMatcher` with a lexer of its own; it never raises, but ends in an error, and
-    stays there. It is given whether tokens will be forced, and bounds what is worked through for that. `table` is its
-    `LLTokenizer`; of its tokens those from `vocab_size` on are not the model's.
+    """`new_matcher` makes an `llguidance.LLMatcher` with a lexer of its own; it never raises, but enters an error state
+    and remains there. Its argument is whether tokens will be forced, which bounds the work for that. `table` is its
+    `LLTokenizer`; tokens from `vocab_size` on are not the model's.
 
-    `eos_token_ids` are given where some of them spell text too: as text they are forbidden then, so that they end the
-    row and nothing else. `can_force`: whether tokens are forced. Once false, it stays.
+    `eos_token_ids` are given if some of them have text: as text they are forbidden then, so that they only end the row.
+    `can_force`: whether tokens are forced. Once false, it remains so.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class RowGrammar:
         self._is_looked_at = False
         self._forced: deque[int] = deque()
         self.problem = ""
-        """Why no token can be chosen, in the engine's words; empty while one can. It stays."""
+        """Reason why no token is allowed, in the engine's words; empty while one is. It is permanent."""
 
     def take(self, output_token_ids: Sequence[int]) -> None:
-        """The row has these tokens by now; those taken before are the first of them."""
+        """Advance to the row's output tokens; those consumed before are the first of them."""
         for token_id in output_token_ids[len(self._taken) :]:
             if not self._is_looked_at and not self.problem:
                 self._look(np.zeros(-(-max(self._vocab_size, self._table.vocab_size) // BITS), dtype=np.int32))
@@ -88,7 +88,7 @@ class RowGrammar:
             self._is_looked_at = bool(self._forced)
 
     def fill(self, bits: NDArray[np.int32]) -> None:
-        """Which tokens may follow, a bit each, into int32 [tokens / 32]; sets `problem` where none may."""
+        """Write the allowed tokens, a bit each, into int32 [tokens / 32]; set `problem` if none is allowed."""
         if not self.problem and not self._forced:
             self._look(bits)
         if self.problem or self._forced:
@@ -97,7 +97,7 @@ class RowGrammar:
             _set(bits, self._forced[0], True)
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """After `fill`: the tokens that follow whatever is sampled, the next `most` of them."""
+        """The next forced tokens, `most` at most; call after `fill`."""
         return tuple(islice(self._forced, most))
 
     def _consume(self, token_id: int) -> None:
@@ -105,32 +105,32 @@ class RowGrammar:
             self.problem = in_words(self._matcher.get_error()) or f"token {token_id} does not follow"
 
     def _look(self, bits: NDArray[np.int32]) -> None:
-        """What may follow the tokens taken, once for each number of them: it uses up what the engine may use."""
+        """Compute the mask after the consumed tokens, once for each number of them: it uses up the engine's limits."""
         self._is_looked_at = True
         if not self._mask(bits):
             if self.can_force and self._matcher.is_error():
-                # The mask took more than a row that forces may use: it may fit the limits of one that does not.
+                # The mask exceeded the limits of a row that forces: it may fit those of one that does not.
                 self._stop_forcing(bits)
             return
         num_allowed = int(np.bitwise_count(bits.view(np.uint32)).sum())
         if not self.can_force or num_allowed > _MOST_SPELLINGS or self._matcher.is_accepting():
             return
         if not self._force():
-            # What was worked out for it counts against the row's own limits: the copy has the same lexer.
+            # Its work counts against the row's own limits: the copy has the same lexer.
             self._stop_forcing(bits)
 
     def _stop_forcing(self, bits: NDArray[np.int32]) -> None:
-        """Become the state that a row has in which nothing was ever forced, and look again."""
+        """Switch to the state of a row that never forced, and recompute the mask."""
         self.can_force, self.problem, self._matcher = False, "", self._new_matcher(False)
         for token_id in self._taken:
             self._consume(token_id)
-            # As when they were taken: what the lexer may work out is bounded from one look to the next.
+            # A mask per token, as when they were consumed: the lexer's limit applies between masks.
             if self.problem or not self._mask(bits):
                 return
         self._mask(bits)
 
     def _mask(self, bits: NDArray[np.int32]) -> bool:
-        """Whether any token may follow."""
+        """Whether any token is allowed."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
             self.problem = in_words(self._matcher.get_error()) or _NO_TOKEN
@@ -143,20 +143,20 @@ class RowGrammar:
         return not self.problem
 
     def _force(self) -> bool:
-        """Find what is forced; false where that is too much."""
+        """Find the forced tokens; false where that exceeds the limits."""
         ahead = self._matcher.deep_copy()
         text = ahead.compute_ff_bytes()
         if ahead.is_error() or len(text) > MOST_FORCED_BYTES:
             return False
         token_ids, _ = self._table.tokenize_partial(text.partition(_SPECIAL)[0])
         usable = [*takewhile(lambda each: each < self._vocab_size and each not in self._eos_token_ids, token_ids)]
-        # Of a text that is an added token (`<tool_call>` in a choice) that token is none of those that spell it.
+        # If the text is an added token (`<tool_call>` in a choice), that token is not among those that encode it.
         self._forced.extend(usable[: self._matcher.validate_tokens(usable)] if usable else ())
         return True
 
 
 def in_words(message: str) -> str:
-    """An error of the engine's for people."""
+    """Readable text of an engine's error."""
     message = _EMPTY.sub("no text has all of its patterns, lengths and formats", message)
     message = _LOOKING.sub("^ and $ inside a pattern, and word boundaries, are not supported: regex", message)
     return _STOP.sub(lambda found: _STOPS[found[0]], message)
@@ -169,7 +169,7 @@ def _set(bits: NDArray[np.int32], token_id: int, value: bool) -> None:
 
 
 def _clear_from(bits: NDArray[np.int32], first: int) -> None:
-    """The bits of token `first` and of all after it."""
+    """Clear the bits from token `first` on."""
     word, bit = divmod(first, BITS)
     if word < len(bits):
         bits.view(np.uint32)[word] &= np.uint32((1 << bit) - 1)

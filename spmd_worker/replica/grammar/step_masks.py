@@ -1,8 +1,8 @@
-"""The masks of one step's constrained rows, computed beside its forward pass.
+"""Masks of one step's constrained rows, computed in parallel with its forward pass.
 
-Every rank that samples has the states of its rows, and makes the same masks of the same tokens. A state is compiled in
-the step in which its sequence first samples, or, of one that forked, samples for the first time by itself: of those the
-scheduler lets so many into a step (`replica/scheduler/budget.py`).
+Every rank that samples has the states of its rows, and computes the same masks from the same tokens. A state is
+compiled in the step in which its sequence first samples, or, after a fork, first samples on its own: the scheduler
+bounds the number per step (`replica/scheduler/budget.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
 MOST_FORCED: Final = 32
-"""Tokens that a row takes in one step where all are forced. Answers do not depend on it."""
+"""Most tokens that a row appends in one step where all are forced. Answers do not depend on it."""
 
 
 class ConstrainedRow(NamedTuple):
-    """A row that samples: its index among those that do, whose it is, and its output tokens so far. `may_force`: it
-    forbids no tokens itself; `takes_several`: it wants nothing of a token but its id.
+    """A row that samples: its index among those that do, its sequence, and its output tokens so far. `may_force`: it
+    forbids no tokens itself; `takes_several`: it needs only the id of a token.
     """
 
     row_index: int
@@ -41,10 +41,9 @@ class ConstrainedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """`allowed` int32 [M, words], a bit a token (`row_grammar.BITS`): row m is that of sampling row `indices[m]`. Those
-    in `failed` have no token that may follow, or used up a limit. `forced` has, of some other rows, the tokens that
-    follow in any case, the first of which is all that the mask leaves. `checksum` is a CRC-32 of what every row may
-    take, the failed ones included.
+    """`allowed` int32 [M, words], a bit a token (`row_grammar.BITS`): row m is that of sampling row `indices[m]`. Rows
+    in `failed` allow no token, or used up a limit. `forced` has the tokens that follow in any case for some other rows;
+    their masks allow only the first. `checksum` is a CRC-32 of the masks of all rows, the failed ones included.
     """
 
     indices: tuple[int, ...]
@@ -54,7 +53,7 @@ class StepMasks:
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def taken(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
-        """What each row of a step takes that was sampled these: beside its own token those forced behind it."""
+        """Tokens appended to each row of a step, given the sampled ids: its own, and the forced ones after it."""
         return [
             forced if (forced := self.forced.get(index, ()))[:1] == (token_id,) else (token_id,)
             for index, token_id in enumerate(token_ids)
@@ -62,7 +61,7 @@ class StepMasks:
 
 
 class GrammarMasks:
-    """`begin`, then `end`, in each step that has constrained rows; `forget` what has ended.
+    """`begin`, then `end`, in each step that has constrained rows; `forget` drops what has ended.
 
     One thread computes, whatever the number of cores: the forward pass has the others.
     """
@@ -73,11 +72,10 @@ class GrammarMasks:
         self._running: tuple[Thread, list[StepMasks | BaseException]] | None = None
 
     def __len__(self) -> int:
-        """How many states are held."""
         return len(self._states)
 
     def begin(self, rows: Sequence[ConstrainedRow]) -> None:
-        """Start; the tokens of the rows stay as they are until `end`."""
+        """Start; the rows' tokens must not change until `end`."""
         assert self._running is None, "the masks of the last step were never taken"
         if not rows:
             return
@@ -86,7 +84,7 @@ class GrammarMasks:
         def run() -> None:
             try:
                 found.append(self._masks(rows))
-            except BaseException as error:  # a panic of the engine is no Exception; raised again where it is waited for
+            except BaseException as error:  # a panic of the engine is not an Exception; re-raised in `end`
                 found.append(error)
 
         thread = Thread(target=run, name="grammar masks", daemon=True)
@@ -94,7 +92,7 @@ class GrammarMasks:
         thread.start()
 
     def end(self) -> StepMasks | None:
-        """Wait for them; None where no row of the step is constrained."""
+        """Wait for the masks; None if the step has no constrained row."""
         if self._running is None:
             return None
         (thread, found), self._running = self._running, None
@@ -104,7 +102,7 @@ class GrammarMasks:
         return found[0]
 
     def forget(self, sequences: Sequence[SequenceKey], request_ids: Sequence[RequestId]) -> None:
-        """Sequences that ended, and requests with all of theirs."""
+        """Drop ended sequences, and requests with all of theirs."""
         if not self._states:
             return
         ended = dict.fromkeys(request_ids)
@@ -134,21 +132,21 @@ class GrammarMasks:
         return StepMasks(indices, allowed, crc32(bits.data), tuple(failed), several)
 
     def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar:
-        """That of `key`, after the row's tokens so far."""
+        """State of `key`, after the row's tokens so far."""
         state = self._states.get(key)
         if state is None:
             try:
                 state = self._states[key] = self._compiler.start(row.form, row.may_force)
             except GrammarError as error:
-                # Rows are admitted with forms that compile: this rank's packages or files are not the engine's.
+                # Rows are admitted with grammars that compile: this rank's packages or files differ from the engine's.
                 raise ConfigError(f"structured_outputs: a form that was admitted cannot be compiled: {error}") from None
         state.take(row.output_token_ids)
         return state
 
 
 def _owners(rows: Sequence[ConstrainedRow]) -> list[SequenceKey]:
-    """Whose state each row takes its mask from: its own; but samples of a request that have no tokens yet, and fork in
-    this step, have that of the first of them.
+    """Key of the state that each row's mask comes from: its own; but samples of a request that have no tokens yet, and
+    fork in this step, use that of the first of them.
     """
     firsts: dict[RequestId, SequenceKey] = {}
     return [row.key if row.output_token_ids else firsts.setdefault(row.key.request_id, row.key) for row in rows]

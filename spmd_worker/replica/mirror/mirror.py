@@ -1,7 +1,6 @@
-"""The worker's copy of what the scheduler knows: sequences by request id, kept up to date by the plans of the steps.
+"""The worker's copy of the scheduler's state: sequences by request id, updated by the plans of the steps.
 
-A plan is checked whole before it changes anything (`plan_check.py`): a plan that is refused leaves the mirror as it
-was.
+A plan is checked completely before it changes anything (`plan_check.py`): a rejected plan leaves the mirror unchanged.
 """
 
 from collections import deque
@@ -21,12 +20,12 @@ from spmd_worker.replica.sequence.step import StepPlan
 __all__ = ["Mirror", "MirrorError", "MirroredSequence", "ScheduledSequence"]
 
 SequenceState = tuple[tuple[int, ...], tuple[BlockId, ...], int]
-"""Output tokens, block table, and how many tokens are computed once the last plan has run."""
+"""Output tokens, block table, and number of computed tokens once the last plan has run."""
 
 
 class _Sampling(NamedTuple):
-    """A step whose ids are not read yet: its rows, their lists of output tokens, and how many these had. `is_single`:
-    each row samples one id.
+    """A step whose ids are not read yet: its rows, their lists of output tokens, and the lengths these had.
+    `is_single`: each row samples one id.
     """
 
     step: int
@@ -37,7 +36,7 @@ class _Sampling(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """A step of sequences that continue by one id each, and of nothing else."""
+    """A step in which sequences continue by one id each, and nothing else happens."""
 
     keys: tuple[SequenceKey, ...]
     sequences: list[MirroredSequence]
@@ -59,16 +58,15 @@ class Mirror:
         self._groups: dict[RequestId, MirroredGroup] = {}
         self._sampling: deque[_Sampling] = deque()
         self._decoding: _Decoding | None = None
-        """The last step, where it was such a one."""
+        """The last step, if it was one."""
         self._read_ids: dict[MirroredSequence, int] = {}
-        """Of sequences that go on later than their ids are read."""
+        """Ids of sequences that continue after their ids are read."""
 
     def __len__(self) -> int:
-        """How many requests the mirror holds."""
         return len(self._groups)
 
     def state(self) -> dict[SequenceKey, SequenceState]:
-        """Every sequence held, in the order of keys, as values: what a scheduler's own state is compared with."""
+        """Every sequence held, in the order of keys, as values, to be compared with a scheduler's own state."""
         state = {}
         for request_id in sorted(self._groups):
             for sample_index, sequence in sorted(self._groups[request_id].sequences.items()):
@@ -81,10 +79,10 @@ class Mirror:
         return state
 
     def apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
-        """Bring the mirror to the plan's step and return what it computes, in plan order: the tuple of the step before,
-        where it takes just the sequences of that one a token further.
+        """Advance the mirror to the plan's step and return the scheduled rows, in plan order: the same tuple as in the
+        step before, if only its sequences continue by a token.
 
-        Raises MirrorError, and changes nothing, where the plan does not follow from the plans before it.
+        Raises MirrorError, and changes nothing, if the plan does not follow from the plans before it.
         """
         decoding = self._decoding
         if decoding is None or not self._goes_on(plan, decoding):
@@ -96,8 +94,8 @@ class Mirror:
         return decoding.scheduled
 
     def _goes_on(self, plan: StepPlan, last: _Decoding) -> bool:
-        """Whether the plan takes the sequences of the last one a token further, and nothing else: then it follows if
-        each has a block for it. Nearly every step is such a one.
+        """Whether the plan only advances the sequences of the last one by a token: then it is valid if each has a block
+        for it. Nearly every step is one.
         """
         num_rows, num_new = len(last.sequences), {}
         if (
@@ -123,7 +121,7 @@ class Mirror:
         return all(place in num_new for place in lacking)
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
-        """As `apply`, of any plan."""
+        """`apply` for any plan."""
         last_rows = self._sampling[-1].rows if self._sampling and self._sampling[-1].step == self._step else ()
         check = PlanCheck(self._groups, self.num_blocks, self.block_size, self._step, last_rows)
         continuing = check.check(plan)
@@ -147,8 +145,8 @@ class Mirror:
         return scheduled
 
     def take_sampled(self, step: int, sampled: SampledIds) -> None:
-        """The ids that `step` sampled are read: those that went ahead of them have theirs now, others will when they go
-        on. In the order of steps.
+        """Store the ids that `step` sampled: sequences that went ahead of them get theirs now, others when they
+        continue. Call in the order of steps.
         """
         if not self._num_steps_ahead:
             return
@@ -161,7 +159,7 @@ class Mirror:
             rows: Iterable[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
         else:
             given = iter(sampled.rows())
-            # Forks, and those that take none or several at once, go on by what the plan says.
+            # Forks, and sequences with none or several ids at once, continue by the plan's ids.
             rows = [
                 tuple([each[0] for each in islice(given, row.num_samples) if len(each) == row.num_samples == 1])
                 for row in awaited.rows
@@ -170,7 +168,7 @@ class Mirror:
             awaited.rows, awaited.outputs, awaited.nums_outputs, rows, strict=True
         ):
             for token_id in token_ids:
-                # One that is given no id ends with that, and nobody reads what is computed of it meanwhile.
+                # A sequence that got no id ends there; what is computed of it meanwhile is never read.
                 if len(outputs) > num_outputs:
                     outputs[num_outputs] = token_id if token_id > 0 else 0
                 else:
@@ -181,7 +179,7 @@ class Mirror:
         outputs = [row.sequence.output_token_ids for row in scheduled]
         is_single = self._decoding is not None
         self._sampling.append(_Sampling(step, scheduled, outputs, list(map(len, outputs)), is_single))
-        # One that is read and one that is not, and what was never read of a step that failed.
+        # One step that is read and one that is not; older ones belong to a step that failed.
         while len(self._sampling) > 1 + self._num_steps_ahead:
             self._sampling.popleft()
 
@@ -201,7 +199,7 @@ class Mirror:
         return rows + [sequence.decode_row for sequence in others]
 
     def _continue_unevenly(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
-        """Each computes the ids that it was given, and its last token again where that were none."""
+        """Each computes its given ids, or recomputes its last token if it was given none."""
         given = SampledIds(plan.continuing_token_ids, plan.continuing_num_ids).rows()
         for sequence, token_ids in zip(continuing, given):
             sequence.output_token_ids += token_ids
@@ -218,7 +216,7 @@ class Mirror:
             self._groups.pop(request_id, None)
 
     def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
-        """Take the request and the listed sequences as they are sent; sequences not listed stay."""
+        """Replace the request and the listed sequences by the data sent; others are kept."""
         request = update.request
         group = self._groups.setdefault(request.request_id, MirroredGroup(request))
         group.request = request
@@ -245,7 +243,7 @@ class Mirror:
                 group.sequences[data.sample_index] = sequence
             sequence.output_token_ids += data.appended_token_ids
             if data.num_kept_blocks != len(sequence.block_ids):
-                # Another list: who holds the one before knows that it is not only added to.
+                # A new list: a holder of the old one sees that it did not only grow.
                 sequence.block_ids = sequence.block_ids[: data.num_kept_blocks]
             sequence.block_ids += data.appended_block_ids
             sequence.num_computed_tokens = data.num_computed_tokens
@@ -254,7 +252,7 @@ class Mirror:
 
 
 def _go_on(sequence: MirroredSequence, token_id: int) -> None:
-    """It has one token more, and computes that."""
+    """Append one token, and schedule it."""
     sequence.output_token_ids.append(token_id)
     sequence.num_computed_tokens += sequence.num_scheduled_tokens
     sequence.num_scheduled_tokens = 1

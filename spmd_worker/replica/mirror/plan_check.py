@@ -1,6 +1,6 @@
-"""Whether a plan follows from the plans before it: every rule a mirror holds a plan to, before it changes anything.
+"""Checks that a plan follows from the plans before it: every rule, before the mirror changes anything.
 
-Knows what a mirror holds and the size of the cache; changes neither.
+Knows the mirror's state and the size of the cache; changes neither.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 
 class PlanCheck:
-    """One check of one plan against `groups`, which were last brought to step `step` (None: to none yet). Where there
-    are no blocks, sequences are computed whole. `last_rows` are that step's, where the next may go ahead of its ids.
+    """One check of one plan against `groups`, which are at step `step` (None: before the first). Without blocks,
+    sequences are computed completely at once. `last_rows` are that step's, if the next may go ahead of its ids.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PlanCheck:
         self._last_rows = last_rows
 
     def check(self, plan: StepPlan) -> list[MirroredSequence]:
-        """Raise MirrorError unless the whole plan follows from what the mirror holds; returns the continuing rows."""
+        """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
         if self._step is not None and plan.step != self._step + 1:
             raise MirrorError(f"step {plan.step}: field step is {plan.step}, the mirror expects {self._step + 1}")
         self._check_block_ops(plan)
@@ -63,7 +63,7 @@ class PlanCheck:
         return continuing
 
     def _check_continuing(self, plan: StepPlan) -> list[MirroredSequence]:
-        """The continuing sequences, each of which the mirror must hold with all its tokens computed."""
+        """The continuing sequences; the mirror must hold each with all its tokens computed."""
         keys, groups, block_size = plan.continuing, self._groups, self.block_size
         num_ids = self._check_continuing_ids(plan)
         num_new_blocks = self.check_blocks(plan)
@@ -78,7 +78,7 @@ class PlanCheck:
                 _refuse_key(
                     plan, keys[place], f"computed to {end}", f"computed to {sequence.num_tokens}, its last token"
                 )
-            # The hot line: most were given one id, and have a block for it.
+            # Hot path: most get one id, and have a block for it.
             if end >= len(sequence.block_ids) * block_size or num_ids:
                 last = end - 1 + (num_ids[place] if num_ids else 1)
                 if last >= (len(sequence.block_ids) + num_new_blocks.get(place, 0)) * block_size:
@@ -89,7 +89,7 @@ class PlanCheck:
         return sequences
 
     def _check_ahead(self, plan: StepPlan, sequences: list[MirroredSequence]) -> None:
-        """For each of these the step before samples the one id that it appends."""
+        """Check that the step before samples exactly the id that each of these appends."""
         if not sequences:
             return
         sampling = dict.fromkeys([row.sequence for row in self._last_rows if row.num_samples == 1])
@@ -99,7 +99,7 @@ class PlanCheck:
                 _refuse_key(plan, plan.continuing[place], "ahead of its id", rule)
 
     def _check_continuing_ids(self, plan: StepPlan) -> tuple[int, ...]:
-        """How many ids each appends; empty where each appends one."""
+        """Number of ids that each appends; empty if each appends one."""
         num_ids, num_keys = plan.continuing_num_ids, len(plan.continuing) - plan.num_ahead
         if not 0 <= plan.num_ahead <= len(plan.continuing):
             raise MirrorError(
@@ -125,8 +125,8 @@ class PlanCheck:
         return (1,) * plan.num_ahead + num_ids if num_ids else ()
 
     def check_blocks(self, plan: StepPlan) -> dict[int, int]:
-        """How many blocks each continuing sequence (by index) takes: one at most where each appends one id. Raises
-        MirrorError for blocks, or sequences, that there are not.
+        """Number of new blocks per continuing sequence (by index): one at most if each appends one id. Raises
+        MirrorError for blocks, or sequences, that do not exist.
         """
         num_new_blocks: dict[int, int] = {}
         for place, _ in plan.continuing_blocks:
@@ -145,7 +145,7 @@ class PlanCheck:
         return num_new_blocks
 
     def _check_listed_once(self, plan: StepPlan) -> None:
-        """No sequence continues twice, or continues and is listed or has ended."""
+        """Check that no sequence continues twice, or continues and is listed or has ended."""
         keys = dict.fromkeys(plan.continuing)
         if len(keys) != len(plan.continuing):
             raise MirrorError(f"step {plan.step}: field continuing lists a sequence twice, the mirror expects it once")
@@ -160,7 +160,7 @@ class PlanCheck:
             _refuse_key(plan, ended[0], "also finished", "one or the other")
 
     def _check_block_ops(self, plan: StepPlan) -> None:
-        """Device blocks of the moves must exist. How many blocks the host has, the mirror does not know."""
+        """Check that device blocks of the moves exist. The mirror does not know the number of host blocks."""
         operations = plan.block_ops
         if operations.is_empty:
             return
@@ -214,7 +214,7 @@ class PlanCheck:
     def _check_continuation(self, plan: StepPlan, sequence: MirroredSequence, data: SequenceDataDelta) -> None:
         request_id = sequence.request.request_id
         expected = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-        # Who sampled and was given no id computes its last token again.
+        # A sequence that sampled without getting an id recomputes its last token.
         may_repeat = not data.appended_token_ids and expected == sequence.num_tokens
         if data.num_computed_tokens != expected and not (may_repeat and data.num_computed_tokens == expected - 1):
             _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, expected)
@@ -229,7 +229,7 @@ class PlanCheck:
         self._check_counts(plan, sequence.request, data, num_tokens, num_blocks)
 
     def _check_fork(self, plan: StepPlan, request: Request, data: SequenceDataDelta) -> None:
-        """A sequence that the mirror does not hold, of a request that it does: the delta has all of it."""
+        """Check a sequence that the mirror does not hold, of a request that it does: the delta has all of it."""
         self._check_sample_index(plan, request, data)
         if data.num_kept_blocks != 0:
             _refuse(plan, request.request_id, data, "num_kept_blocks", data.num_kept_blocks, "0 for a new sequence")
@@ -267,7 +267,7 @@ class PlanCheck:
         num_tokens: int,
         num_blocks: int,
     ) -> None:
-        """The chunk must lie inside the tokens and inside the blocks, and sample only at the end of the tokens."""
+        """Check that the chunk lies inside the tokens and the blocks, and samples only at the end of the tokens."""
         request_id = request.request_id
         end = data.num_computed_tokens + data.num_scheduled_tokens
         has_room = end <= num_blocks * self.block_size if self.num_blocks else data.num_computed_tokens == 0
@@ -299,7 +299,7 @@ def _check_listing(
     sequences: Sequence[SequenceData | SequenceDataDelta],
     finished: dict[SequenceKey, None],
 ) -> None:
-    """A group lists some sequence, each once, and none that the same plan says has ended."""
+    """Check that a group lists at least one sequence, each once, and none that the plan lists as ended."""
     if not sequences:
         _refuse(plan, request_id, None, "sequences", "empty", "at least one")
     if len(sequences) > 1 and len(dict.fromkeys(data.sample_index for data in sequences)) != len(sequences):

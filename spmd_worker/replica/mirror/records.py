@@ -1,4 +1,4 @@
-"""The records of a mirror: what a worker knows of a sequence, and what a step computes of it."""
+"""Records of a mirror: a worker's state of a sequence, and a step's work on it."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class MirrorError(ValueError):
 class MirroredSequence:
     """One sequence as of the last plan that listed it: `num_scheduled_tokens` computed from `num_computed_tokens` on.
 
-    It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks is only ever added
-    to; where other blocks go, the record gets another list. Of a sequence that has gone ahead of its id the last output
-    token is `NOT_READ` until the id is read. `is_plain`: of its logits it needs the largest alone, at every token.
+    It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks only grows; if
+    blocks are removed, the record gets a new list. While a sequence is ahead of its id, its last output token is
+    `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token.
     """
 
     request: Request
@@ -30,12 +30,12 @@ class MirroredSequence:
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # What a step computes of a sequence that was given one id: always the same, so it is made once.
+        # The row of a sequence with one id is always the same, so it is made once.
         self.decode_row = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
         self.take_request(self.request)
 
     def take_request(self, request: Request) -> None:
-        """The request as it was sent last."""
+        """Replace the request by the one sent last."""
         sampling = request.sampling
         is_plain = sampling.needs_largest_alone and not sampling.min_tokens and sampling.prompt_logprobs is None
         self.request, self.is_plain = request, is_plain
@@ -57,7 +57,7 @@ class MirroredSequence:
 
 
 class ScheduledSequence(NamedTuple):
-    """What a step computes of one sequence, and how many tokens it samples from the logits of the last position."""
+    """One sequence's scheduled tokens, and the number of tokens to sample from the logits of the last position."""
 
     sequence: MirroredSequence
     num_scheduled_tokens: int
@@ -66,7 +66,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class MirroredGroup:
-    """A request and those of its sequences that the worker was sent and that have not ended."""
+    """A request and those of its sequences that were sent to the worker and have not ended."""
 
     request: Request
     sequences: dict[int, MirroredSequence] = field(default_factory=dict)

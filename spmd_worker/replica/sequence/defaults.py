@@ -1,5 +1,5 @@
-"""Sampling parameters of rows that do not say: the run's configuration, then the model's own advice, then vLLM's
-defaults.
+"""Defaults of sampling parameters that a row leaves out: the run's configuration, then the model's
+generation_config.json, then vLLM's defaults.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def default_sampling(config: SamplingConfig, generation_config: Mapping[str, Any
     """`do_sample: false` in generation_config.json means greedy. Raises ConfigError for a value out of range."""
     advised = {key: generation_config[key] for key in _ADVISED_KEYS if generation_config.get(key) is not None}
     if generation_config.get("do_sample") is False:
-        # Hugging Face ignores temperature and filters then, and so must we.
+        # Like Hugging Face, which ignores temperature and filters then.
         advised = {key: value for key, value in advised.items() if key == "repetition_penalty"} | {"temperature": 0.0}
     if generation_config.get("max_new_tokens") is not None:
         advised["max_tokens"] = generation_config["max_new_tokens"]

@@ -1,7 +1,7 @@
-"""What a replica cannot compute by itself: it enters through rank 0, in order, stamped with a step number.
+"""Events: input that a replica cannot compute itself. They enter through rank 0, in order, stamped with a step number.
 
-A new event is a class here, listed in `Event`, and what raises and what applies it: its bytes, its digest and the words
-for a difference follow from its fields.
+A new event is a class here, listed in `Event`, plus the code that raises it and the code that applies it: its encoding,
+its digest and the text of a difference follow from its fields.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request ends now, wherever it stands; one that has already ended is not an error."""
+    """A request ends now, in any state; one that has already ended is not an error."""
 
     request_id: RequestId
 
@@ -38,13 +38,13 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class EndRound:
-    """What the replica was given is answered: ranks that follow return to their caller, and the engine goes on."""
+    """All requests of the replica are answered: following ranks return to their caller, and the engine goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """The call that the ranks are in ends with this step: a signal's handler raised `error` on `rank` of the replica,
-    in words. What the call has left open is aborted in the same step.
+    """The current call of the ranks ends with this step: a signal's handler raised `error` (its text) on `rank` of the
+    replica. Requests that the call has left open are aborted in the same step.
     """
 
     rank: int
@@ -56,17 +56,17 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Nothing that is in the cache now may be found by a later request; requests in flight go on."""
+    """Later requests find nothing that is in the cache now; requests in flight continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetWeightVersion:
-    """The weights are others from now on: `version` enters the name of everything that is cached."""
+    """The weights change: `version` enters the block hashes."""
 
     version: int
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError: later, as a step's message is coded, it would be the end of every rank."""
+        """Raises TypeError or ValueError: later, when a step's message is encoded, it would end every rank."""
         object.__setattr__(self, "version", whole_number("version", self.version))
 
 
@@ -82,8 +82,8 @@ class FinishTransfers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """Every worker prepares `name` with `payload` (bytes of the executor's coding) before the next step; the answers go
-    up with that step. At most one is open: from its step to that of its `EndWorkerEvent`.
+    """Every worker prepares `name` with `payload` (bytes of the executor's encoding) before the next step; the answers
+    are sent with that step. At most one is open: from its step to that of its `EndWorkerEvent`.
     """
 
     number: int
@@ -96,8 +96,8 @@ class WorkerEvent:
 
 @dataclass(frozen=True, slots=True)
 class EndWorkerEvent:
-    """Every worker commits worker event `number` before the next step, or undoes it where there is a `problem`: what
-    the lowest rank that refused said.
+    """Every worker commits worker event `number` before the next step, or undoes it if there is a `problem`: the text
+    of the lowest rank that rejected it.
     """
 
     number: int
@@ -109,8 +109,9 @@ class EndWorkerEvent:
 
 @dataclass(frozen=True, slots=True)
 class CommitWeights:
-    """All ranks have loaded new weights: as `SetWeightVersion`. `version` is a digest of what was loaded, `num_tensors`
-    of them; each rank compares both with its own before the step runs, unless they come with a worker event's commit.
+    """All ranks have loaded new weights: like `SetWeightVersion`. `version` is a digest of the loaded tensors,
+    `num_tensors` their number; each rank compares both with its own before the step runs, unless they come with a
+    worker event's commit.
     """
 
     version: int
@@ -136,9 +137,9 @@ Event = (
 
 
 CommittedWith = ResetPrefixCache | SetWeightVersion | CommitWeights
-"""What may take effect with the commit of a worker event."""
+"""Events that may take effect with the commit of a worker event."""
 
 
 def concern_workers(events: tuple[Event, ...]) -> bool:
-    """Whether workers change between this step and the next, so that no later one may be in flight on any stage."""
+    """Whether workers change between this step and the next, so that no later step may be in flight on any stage."""
     return any(isinstance(event, WorkerEvent | EndWorkerEvent) for event in events)

@@ -1,9 +1,8 @@
-"""What a worker is sent of a sequence group: everything once, then only what changed.
+"""Updates of sequence groups for the workers: everything once, then only the changes.
 
-A snapshot (`SequenceGroupMetadata`) introduces a group or replaces what was known of the sequences it lists (after they
-were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. A sequence that continues
-needs neither: see `StepPlan.continuing`. `replica/lockstep/wire/codec.py` packs these records,
-`replica/mirror/mirror.py` applies them.
+A snapshot (`SequenceGroupMetadata`) introduces a group or replaces the listed sequences (after they were preempted and
+lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. A sequence that continues needs neither: see
+`StepPlan.continuing`. `replica/lockstep/wire/codec.py` packs these records, `replica/mirror/mirror.py` applies them.
 """
 
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ def _check_num_samples(num_samples: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SequenceData:
-    """One scheduled sequence, whole: the step computes `num_scheduled_tokens` tokens from `num_computed_tokens` on.
+    """All data of one scheduled sequence: the step computes `num_scheduled_tokens` tokens from `num_computed_tokens`
+    on.
 
-    `num_samples` tokens are sampled from the logits of the last one: 0 inside a prompt, 1 at its end and in decoding,
-    n where n sequences are about to fork from this one.
+    `num_samples` tokens are sampled from the logits of the last one: 0 inside a prompt, 1 at its end and in decoding, n
+    where n sequences are about to fork from this one.
     """
 
     sample_index: int
@@ -41,8 +41,8 @@ class SequenceDataDelta:
     """One scheduled sequence that the mirror knows: tokens to append, and blocks to append after the first
     `num_kept_blocks`.
 
-    The other fields mean what they mean in `SequenceData`. `num_kept_blocks` is below the length of the known table
-    only where copy-on-write replaced the table's tail.
+    The other fields are those of `SequenceData`. `num_kept_blocks` is below the length of the known table only where
+    copy-on-write replaced the table's tail.
     """
 
     sample_index: int
@@ -59,20 +59,19 @@ class SequenceDataDelta:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroupMetadata:
-    """Snapshot: the request and, whole, the sequences of it that this step computes."""
+    """Snapshot: the request, and all data of those of its sequences that this step computes."""
 
     request: Request
     sequences: tuple[SequenceData, ...]
 
     @property
     def request_id(self) -> RequestId:
-        """The group's name."""
         return self.request.request_id
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroupMetadataDelta:
-    """What changed in a known group, for the sequences of it that this step computes."""
+    """Changes of a known group, for those of its sequences that this step computes."""
 
     request_id: RequestId
     sequences: tuple[SequenceDataDelta, ...]

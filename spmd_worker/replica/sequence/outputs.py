@@ -1,23 +1,23 @@
-"""What a caller gets back: requests and their completions, in the field's usual names."""
+"""Outputs of the API: requests and their completions, in vLLM's names."""
 
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
 NON_FINITE_LOGITS: Final = "non_finite_logits"
-"""`RequestOutput.error_code` where the model's logits were NaN or infinite."""
+"""`RequestOutput.error_code` if the model's logits were NaN or infinite."""
 
 GRAMMAR_FAILED: Final = "grammar_failed"
-"""`RequestOutput.error_code` where the form of an answer let no token follow, or took too much to say which."""
+"""`RequestOutput.error_code` if an answer's grammar allowed no token, or exceeded its limits."""
 NON_FINITE_VECTOR: Final = "non_finite_vector"
-"""The same where a row's vector was."""
+"""`RequestOutput.error_code` if a row's vector was NaN or infinite."""
 
 
 class Logprob(NamedTuple):
-    """Log-probability of one token, its rank (1 is the likeliest) and, when there is a tokenizer, its text and bytes.
+    """Log-probability of one token, its rank (1 is the most probable) and, with a tokenizer, its text and bytes.
 
-    `decoded_token` is what it adds to the text before it, "" for the first parts of a character, and `token_bytes` are
-    its own, as numbers. A token that is left out of the text (special ones that are skipped, what a stop string cut
-    off) has its name and no bytes.
+    `decoded_token` is its addition to the preceding text, "" for the first parts of a character, and `token_bytes` are
+    its own bytes, as numbers. A token that is left out of the text (skipped special tokens, text cut off by a stop
+    string) has its name and no bytes.
     """
 
     logprob: float
@@ -27,14 +27,14 @@ class Logprob(NamedTuple):
 
 
 TokenLogprobs = dict[int, Logprob]
-"""One position: token id -> Logprob. The sampled (or prompt) token comes first, then the likeliest in order."""
+"""One position: token id -> Logprob. The sampled (or prompt) token comes first, then the top-k in order."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, as the rank saw it that added it: vLLM's names. `arrival_time` is in seconds
-    since the epoch, `first_token_latency` in seconds after it; the others are seconds of this process's monotonic
-    clock, 0 for what has not happened.
+    """Times of a request, measured by the rank that added it, in vLLM's names. `arrival_time` is in seconds since the
+    epoch, `first_token_latency` in seconds after it; the others are seconds of this process's monotonic clock, 0 for
+    events that have not happened.
     """
 
     num_generation_tokens: int = 0
@@ -48,7 +48,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` completions of a request. `finish_reason` is "stop", "length" or None while it runs.
+    """One of the `n` completions of a request. `finish_reason` is "stop", "length" or None while it is running.
 
     `cumulative_logprob` is None unless the row asked for log-probabilities or `best_of` ranked its samples.
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
@@ -64,19 +64,17 @@ class CompletionOutput:
     lora_request: None = None
 
     def finished(self) -> bool:
-        """Whether it has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. One that was refused, or could not be answered to its end, has `error`, what is
-    the matter, `error_code`, its kind in one word, and no outputs. One that was pooled has `vector` in place of
-    completions.
+    """A request with its completions. A rejected request, or one that could not be completed, has `error` (a sentence),
+    `error_code` (its kind) and no outputs. A pooling request has `vector` instead of completions.
 
-    `metrics` differ from run to run, so that outputs are compared without them; None where another rank's replica
-    answered. `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for
-    what does not exist here.
+    `metrics` differ from run to run, so outputs are compared without them; None where another rank's replica answered.
+    `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for features
+    that do not exist here.
     """
 
     request_id: str
@@ -105,31 +103,29 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """`LLM.embed`."""
+    """Embedding of a row (`LLM.embed`)."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of the vector."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """`LLM.classify`: what the model's activation makes of a row's scores, one for each label."""
+    """`LLM.classify`: a row's scores, one per label, after the model's activation."""
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """Labels."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """`LLM.score`: of one pair of texts."""
+    """Score of one pair of texts (`LLM.score`)."""
 
     score: float
 
@@ -139,7 +135,7 @@ Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput,
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Pooled]):
-    """A row that was pooled: vLLM's names. `num_cached_tokens` of its tokens were found in the prefix cache."""
+    """Output of a pooling row, in vLLM's names. `num_cached_tokens` of its tokens were found in the prefix cache."""
 
     request_id: str
     outputs: Pooled
@@ -150,14 +146,14 @@ class PoolingRequestOutput(Generic[Pooled]):
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of `LLM.embed`."""
+    """Output of `LLM.embed`."""
 
 
 @dataclass(slots=True)
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of `LLM.classify`."""
+    """Output of `LLM.classify`."""
 
 
 @dataclass(slots=True)
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of `LLM.score`."""
+    """Output of `LLM.score`."""

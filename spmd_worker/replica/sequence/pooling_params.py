@@ -1,8 +1,8 @@
-"""What a row wants that is pooled: a vector or scores, in place of tokens.
+"""Pooling parameters of a row: it returns a vector or scores instead of tokens.
 
 A pooling row is a request like others: scheduled, chunked and preempted as a prompt is. At its end nothing is sampled:
-the last stage makes its vector, whose digest stands where a sampled id would, so that ranks agree on vectors as they do
-on ids and a log knows them.
+the last stage computes its vector, whose digest replaces the sampled id, so that ranks agree on vectors as they do on
+ids, and a log contains them.
 """
 
 import math
@@ -19,7 +19,7 @@ from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 TASKS: Final = ("embed", "classify", "score", "reward")
-"""What vLLM's `pooling_task` may be here."""
+"""Supported values of vLLM's `pooling_task`."""
 
 _NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens")
 _FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")
@@ -36,19 +36,19 @@ _NOT_HERE: Final = {
         "output_kind": "a row that is pooled has one output: leave it out",
     }
 }
-"""Keywords of vLLM's, and the way out."""
+"""Keywords of vLLM, and the alternative."""
 
 
 @explain_keywords(_NOT_HERE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How one row is pooled. Names and meanings follow vLLM's.
+    """Pooling of one row. Names and meanings follow vLLM's.
 
-    `task` is one of `TASKS`; None is what the model does. `dimensions` cuts a vector to its first numbers, before it is
-    normalised. `normalize` and `use_activation` None are the model's own. `truncate_prompt_tokens` k keeps the last k
-    tokens, -1 as many as the model takes; of texts that an encoder takes, the first beside special ones.
-    `skip_reading_prefix_cache`: nothing of the row is taken from the cache. `num_first_tokens`: the row is a pair of
-    texts, and the model is told so: so many are of the first, before ids are cut.
+    `task` is one of `TASKS`; None is the model's own. `dimensions` cuts a vector to its first numbers, before it is
+    normalised. `normalize` and `use_activation` default to the model's own. `truncate_prompt_tokens` k keeps the last k
+    tokens, -1 as many as the model accepts; of texts for an encoder, the first ones next to special tokens.
+    `skip_reading_prefix_cache`: the row uses nothing from the cache. `num_first_tokens`: the row is a pair of texts,
+    for a model with token types: this many tokens, before truncation, belong to the first text.
     """
 
     task: str | None = None
@@ -88,12 +88,12 @@ class PoolingParams:
 
     @property
     def is_taken(self) -> bool:
-        """Whether everything in it is said, as `taken_pooling` leaves it."""
+        """Whether every field is set, as `taken_pooling` leaves it."""
         return self.task in ("embed", "classify") and None not in (self.normalize, self.use_activation)
 
 
 def check_task(task: str, config: PoolingConfig | None) -> None:
-    """Raise ValueError for what this run does not do, naming the runner that does."""
+    """Raise ValueError for a task that this run does not support, naming the runner that does."""
     if config is None:
         raise ValueError(
             f"{task} is refused: this run generates (model.runner=generate): set model.runner=pooling to "
@@ -104,7 +104,7 @@ def check_task(task: str, config: PoolingConfig | None) -> None:
 
 
 def taken_pooling(params: PoolingParams, config: PoolingConfig | None) -> PoolingParams:
-    """`params` with nothing left open. Raises ValueError for what this run does not do."""
+    """`params` with every default resolved. Raises ValueError for a task that this run does not support."""
     task = params.task or (config.task if config is not None else "embed")
     check_task(task, config)
     assert config is not None, "of a run that pools"
@@ -140,7 +140,7 @@ def _check_dimensions(dimensions: int, config: PoolingConfig) -> None:
 
 
 def pooled_sampling(params: PoolingParams, config: PoolingConfig) -> SamplingParams:
-    """What stands for the sampling parameters of a pooling row: one row of work, of which nothing is drawn."""
+    """Stand-in for the sampling parameters of a pooling row: one row of work that samples nothing."""
     return _stand_in(config.needs_all_tokens or bool(params.skip_reading_prefix_cache))
 
 
@@ -152,27 +152,29 @@ def _stand_in(skips_cache: bool) -> SamplingParams:
 
 
 def truncated_row(token_ids: tuple[int, ...], length: int | None, max_model_len: int) -> tuple[int, ...]:
-    """The last tokens of a row, as `truncate_prompt_tokens` says."""
+    """Last tokens of a row, by `truncate_prompt_tokens`."""
     if length is None:
         return token_ids
     return token_ids[-(max_model_len if length == -1 else length) :]
 
 
 def vector_digest(vector: bytes) -> int:
-    """What stands for a sampled id: 63 bits of a vector's bytes, never negative."""
+    """Replacement of a sampled id: 63 bits of a digest of a vector's bytes, never negative."""
     digest = blake2b(vector, digest_size=8, person=b"spmd-vector").digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def cosine(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of two vectors; 0 where one is nothing. In double precision, from exact sums: everywhere the same."""
+    """Cosine similarity of two vectors; 0 if one is zero. Double precision, from exact sums: the same everywhere."""
     product = math.fsum(map(float.__mul__, x, y))
     size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
     return product / size if size else 0.0
 
 
 def similarity(name: str, x: Sequence[float], y: Sequence[float]) -> float:
-    """Of two vectors, by a `PoolingConfig.similarity`; of a distance its negative, so that more is more alike."""
+    """Similarity of two vectors, by a `PoolingConfig.similarity`; a distance is negated, so that more means
+    more alike.
+    """
     if name == "cosine":
         return cosine(x, y)
     if name == "dot":

@@ -1,6 +1,6 @@
-"""Types and ranges of a record's own fields, checked where the record is made, as its annotations say.
+"""Checks the types and ranges of a record's fields on construction, by their annotations.
 
-Scalars are checked whole; of a tuple only that it is one: its entries are looked at where they are used, not once per
+Scalars are checked completely; a tuple only for being one: its entries are checked where they are used, not once per
 token and step. `replica/lockstep/wire/record_codec.py` derives the bytes of a record from the same annotations.
 """
 
@@ -11,25 +11,25 @@ from functools import cache
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
 INT64: Final = range(-(2**63), 2**63)
-"""What an `int` of a record may be."""
+"""Range of an `int` in a record."""
 
 INT65: Final = range(-(2**63), 2**64)
-"""What an `Integer65` may be."""
+"""Range of an `Integer65`."""
 
 Integer65 = Annotated[int, INT65]
 """A random seed or stream: 64 bits, signed or unsigned."""
 
 NOT_SENT: Final[Mapping[str, bool]] = {"is_sent": False}
-"""Metadata of a field of a dataclass that stays where it is: no rank, no digest and no log has it."""
+"""Metadata of a dataclass field that is local: sent to no rank, in no digest and no log."""
 
 
 def sent_fields(record: Any) -> list["Field[Any]"]:
-    """The fields of a dataclass that other ranks get, in the order of declaration."""
+    """Fields of a dataclass that are sent to other ranks, in the order of declaration."""
     return [spec for spec in fields(record) if spec.metadata.get("is_sent", True)]
 
 
 def check_fields(record: Any) -> None:
-    """For a dataclass's `__post_init__`. Raises ValueError naming record, field, value and rule."""
+    """Check a dataclass in its `__post_init__`. Raises ValueError naming record, field, value and rule."""
     kind: Any = type(record)
     for name, kinds, allowed in _rules(kind):
         value = getattr(record, name)
@@ -41,7 +41,7 @@ def check_fields(record: Any) -> None:
 
 
 def check_num_ids(name: str, num_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> None:
-    """`num_ids`, where there are any, share out `token_ids`. Raises ValueError naming the field."""
+    """Check that `num_ids`, if not empty, divide up `token_ids`. Raises ValueError naming the field."""
     if num_ids and (min(num_ids) < 0 or sum(num_ids) != len(token_ids)):
         raise ValueError(f"{name} shares out {sum(num_ids)} ids, from {min(num_ids)} each on, of {len(token_ids)}")
 
@@ -53,7 +53,7 @@ def _rules(record: Any) -> tuple[tuple[str, tuple[type, ...], range], ...]:
 
 
 def _rule(hint: Any) -> tuple[tuple[type, ...], range]:
-    """The types that a field may have, and the range of its integers."""
+    """Types that a field may have, and the range of its integers."""
     origin = get_origin(hint)
     if origin in (types.UnionType, Union):
         rules = [_rule(option) for option in get_args(hint)]

@@ -1,4 +1,4 @@
-"""One admitted request: what a replica needs to know of a row, and nothing of where the row came from."""
+"""One admitted request: all that a replica needs of a row, and nothing about the row's origin."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Request:
     """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`).
 
     `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
-    so that whatever becomes of the row, its keys are made one way and its cached blocks named for it. With `pooling`,
-    as `taken_pooling` leaves it, nothing is sampled, and `sampling` is what `pooled_sampling` stands for it.
+    so that its keys are always computed one way and its cached blocks named for it. With `pooling`, as `taken_pooling`
+    returns it, nothing is sampled, and `sampling` is the stand-in of `pooled_sampling`.
     """
 
     request_id: RequestId
@@ -31,7 +31,7 @@ class Request:
     pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
-        """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
+        """Check what callers pass. A wrong type would be found when a step's message is encoded, and end every rank."""
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
         check_sampling(self.sampling)
         object.__setattr__(self, "sampling", self.sampling.frozen())
@@ -41,7 +41,7 @@ class Request:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """`value` as Python's own int: numpy's and torch's integers are whole numbers, True is none.
+    """`value` as Python's own int: numpy's and torch's integers are accepted, True is not.
 
     Raises TypeError, and ValueError for what does not fit 64 bits.
     """
@@ -54,10 +54,10 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def as_token_ids(values: Any) -> tuple[int, ...]:
-    """A prompt's token ids, from a sequence of whole numbers. Raises TypeError or ValueError as `whole_number` does."""
+    """A prompt's token ids, from a sequence of integers. Raises TypeError or ValueError as `whole_number` does."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
         raise TypeError(f"prompt_token_ids is a {type(values).__name__}: give a list of whole numbers")
-    # Long prompts pass without a call a token.
+    # Fast path: long prompts need no call per token.
     is_plain = list(map(type, values)).count(int) == len(values)
     if is_plain and (not values or -(2**63) <= min(values) <= max(values) < 2**63):
         return tuple(values)
@@ -73,9 +73,9 @@ def check_sampling(sampling: Any) -> None:
 def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int, call: int = 0) -> int:
     """Key of a row's random stream: its own seed when it has one, else the job's seed with its custom id or index.
 
-    `call` counts the calls in which an engine is given lists of rows: the rows of the first draw what a job's rows
-    draw, those of a later one what no other call's rows do. Returns an unsigned 64-bit integer. The kinds of name never
-    collide, because the kind is part of what is hashed.
+    `call` counts the calls with lists of rows: rows of the first have a job's random streams, those of a later one have
+    streams of their own. Returns an unsigned 64-bit integer. The kinds of name never collide, because the kind is part
+    of what is hashed.
     """
     if sampling_seed is not None:
         return _stream_named(f"seed:{sampling_seed}")
@@ -85,7 +85,7 @@ def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | Non
 
 
 def unnamed_stream(job_seed: int, sampling_seed: int | None, number: int) -> int:
-    """As `random_stream`, of a row that has neither custom id nor index: `number` counts such rows."""
+    """`random_stream` of a row that has neither custom id nor index: `number` counts such rows."""
     if sampling_seed is not None:
         return random_stream(job_seed, sampling_seed, None, 0)
     return _stream_named(f"request:{job_seed}:{number}")

@@ -1,4 +1,4 @@
-"""What a row asks of the sampler, checked on construction and again when a request takes it.
+"""Sampling parameters of a row, checked on construction and again when a request copies them.
 
 Knows nothing about logits, tokenizers or ranks: whether a token id lies inside the vocabulary is checked at admission,
 where the vocabulary is known (`check_vocabulary`).
@@ -20,17 +20,17 @@ GREEDY_TEMPERATURE: Final = 1e-5
 """At or below this temperature sampling is greedy: dividing by less would overflow float32 logits."""
 
 MAX_LOGPROBS: Final = 64
-"""The most alternatives `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""
+"""Most alternatives that `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""
 
 ALL_LOGPROBS: Final = -1
-"""In the place of a number of alternatives: the whole vocabulary."""
+"""Value for a number of alternatives: the complete vocabulary."""
 
 _MAX_SAMPLES: Final = 1024
 _MAX_SALT: Final = 1024
 
 
 class RequestOutputKind(IntEnum):
-    """What a step gives of a request that has not ended: all of it so far, what is new of it, or nothing."""
+    """Output per step of a request that has not ended: everything so far, only the new part, or nothing."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -55,7 +55,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
 }
-"""What a field does otherwise than in vLLM, in words."""
+"""Differences of a field from vLLM's, as text."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "extra_args": "kept for code of yours: nothing here reads it",
@@ -64,7 +64,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "stream_interval": "every step that has new tokens gives an output, where `output_kind` asks for it",
     "skip_clone": "a request always takes a copy",
 }
-"""Fields that a request does not read, and why."""
+"""Fields that a request does not read, and the reason."""
 
 REFUSED: Final[Mapping[str, str]] = {
     "logits_processors": (
@@ -81,11 +81,11 @@ REFUSED: Final[Mapping[str, str]] = {
     "routed_experts_prompt_start": "which experts a token met is not returned: leave it out",
     "watermarking": "answers are not watermarked: leave it out",
 }
-"""Fields that may not ask for anything, and the reason and the way out."""
+"""Fields that must not be set, and the reason and the alternative."""
 
 
 class _Freezable:
-    """Assignable until it is frozen; `_CONVERTERS` say how a field's value is kept."""
+    """Assignable until it is frozen; `_CONVERTERS` normalise a field's value."""
 
     __slots__ = ("_is_frozen",)
 
@@ -105,28 +105,28 @@ class _Freezable:
 @explain_keywords()
 @dataclass(slots=True)
 class SamplingParams(_Freezable):
-    """How the tokens of one row are chosen and when they end. Names and meanings follow vLLM's.
+    """Sampling and stop conditions of one row. Names and meanings follow vLLM's.
 
     `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's
     own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
-    sampled token and of the k likeliest, -1 of all.
+    sampled token and of the top k, -1 of all.
 
     `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first; of equal ones
-    the earlier sample is better. None, or the same number as `n`, chooses nothing: `n` samples in their own order.
+    the earlier sample is better. None, or the same number as `n`, selects nothing: `n` samples in their own order.
 
     `allowed_token_ids` are the only tokens that may be sampled. `bad_words` never appear: neither alone nor after a
-    space, as the model's tokenizer spells them; `bad_words_ids` are the same as token ids, each a sequence whose last
-    token is forbidden where prompt and output end in those before it. What would leave no token at all to sample is not
-    forbidden. `truncate_prompt_tokens` k keeps the last k tokens of the prompt, -1 as many as leave room for
-    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache. With `cache_salt`
-    only what rows of the same salt have left there is found. `structured_outputs` is the form that the whole answer
-    has; no other parameter makes a token possible that the form forbids.
+    space, as the model's tokenizer encodes them; `bad_words_ids` are the same as token ids, each a sequence whose last
+    token is forbidden after the ones before it, in prompt and output. A rule that would leave no token to sample is
+    ignored. `truncate_prompt_tokens` k keeps the last k tokens of the prompt, -1 as many as leave capacity for
+    `max_tokens`. `skip_reading_prefix_cache`: the prompt uses nothing from the cache. With `cache_salt` only entries of
+    rows of the same salt are found. `structured_outputs` is the grammar of the complete answer; no other parameter
+    allows a token that the grammar forbids.
 
-    Fields may be assigned: a request takes a frozen copy, in which everything is checked again. What `WITHOUT_EFFECT`
-    and `REFUSED` name is here so that scripts for vLLM run, or say why not.
+    Fields may be assigned: a request makes a frozen copy, in which everything is checked again. Fields in
+    `WITHOUT_EFFECT` and `REFUSED` exist so that scripts for vLLM run, or get an error with the reason.
     """
 
-    # In vLLM's order, which counts where values are given by place; then what is only here, or older.
+    # vLLM's order, which matters for positional values; then fields that exist only here, or are older.
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -193,8 +193,8 @@ class SamplingParams(_Freezable):
         return replace(self, extra_args=deepcopy(self.extra_args))
 
     def frozen(self) -> "SamplingParams":
-        """A copy that nobody can change, of what a request needs of this one; itself where it is one. Raises ValueError
-        where a field was assigned what breaks a rule.
+        """An immutable copy of the fields that a request needs; itself if it is one. Raises ValueError where a field
+        was assigned what breaks a rule.
         """
         if getattr(self, "_is_frozen", False):
             return self
@@ -206,28 +206,28 @@ class SamplingParams(_Freezable):
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
-        """For `copy` and `pickle`: what comes out may be changed."""
+        """Support `copy` and `pickle`; the result may be changed."""
         return _from_fields, ({spec.name: getattr(self, spec.name) for spec in fields(self)},)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken and no random number is drawn."""
+        """Whether the argmax is taken and no random number is sampled."""
         return self.temperature <= GREEDY_TEMPERATURE
 
     @property
     def needs_largest_alone(self) -> bool:
-        """Whether the largest logit is all there is to know, once there are `min_tokens`."""
+        """Whether the argmax of the logits suffices, once there are `min_tokens`."""
         is_free = self.structured_outputs is None and not self.has_masks and not self.has_penalties
         return self.is_greedy and is_free and not self.logit_bias and not self.needs_logprobs
 
     @property
     def num_sequences(self) -> int:
-        """How many samples run."""
+        """Number of samples that run."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more samples run than are returned, so that their log-probabilities choose."""
+        """Whether more samples run than are returned, so that log-probabilities select."""
         return self.best_of is not None and self.best_of > self.n
 
     @property
@@ -242,23 +242,23 @@ class SamplingParams(_Freezable):
 
     @property
     def needs_output_ids(self) -> bool:
-        """Whether what is sampled next depends on which tokens the answer has, not only on how many."""
+        """Whether the next sample depends on which tokens the answer has, not only on how many."""
         return self.has_penalties or bool(self.bad_words_ids) or self.structured_outputs is not None
 
     @property
     def forbids_tokens(self) -> bool:
-        """Whether some tokens may not be sampled, or are made less likely, at some place of the answer."""
+        """Whether some tokens may not be sampled, or are made less likely, at some position of the answer."""
         waits = self.min_tokens > 0 and bool(self.stop_token_ids)
         return self.has_masks or waits or any(bias < 0 for _, bias in self.logit_bias)
 
     @property
     def has_masks(self) -> bool:
-        """Whether some tokens are forbidden, here or there."""
+        """Whether some tokens are forbidden at some position."""
         return self.allowed_token_ids is not None or bool(self.bad_words_ids)
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether what is cached of the prompt may be taken. Log-probabilities of a prompt come from computing it."""
+        """Whether cached blocks of the prompt may be used. Log-probabilities of a prompt need it computed."""
         return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
 
     @property
@@ -280,7 +280,7 @@ class SamplingParams(_Freezable):
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} tokens")
 
     def check(self) -> None:
-        """Check every rule; ValueError names key, value and rule. What is frozen has been checked."""
+        """Check every rule; ValueError names key, value and rule. A frozen record has been checked."""
         if getattr(self, "_is_frozen", False):
             return
         self._take_older_name()
@@ -288,7 +288,7 @@ class SamplingParams(_Freezable):
         self._check_ranges()
         for name, reason in REFUSED.items():
             value = getattr(self, name)
-            # 0, False and what is empty ask for nothing, as None does.
+            # Like None, 0, False and empty values ask for nothing.
             if asks(value):
                 raise ValueError(f"{name}={shown(value)} is refused: {reason}")
 
@@ -375,7 +375,7 @@ _FLAGS: Final = (
 SAMPLING_KEYS: Final = tuple(
     dict.fromkeys(("n", "best_of", *[spec.name for spec in sent_fields(SamplingParams)])),
 )
-"""Every key of a row that is a sampling parameter, in the order of declaration but for `best_of`."""
+"""Every key of a row that is a sampling parameter, in the order of declaration except `best_of`."""
 
 _SENT: Final = SAMPLING_KEYS
 _LOCAL_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(SamplingParams) if spec.name not in _SENT)
@@ -422,7 +422,7 @@ def _as_salt(value: Any) -> str | None:
 
 
 def _as_bad_words(value: Any) -> tuple[str, ...]:
-    """Each once, in order."""
+    """Unique words, in order."""
     words = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
         raise ValueError(f"bad_words={shown(value)} must be a list of words, none of which is empty")
@@ -439,7 +439,7 @@ def _as_bad_words_ids(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
-    """In ascending order, each once."""
+    """Sorted, without duplicates."""
     if value is None:
         return None
     ids = _as_token_ids("allowed_token_ids", value)
@@ -449,7 +449,7 @@ def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _as_output_kind(value: Any) -> RequestOutputKind:
-    """Also of another library's enumeration with the same names."""
+    """Accepts another library's enumeration with the same names."""
     if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
         return RequestOutputKind[value.name]
     number = plain_int(value)
@@ -471,7 +471,7 @@ def _as_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _as_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs sorted by token id; OpenAI's form has the ids as strings."""
+    """Pairs sorted by token id; OpenAI's format has the ids as strings."""
     if value is None:
         return ()
     pairs = list(value.items()) if isinstance(value, Mapping) else value
@@ -496,7 +496,7 @@ def _as_bias_token(key: Any) -> int:
 
 
 def _plain_or_same(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What is no such value is kept, and `check` says so."""
+    """Keep an invalid value, for `check` to report."""
 
     def convert(value: Any) -> Any:
         found = plain(value)
@@ -527,4 +527,4 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     },
 }
-"""Lists and mappings become tuples, numbers floats, where a field is set."""
+"""Normalise lists and mappings to tuples, numbers to floats, when a field is set."""

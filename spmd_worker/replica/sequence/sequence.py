@@ -1,8 +1,8 @@
-"""One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
+"""One sample of one request in the scheduler: its tokens, the number computed, the blocks that hold them.
 
 A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its sequences, of which
-one computes the prompt and the others fork from it when the first tokens are sampled. Of a request of more samples than
-run at once, the sequence that joins takes as many as there are places, and another computes the prompt for the rest.
+one computes the prompt and the others fork from it when the first tokens are sampled. If a request has more samples
+than run at once, the joining sequence represents as many as fit, and another computes the prompt for the rest.
 """
 
 from bisect import insort
@@ -17,8 +17,8 @@ from spmd_worker.replica.sequence.request import Request, RequestId
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. PREEMPTED has lost its blocks and waits, in its old place, to be computed again; SWAPPED
-    waits there too, with its blocks in host memory; LOADING waits for a transfer that brings its beginning.
+    """Scheduling state of a sequence. PREEMPTED has lost its blocks and waits, at its old position, to be recomputed;
+    SWAPPED waits there too, with its blocks in host memory; LOADING waits for a transfer of its first blocks.
     """
 
     WAITING = "waiting"
@@ -30,15 +30,15 @@ class SequenceStatus(Enum):
 
 
 class SequenceKey(NamedTuple):
-    """Names a sequence on every rank; the order of keys is the order of service."""
+    """Key of a sequence on every rank; the order of keys is the service order."""
 
     request_id: RequestId
     sample_index: int
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite; FORM_ERROR:
-    its form let no token follow.
+    """Reason why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite;
+    FORM_ERROR: its grammar allowed no token.
     """
 
     STOP = "stop"
@@ -54,16 +54,16 @@ class Sequence:
     sequence is swapped out.
 
     `num_sent_tokens` is how many of `output_token_ids` the workers' mirrors hold; `is_known` whether they hold the
-    sequence at all, with its tokens. `block_hashes` are the names of its leading full blocks as far as they are worked
-    out, None where nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs.
-    `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
-    it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
-    `repeats_last`: it sampled and was given no id, so its last token is computed again, though the mirrors have it.
-    `is_new_fork`: it forked and the mirrors were never sent it. `begins_form`: its answer has a form, which the workers
-    compile when it next samples. While it has fewer output tokens than `num_outputs_ahead`, the step after the one that
-    samples for it may compute the token before anybody has read it: then `num_computed_tokens` counts one token more
-    than it has. While it has fewer than `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it stands
-    for `num_samples` samples of its request, from its own on.
+    sequence at all, with its tokens. `block_hashes` are those of its leading full blocks as far as computed, None where
+    nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs. `num_lost_tokens` were
+    computed and must be recomputed. `shares_tail`: it forked and has not written since, so the block it writes to next
+    may be another's too. `has_loaded`: a transfer was waited for since it last had blocks. `repeats_last`: it sampled
+    without getting an id, so its last token is recomputed, though the mirrors have it. `is_new_fork`: it forked and the
+    mirrors were never sent it. `begins_form`: its answer has a grammar, which the workers compile when it next samples.
+    While it has fewer output tokens than `num_outputs_ahead`, the step after the one that samples for it may compute
+    the token before the host has read it: then `num_computed_tokens` counts one token more than it has. While it has
+    fewer than `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples
+    of its request, from its own on.
     """
 
     request: Request
@@ -124,7 +124,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request and its sequences, in sample order. Before the first fork there is one, sample 0."""
+    """A request and its sequences, in sample order. Before the first fork only sample 0 exists."""
 
     request: Request
     sequences: list[Sequence]
@@ -133,7 +133,7 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
     vector: bytes | None = None
-    """What a row that is pooled has come to, little-endian float32. A replay of a log knows its digest alone."""
+    """Vector of a pooling row, little-endian float32. A replay of a log knows only its digest."""
 
     @property
     def is_forked(self) -> bool:
@@ -146,23 +146,25 @@ class SequenceGroup:
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Another of its sequences."""
+        """Insert another of its sequences."""
         insort(self.sequences, sequence, key=_sample_index)
 
     def place_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
-        """Entries of positions from `first` on. A recomputed prompt reports positions again, so they are placed."""
+        """Set the entries of positions from `first` on. A recomputed prompt reports positions again, which
+        overwrite.
+        """
         self.prompt_logprobs[first : first + len(entries)] = entries
 
 
 def new_group(request: Request) -> SequenceGroup:
-    """The group of a request that was just admitted: one sequence, nothing computed."""
+    """Group of a request that was just admitted: one sequence, nothing computed."""
     first = Sequence(request=request, sample_index=0, num_samples=request.sampling.num_sequences)
     return SequenceGroup(request=request, sequences=[first])
 
 
 def split_off(sequence: Sequence, num_samples: int) -> Sequence:
-    """Leave `sequence`, which has not forked, the first `num_samples` of its samples. Returns one for the others, of
-    which nothing is computed.
+    """Leave `sequence`, which has not forked, the first `num_samples` of its samples. Returns one for the others, with
+    nothing computed.
     """
     assert 0 < num_samples < sequence.num_samples, (sequence.key, num_samples, sequence.num_samples)
     others = Sequence(

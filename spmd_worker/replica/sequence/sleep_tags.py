@@ -1,4 +1,4 @@
-"""What of an engine sleeps, by vLLM's names: a value that every rank computes for itself from the worker events."""
+"""Sleep tags ("weights", "kv_cache"), in vLLM's names: every rank computes the sleeping ones from the worker events."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -16,7 +16,7 @@ _MODES: Final = ("abort", "wait", "keep")
 
 
 def checked_level(level: Any) -> int:
-    """Raises ValueError for what is no level of sleep."""
+    """A valid sleep level. Raises ValueError for any other value."""
     number = plain_int(level)
     if number not in (1, 2):
         raise ValueError(f"level={shown(level)} must be 1 (weights are kept in host memory) or 2 (weights are dropped)")
@@ -24,15 +24,15 @@ def checked_level(level: Any) -> int:
 
 
 def check_mode(mode: Any) -> None:
-    """What becomes of requests when an engine falls asleep, by vLLM's names: all the same, where none is unanswered.
-    Raises ValueError for another one.
+    """Check the mode for requests when an engine falls asleep, in vLLM's names: all have the same effect if no request
+    is unanswered. Raises ValueError for any other value.
     """
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}")
 
 
 def checked_tags(tags: Sequence[str] | None) -> list[str]:
-    """Which tags wake up, in the order of `TAGS`; None is all. Raises ValueError for what is no list of them."""
+    """Tags to wake up, in the order of `TAGS`; None is all. Raises ValueError for an invalid list."""
     if tags is None:
         return list(TAGS)
     if isinstance(tags, str) or not all(tag in TAGS for tag in tags):
@@ -41,7 +41,7 @@ def checked_tags(tags: Sequence[str] | None) -> list[str]:
 
 
 def tags_after(event: str, payload: Any, tags: tuple[str, ...]) -> tuple[str, ...]:
-    """What sleeps once every worker has committed `event`, where `tags` slept before."""
+    """Sleeping tags once every worker has committed `event`, where `tags` slept before."""
     if event == SLEEP:
         return TAGS
     if event == WAKE_UP:

@@ -1,4 +1,4 @@
-"""The two records in which the scheduler and the devices meet: what a step computes, and what came of it."""
+"""The two records between scheduler and devices: the plan of a step, and its result."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,17 +18,16 @@ NO_BLOCK_OPS: Final = BlockOps()
 class StepPlan:
     """Everything the workers need for step number `step`.
 
-    `continuing` are the sequences that continue by the ids they were given when they last sampled: each appends these,
-    computes them and samples; where it was given none, it computes its last token again. `continuing_token_ids` are the
-    ids, one sequence's after another's, and `continuing_num_ids` how many each has, empty where each has one. The first
-    `num_ahead` of them go ahead of their ids: each appends the one id that the step before samples for it, which nobody
-    has read yet, so that these two lists are of the others. `continuing_blocks` are the blocks that some of them take
-    for it, as (index in `continuing`, block). Whatever else
-    is computed is in `groups`, each group at most once; a sequence is in one of the two. Rows are computed and sampled
-    in this order: `continuing`, then `groups` (`sampled.py`).
+    `continuing` are the sequences that continue with the ids of their last sampling: each appends these, computes them
+    and samples; one that got none recomputes its last token. `continuing_token_ids` are the ids, one sequence's after
+    another's, and `continuing_num_ids` the number of each, empty where each has one. The first `num_ahead` of them go
+    ahead of their ids: each appends the one id that the step before samples for it, which the host has not read yet, so
+    these two lists cover only the others. `continuing_blocks` are the blocks newly allocated to some of them, as (index
+    in `continuing`, block). Everything else that is computed is in `groups`, each group at most once; a sequence is in
+    one of the two. Rows are computed and sampled in this order: `continuing`, then `groups` (`sampled.py`).
 
     `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
-    forget them before they apply the rest. `num_tokens` counts the tokens computed.
+    drop them before they apply the rest. `num_tokens` counts the tokens computed.
     """
 
     step: int
@@ -48,20 +47,20 @@ class StepPlan:
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything is computed, and so a result to be applied."""
+        """Whether anything is computed, so that there is a result to apply."""
         return bool(self.groups or self.continuing)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What was sampled: the ids of each sequence that the step samples for, in the order of `sampled.sampling_keys`.
+    """Sampled ids of each sequence that the step samples for, in the order of `sampled.sampling_keys`.
 
-    `num_token_ids` says how many each was given; it is empty where each was given one. `logprobs` is parallel to
-    `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first
-    position, one entry a position) for requests that asked and prompt positions of this step. `vectors` has (request,
-    little-endian float32) of rows that are pooled; their digests stand in `token_ids` (`vector_digest`).
-    `mask_checksums` has one number, of the masks of all rows whose answers have a form, where the step has such rows.
-    `finished_transfers` is this rank's own report (`TransferEngine.finished`): here alone ranks may differ.
+    `num_token_ids` is the number of ids of each; it is empty where each got one. `logprobs` is parallel to `token_ids`
+    (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first position, one
+    entry a position) for requests that asked and prompt positions of this step. `vectors` has (request, little-endian
+    float32) of pooling rows; their digests are in `token_ids` (`vector_digest`). `mask_checksums` has one number, of
+    the masks of all rows with a grammar, if the step has such rows. `finished_transfers` is this rank's own report
+    (`TransferEngine.finished`): only here may ranks differ.
     """
 
     step: int

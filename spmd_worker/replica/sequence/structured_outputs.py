@@ -1,8 +1,7 @@
-"""The form that a row's answer must have: a JSON Schema, a regular expression, a list of choices or a grammar.
+"""Constraint on a row's answer: a JSON Schema, a regular expression, a list of choices or a grammar.
 
-Knows nothing of how a form is enforced (`spmd_worker/replica/grammar`): whether a schema or an expression can be
-is checked where the engine's grammars are. Fields are text, so that a record is what goes over the wire and into a
-digest.
+Knows nothing of its enforcement (`spmd_worker/replica/grammar`): whether a schema or an expression is supported is
+checked where the engine's grammars are. Fields are text, so that the same record is sent over the wire and hashed.
 """
 
 import json
@@ -16,13 +15,13 @@ from spmd_worker.base.names import explain_keywords
 from spmd_worker.replica.sequence.record_checks import NOT_SENT, sent_fields
 
 MAX_GRAMMAR_BYTES: Final = 64 * 1024
-"""The most bytes that a form may have as text: it travels to every rank with its row."""
+"""Most bytes that a constraint may have as text: it is sent to every rank with its row."""
 
 LEAST_COMPILE_BYTES: Final = 1024
-"""What compiling a form counts for, however short it is."""
+"""Least compile cost of a constraint, however short."""
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
-"""The fields of which exactly one is given."""
+"""Fields of which exactly one must be given."""
 
 STRUCTURAL_TAG_REFUSED: Final = (
     "tags inside free text are not enforced here: use grammar, or the tools of a chat row, whose calls are read out of "
@@ -43,15 +42,15 @@ class StructuredOutputsParams:
     """Exactly one of these fields, by vLLM's names:
 
     `json`: a JSON Schema, as a mapping, as text, or a class that has `model_json_schema`; kept as compact text, with
-    its keys in their order, which is that of the answer's. `regex`: the whole answer matches it. `choice`: the answer
-    is one of these texts. `grammar`: in Lark's syntax or as EBNF / GBNF (`root ::= ...`). `json_object`: any JSON
-    object.
+    its keys in their order, which is that of the answer's. `regex`: the complete answer matches it. `choice`: the
+    answer is one of these texts. `grammar`: in Lark's syntax or as EBNF / GBNF (`root ::= ...`). `json_object`: any
+    JSON object.
 
-    Of a JSON answer, `disable_any_whitespace` allows no space between its parts, else `whitespace_pattern`, a regular
-    expression, says what may stand there, by default a few of any kind; `disable_additional_properties` allows an
-    object with `properties` no others, unless its schema says something of them. `disable_fallback` and `backend` are
-    without effect: there is one engine. `structural_tag` is refused. `around` is a grammar in Lark's syntax in which
-    `@form` is the form: what an answer has besides, as reasoning before it.
+    In a JSON answer, `disable_any_whitespace` allows no space between its parts, else `whitespace_pattern`, a regular
+    expression, is what is allowed there, by default a few of any kind; `disable_additional_properties` allows an object
+    with `properties` no others, unless its schema mentions them. `disable_fallback` and `backend` are without effect:
+    there is one engine. `structural_tag` is rejected. `around` is a grammar in Lark's syntax in which `@form` is the
+    constraint: the rest of an answer, such as reasoning before it.
 
     Raises ValueError naming the field and the rule, also for a text of more than 64 KiB.
     """
@@ -72,7 +71,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if asks(self.structural_tag):
             raise ValueError(f"structural_tag={shown(self.structural_tag)} is refused: {STRUCTURAL_TAG_REFUSED}")
-        # Empty asks for nothing, as None does; kept, an empty mapping could not be hashed.
+        # Like None, empty asks for nothing; kept, an empty mapping could not be hashed.
         _keep(self, "structural_tag", None)
         for name, default in (("disable_any_whitespace", False), ("disable_additional_properties", False)):
             _keep(self, name, _flag(name, getattr(self, name), default))
@@ -95,43 +94,43 @@ class StructuredOutputsParams:
 
     @staticmethod
     def from_optional(**given: Any) -> "StructuredOutputsParams | None":
-        """With None for what is not wanted; None where nothing is."""
+        """A record in which None means not given; None if no constraint is given."""
         wanted = {name: value for name, value in given.items() if value not in (None, False)}
         return StructuredOutputsParams(**wanted) if any(name in wanted for name in (*KINDS, "structural_tag")) else None
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` is given."""
+        """The one of `KINDS` that is given."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     @property
     def num_bytes(self) -> int:
-        """Of all its texts, in UTF-8."""
+        """Bytes of all its texts, in UTF-8."""
         texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, self.around, *(self.choice or ())]
         return sum([len(each.encode("utf-8")) for each in texts if each is not None])
 
     @property
     def compile_bytes(self) -> int:
-        """What compiling it counts for, wherever it is compiled: `num_bytes`, at least `LEAST_COMPILE_BYTES`."""
+        """Compile cost: `num_bytes`, at least `LEAST_COMPILE_BYTES`."""
         return max(self.num_bytes, LEAST_COMPILE_BYTES)
 
     @property
     def text(self) -> str:
-        """All of it in one line of JSON: equal texts, equal forms."""
+        """The record as one line of JSON: equal texts, equal constraints."""
         given = {spec.name: getattr(self, spec.name) for spec in sent_fields(self)}
         return json.dumps({name: value for name, value in given.items() if value not in (None, False)})
 
 
 GuidedDecodingParams = StructuredOutputsParams
-"""The older name."""
+"""Its older name."""
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
-    """From the record, a mapping, another library's object with these fields, or None.
+    """The record from itself, a mapping, another library's object with these fields, or None.
 
     Raises ValueError as the record does, with the name of the sampling parameter before it.
     """
-    # Empty asks for nothing, as None does.
+    # Like None, empty asks for nothing.
     if value is None or value is False or value == {}:
         return None
     if isinstance(value, StructuredOutputsParams):
@@ -153,9 +152,10 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
 
 
 def schema_text(schema: Any, *, is_closed: bool = False) -> str:
-    """A JSON Schema as compact text. `is_closed`: objects with `properties` have no others, unless it says.
+    """A JSON Schema as compact text. `is_closed`: objects with `properties` have no others, unless the schema mentions
+    them.
 
-    Raises ValueError for what is no JSON object.
+    Raises ValueError for anything but a JSON object.
     """
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -172,12 +172,12 @@ def schema_text(schema: Any, *, is_closed: bool = False) -> str:
         raise ValueError(f"json {error}") from None
     if is_closed:
         _close(parsed)
-    # One that was written by its number comes out as itself.
+    # Escaped characters are written as themselves.
     return str(_text("json", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))))
 
 
 def _close(schema: Any) -> None:
-    """Of objects with `properties`, however deep; what is a value and not a schema is left alone."""
+    """Close objects with `properties`, at any depth; values that are not schemas are left alone."""
     if isinstance(schema, list):
         for each in schema:
             _close(each)
@@ -188,7 +188,7 @@ def _close(schema: Any) -> None:
         schema["additionalProperties"] = False
     for name, each in schema.items():
         if name in SCHEMAS_BY_NAME and isinstance(each, dict):
-            # The names in it are the user's own: one that is a word of JSON Schema means nothing.
+            # These names are the user's own, even if they equal a keyword of JSON Schema.
             for named in each.values():
                 _close(named)
         elif name not in VALUE_KEYS:
@@ -209,7 +209,7 @@ def _flag(name: str, value: Any, default: bool) -> bool:
 
 
 def _text(name: str, value: Any) -> Any:
-    """None, or text that UTF-8 can say."""
+    """None, or text that UTF-8 can encode."""
     if value is None:
         return None
     text = plain_text(value)
@@ -223,7 +223,7 @@ def _text(name: str, value: Any) -> Any:
 
 
 def _choices(value: Any) -> tuple[str, ...] | None:
-    """Each once, in order."""
+    """Unique choices, in order."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not value:

@@ -1,6 +1,4 @@
-"""Sampling parameters as a request takes them: frozen, and in terms of token ids alone, so that no worker needs a
-tokenizer.
-"""
+"""Resolved sampling parameters of a request: frozen, and with token ids only, so that no worker needs a tokenizer."""
 
 from dataclasses import replace
 
@@ -16,14 +14,14 @@ def taken_params(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_si
     sequences = [*frozen.bad_words_ids]
     for word in frozen.bad_words:
         sequences += spellings(word, tokenizer)
-    # A tokenizer may have tokens that the model has not, which cannot be sampled anyway.
+    # A tokenizer may have tokens that the model lacks, which cannot be sampled anyway.
     possible = [each for each in sequences if max(each) < vocab_size]
     return replace(frozen, bad_words=(), bad_words_ids=tuple(possible), truncate_prompt_tokens=None).frozen()
 
 
 def spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """The token ids of a word at the beginning of a text, and inside one where a space before it makes another first
-    token of it: vLLM's rule.
+    """Token ids of a word at the beginning of a text, and inside one if a space before it changes its first token:
+    vLLM's rule.
     """
     if tokenizer is None:
         raise ValueError("bad_words need a tokenizer.json in the model folder: use bad_words_ids")
@@ -39,7 +37,7 @@ def spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
 def truncated_prompt(
     prompt_token_ids: tuple[int, ...], sampling: SamplingParams, max_model_len: int
 ) -> tuple[int, ...]:
-    """The tokens of a prompt that `truncate_prompt_tokens` leaves: the last ones."""
+    """Tokens of a prompt that `truncate_prompt_tokens` keeps: the last ones."""
     length = sampling.truncate_prompt_tokens
     if length is None:
         return prompt_token_ids

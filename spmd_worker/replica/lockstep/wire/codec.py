@@ -1,24 +1,24 @@
 """Step messages as bytes and back.
 
-A message is coded against those before it, if the last one's step is the step before: sequences in decoding that
-continues go on with the token they sampled and cost nothing but that token, once. So both sides hold the plans whose
-samples are still to come (`Encoder`, `Decoder`): one, or with `num_in_flight` steps in flight at once as many, the
-oldest of which the message's ids are of. Messages must be decoded in order, each once, and a log is readable from its
-first message on. A message with nothing before it stands alone (`encode_message`, `decode_message`).
+A message is coded against those before it, if the last one's step is the step before: decoding sequences continue with
+their sampled token and cost only that token, once. So both sides keep the plans whose samples are outstanding
+(`Encoder`, `Decoder`): one per step in flight (`num_in_flight`); a message's ids belong to the oldest. Messages must be
+decoded in order, each once, and a log is readable from its first message on. A message without predecessor is coded
+alone (`encode_message`, `decode_message`).
 
     byte            version
     byte            flags: bit 0, coded against the message before; bit 1, there are checksums of masks
     signed          step
     4 bytes         checksum of the message before, if bit 0; else of the layout of the records
     blob            digest
-    counted ...     sampled token ids, and how many each sequence was given (none where each was given one)
+    counted ...     sampled token ids, and their number per sequence (empty if each has one)
     counted         checksums of masks, if bit 1
-    records         events, and the plan but for its step and the continuing sequences: see `record_codec.py`
+    records         events, and the plan without its step and the continuing sequences: see `record_codec.py`
     continuing      see `continuing_packing.py`
     4 bytes         CRC-32 of everything before
 
-A reader refuses what is left over, every value that has no meaning, and messages whose records have other fields than
-its own: the layout follows from the records, so there is no list of them to be kept.
+A reader rejects trailing bytes, invalid values, and messages whose records have other fields than its own: the layout
+follows from the records, so no list of them is maintained.
 """
 
 import struct
@@ -40,8 +40,8 @@ _GOES_ON: Final = 1
 _HAS_MASKS: Final = 2
 _CHECKSUM: Final = struct.Struct("<I")
 _MAX_DIGEST_BYTES: Final = 64
-# These are coded by hand, because it pays: against the ids in the same message, a sequence that goes on costs no byte,
-# and its columns would cost 5 or more.
+# Coded by hand, because it pays: against the ids in the same message, a continuing sequence costs no byte, and its
+# columns would cost 5 or more.
 _CONTINUING: Final = ("continuing", "continuing_token_ids", "continuing_num_ids", "continuing_blocks")
 _EVENTS: Final = codec_of(tuple[Event, ...])
 _PLAN: Final = RecordCodec(StepPlan, without=("step", *_CONTINUING))
@@ -50,8 +50,8 @@ _LAYOUT: Final = _CHECKSUM.pack(crc32(f"{_EVENTS.layout}; {_PLAN.layout}".encode
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The message before, and the plans whose samples are still to come, oldest first; its own is the last. Whose
-    ids they sampled is worked out when it is known how many sequences were given ids (`_last_keys`).
+    """The message before, and the plans whose samples are outstanding, oldest first; its own is the last. Keys of the
+    sampled ids are computed once the number of sequences with ids is known (`_last_keys`).
     """
 
     checksum: bytes
@@ -62,23 +62,25 @@ class _Base:
         return self.plans[-1].step + 1
 
     def sampled_plan(self, num_in_flight: int) -> StepPlan | None:
-        """Whose ids the next message carries."""
+        """Plan whose sampled ids the next message carries."""
         return self.plans[0] if len(self.plans) == num_in_flight else None
 
     def after(self, plan: StepPlan, num_in_flight: int) -> tuple[StepPlan, ...]:
-        """The plans once the next message is there."""
+        """The plans after the next message."""
         return (*self.plans, plan)[-num_in_flight:]
 
 
 class Encoder:
-    """Codes the messages of one run, in order."""
+    """Encodes the messages of one run, in order."""
 
     def __init__(self, num_in_flight: int = 1) -> None:
         self._num_in_flight = num_in_flight
         self._base: _Base | None = None
 
     def encode(self, message: StepMessage) -> bytes:
-        """The bytes of the run's next message. Raises MessageError, and stays as it was, for values without a place."""
+        """The bytes of the run's next message. Raises MessageError, with its state unchanged, for values outside the
+        layout.
+        """
         base = self._base if self._base is not None and self._base.next_step == message.step else None
         writer = ByteWriter()
         _write_head(writer, message, base)
@@ -91,14 +93,14 @@ class Encoder:
 
 
 class Decoder:
-    """Reads the messages of one run, in order and each once, with the `num_in_flight` they were coded with."""
+    """Decodes the messages of one run, in order and each once, with the `num_in_flight` they were encoded with."""
 
     def __init__(self, num_in_flight: int = 1) -> None:
         self._num_in_flight = num_in_flight
         self._base: _Base | None = None
 
     def decode(self, data: bytes) -> StepMessage:
-        """The next message. Raises MessageError, and stays as it was, unless these are exactly its bytes."""
+        """The next message. Raises MessageError, with its state unchanged, unless these are exactly its bytes."""
         reader = ByteReader(data, _checked_end(data))
         step, base, has_masks = self._read_head(reader)
         digest = reader.blob()
@@ -123,7 +125,7 @@ class Decoder:
         return StepMessage(step, events, plan, sampled.token_ids, digest, sampled.num_ids, mask_checksums)
 
     def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None, bool]:
-        """The step, the message before it if this one is coded against that, and whether checksums of masks follow."""
+        """The step, the message before if this one is coded against it, and whether checksums of masks follow."""
         version, flags, step = reader.byte(), reader.byte(), reader.integer_64()
         if version != VERSION:
             raise MessageError(f"layout version {version}; this is version {VERSION}")
@@ -145,7 +147,7 @@ class Decoder:
 
 
 def encode_message(message: StepMessage) -> bytes:
-    """The bytes of a message that stands alone."""
+    """The bytes of a message coded alone."""
     return Encoder().encode(message)
 
 
@@ -155,10 +157,10 @@ def decode_message(data: bytes) -> StepMessage:
 
 
 def _last_keys(base: _Base | None, sampled: SampledIds, num_in_flight: int) -> Keys:
-    """Whose the sampled ids are that a message carries, as far as the messages before tell.
+    """Keys of the sampled ids that a message carries, as far as the messages before define them.
 
-    Nobody's where the plan samples for another number of sequences. So a plan that claims any number of samples in a
-    few bytes costs nothing: there are as many keys as ids, or numbers of ids, that somebody has written down.
+    Empty if the plan samples for another number of sequences. So a plan that claims any number of samples in a few
+    bytes costs nothing: there are only as many keys as ids, or numbers of ids, in the message.
     """
     plan = None if base is None else base.sampled_plan(num_in_flight)
     return sampling_keys(plan) if plan is not None and num_sampling(plan) == sampled.num_sequences else ()
@@ -169,7 +171,7 @@ def _next_base(base: _Base | None, checksum: bytes, plan: StepPlan, num_in_fligh
 
 
 def _checked_end(data: bytes) -> int:
-    """Where the checksum begins, which must be right."""
+    """Start of the checksum. Raises MessageError if it does not match."""
     end = len(data) - _CHECKSUM.size
     if end < 1:
         raise MessageError(f"{len(data)} bytes are no message")

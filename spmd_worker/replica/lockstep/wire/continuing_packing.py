@@ -1,13 +1,12 @@
-"""The continuing sequences of a plan as bytes, coded against what the plan before sampled.
+"""The continuing sequences of a plan as bytes, coded against the samples of the plan before.
 
-They mostly are those that sampled in the last step, in the same order, each appending what it was given: then only the
-places of those that dropped out are written, and no ids at all, because the sampled ids are in the message once
-already.
+They mostly are those that sampled in the last step, in the same order, each appending its ids: then only the indices of
+those that dropped out are written, and no ids, because the sampled ids are in the message already.
 
-    byte            bit 0: a selection of the last step's samples; bit 1: the appended ids are what those sampled
-    dropped         counted places, if bit 0; else the keys as pairs
-    counted ...     appended ids, and how many each sequence has (none where each has one), unless bit 1
-    pairs           (index, block) of the blocks taken
+    byte            bit 0: a selection of the last step's samples; bit 1: the appended ids are their samples
+    dropped         counted indices, if bit 0; else the keys as pairs
+    counted ...     appended ids, and their number per sequence (empty if each has one), unless bit 1
+    pairs           (index, block) of the new blocks
 """
 
 from itertools import pairwise
@@ -28,7 +27,7 @@ Keys = tuple[SequenceKey, ...]
 
 
 def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled: SampledIds) -> None:
-    """`last_keys` are the `sampling_keys` of the plan before, `sampled` the ids they were given."""
+    """`last_keys` are the `sampling_keys` of the plan before, `sampled` their ids."""
     dropped = _dropped_indices(plan.continuing, last_keys)
     are_sampled = False
     if dropped is not None:
@@ -48,7 +47,9 @@ def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sample
 def read_continuing(
     reader: ByteReader, last_keys: Keys, sampled: SampledIds
 ) -> tuple[Keys, tuple[int, ...], tuple[int, ...], tuple[tuple[int, BlockId], ...]]:
-    """Keys, appended ids, how many each has, blocks taken: the inverse of `write_continuing`, with its arguments."""
+    """Keys, appended ids, their number per sequence, new blocks: the inverse of `write_continuing`, with its
+    arguments.
+    """
     flags = reader.byte()
     if flags not in (0, _IS_SELECTION, _IS_SELECTION + _ARE_SAMPLED):
         raise MessageError(f"unknown flags {flags:#x} of continuing sequences")
@@ -79,7 +80,7 @@ def read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
 
 
 def _dropped_indices(keys: Keys, last_keys: Keys) -> list[int] | None:
-    """Places of `last_keys` that are not in `keys`, None unless the others are `keys` in order."""
+    """Indices in `last_keys` that are not in `keys`; None unless the others are `keys` in order."""
     if keys == last_keys:
         return []
     kept = dict.fromkeys(keys)
@@ -96,7 +97,7 @@ def _read_dropped(reader: ByteReader, num_places: int) -> list[int]:
 
 
 def _without(keys: Keys, dropped: list[int]) -> Keys:
-    """The keys at all other places."""
+    """The keys at all other indices."""
     if not dropped:
         return keys
     gone = dict.fromkeys(dropped)

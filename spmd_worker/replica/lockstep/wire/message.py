@@ -1,4 +1,4 @@
-"""What rank 0 says to every rank of its replica in one step, as a value."""
+"""Message of rank 0 to every rank of its replica in one step, as a value."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,19 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 
 class MessageError(ValueError):
-    """Bytes that are not a step message, or not the one that comes next, or a message that has no bytes."""
+    """Bytes that are not a step message, or not the next one, or a message that cannot be encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
     """Step number, events that enter with it, the plan, and the ids sampled in the step before, in that plan's order
-    (`replica/sequence/sampled.py`); `num_sampled_ids` says how many each sequence was given, empty where each was
-    given one.
+    (`replica/sequence/sampled.py`); `num_sampled_ids` is their number per sequence, empty if each has one.
 
-    `mask_checksums` are those of the steps that sampled the ids, of each that had rows whose answers have a form
+    `mask_checksums` are those of the steps that sampled the ids, of each that had rows with a grammar
     (`StepResult.mask_checksums`).
 
-    `digest` is rank 0's chained digest of all that up to and with this step; empty where digests are switched off.
+    `digest` is rank 0's chained digest of everything up to and including this step; empty where digests are switched
+    off.
     """
 
     step: int
@@ -38,5 +38,5 @@ class StepMessage:
 
     @property
     def sampled(self) -> SampledIds:
-        """The sampled ids, to be shared out."""
+        """The sampled ids with their number per sequence."""
         return SampledIds(self.sampled_token_ids, self.num_sampled_ids)

@@ -1,12 +1,12 @@
-"""Integers as few bytes: variable-length integers and columns of them, and the careful reading of both.
+"""Compact integers: variable-length integers and columns of them, and their bounds-checked reading.
 
-Everything is little-endian. A reader never trusts a count: what it allocates is bounded by the bytes that are left or
-by a bound its caller knows.
+Everything is little-endian. A reader never trusts a count: its allocations are bounded by the bytes that are left or by
+a bound its caller knows.
 
-A column of n integers (n is known to both sides) is nothing at all when n is 0, else a mode byte and then:
+A column of n integers (n is known to both sides) is empty when n is 0, else a mode byte and then:
 
 * `_CONSTANT`: one signed integer, n times;
-* 1, 2, 3, 4 bytes each: a signed integer (0 or the least value), then what each value exceeds it by;
+* 1, 2, 3, 4 bytes each: a signed integer (0 or the least value), then each value's excess over it;
 * 8 bytes each: the values themselves.
 """
 
@@ -27,7 +27,7 @@ _MAX_SHORT: Final = 16
 """Up to this many integers are written one by one: an array costs more."""
 
 _MAX_BASE: Final = 2**62
-"""Beyond this a column is written with 8 bytes a value, so that the least value plus an offset stays in 64 bits."""
+"""Beyond this a column uses 8 bytes a value, so that the least value plus an offset fits 64 bits."""
 
 _DTYPES: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("<u1"),
@@ -38,7 +38,7 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
 
 
 class ByteWriter:
-    """Appends to `data`. Every method raises MessageError for a value that has no place in the layout."""
+    """Appends to `data`. Every method raises MessageError for a value outside the layout."""
 
     __slots__ = ("data",)
 
@@ -68,7 +68,7 @@ class ByteWriter:
         self.data += value
 
     def column(self, values: Sequence[int]) -> None:
-        """Integers whose number the reader knows already, and has held to the bytes: constant or dense."""
+        """Integers whose number the reader knows already, and has checked against the bytes: constant or dense."""
         if values and values[0] == values[-1] and values.count(values[0]) == len(values):
             self.byte(_CONSTANT)
             self.signed(_checked(values[0]))
@@ -76,7 +76,9 @@ class ByteWriter:
             self.dense(values)
 
     def dense(self, values: Sequence[int]) -> None:
-        """Integers at the width the widest needs, one byte at least: the reader can hold their number to the bytes."""
+        """Integers at the width of the widest, one byte at least: the reader can check their number against
+        the bytes.
+        """
         if not values:
             return
         array = _as_array(values) if len(values) > _MAX_SHORT else None
@@ -106,7 +108,9 @@ class ByteWriter:
 
 
 class ByteReader:
-    """Reads what a ByteWriter wrote. Every method raises MessageError where the bytes do not hold what is asked for."""
+    """Reads the output of a ByteWriter. Every method raises MessageError for bytes that do not hold the requested
+    value.
+    """
 
     __slots__ = ("_data", "_end", "_position")
 
@@ -165,7 +169,7 @@ class ByteReader:
         return self.take(self.unsigned())
 
     def count(self) -> int:
-        """A number of things that take at least one byte each."""
+        """A number of entries that take at least one byte each."""
         value = self.unsigned()
         if value > self.num_left:
             raise MessageError(f"{value} entries announced with {self.num_left} bytes left")
@@ -181,7 +185,7 @@ class ByteReader:
         return self._dense(mode, num_values)
 
     def dense(self, num_values: int) -> list[int]:
-        """A column with bytes of its own for each value."""
+        """A column with separate bytes for each value."""
         return self._dense(self.byte(), num_values) if num_values else []
 
     def counted(self) -> tuple[int, ...]:
@@ -201,7 +205,7 @@ class ByteReader:
 
 
 def _as_array(values: Sequence[int]) -> npt.NDArray[np.int64]:
-    """By way of `struct`, which takes half of the time of `np.array`."""
+    """`struct` takes half of the time of `np.array`."""
     try:
         return np.frombuffer(struct.pack(f"<{len(values)}q", *values), dtype="<i8")
     except struct.error:

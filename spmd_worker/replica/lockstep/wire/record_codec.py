@@ -11,14 +11,14 @@ here. Values of one type are written together, column by column; one value is a 
     str                         as bytes, in UTF-8
     X | None                    a column of 0 (None) and 1, then the others
     tuple[X, ...], dict[K, V]   a column of lengths, then all entries together (of a dict keys, then values)
-    tuple[X, Y], NamedTuple     a column of each place
+    tuple[X, Y], NamedTuple     a column of each position
     A | B                       a column of kinds, numbered as in the union, then the values of each kind
     dataclass                   an unsigned integer, whose bits are the fields with a default in which some record has
                                 another value (absent where no field has a default); then a column of each of these
                                 fields and of each field without a default
 
-Nothing is written of no values. Equal values have equal bytes and different values different ones, bit for bit in
-floats. A reader holds numbers of values to the bytes: where `is_dense`, each value takes one at least.
+No values have no bytes. Equal values have equal bytes and different values different ones, bit for bit in floats. A
+reader checks numbers of values against the bytes: where `is_dense`, each value takes one at least.
 """
 
 import struct
@@ -41,23 +41,23 @@ _FLOAT_EACH: Final = 1
 
 
 class Codec(ABC):
-    """The bytes of values of one type. `layout` says in words what they are made of: equal layouts, equal bytes."""
+    """Encoding of values of one type. `layout` describes it as text: equal layouts, equal bytes."""
 
     layout: str
     can_be_dense = True
 
     @abstractmethod
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
-        """Append them. Raises MessageError for a value without a place in the layout."""
+        """Append them. Raises MessageError for a value outside the layout."""
 
     @abstractmethod
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
-        """The inverse of `write`. The caller has held `num_values` to the bytes that are left, one each."""
+        """The inverse of `write`. The caller has checked `num_values` against the bytes that are left, one each."""
 
 
 @cache
 def codec_of(hint: Any) -> Codec:
-    """The codec of a type. Raises TypeError for one without, naming those there are."""
+    """The codec of a type. Raises TypeError for an unsupported one, naming the supported ones."""
     hint = getattr(hint, "__supertype__", hint)
     if hint in _PLAIN:
         return _PLAIN[hint]
@@ -88,9 +88,7 @@ def codec_of(hint: Any) -> Codec:
 
 
 class RecordCodec(Codec):
-    """A dataclass, but for the fields `without`, which somebody else writes, and those that stay where they are
-    (`NOT_SENT`).
-    """
+    """A dataclass, without the fields `without`, which the caller writes, and local ones (`NOT_SENT`)."""
 
     def __init__(self, record: Any, without: tuple[str, ...] = ()) -> None:
         hints = get_type_hints(record, include_extras=True)
@@ -106,7 +104,6 @@ class RecordCodec(Codec):
         self.layout = f"{record.__name__}({', '.join(map(self._field_layout, self._names))})"
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
-        """See `Codec.write`."""
         if not values:
             return
         bits, bit, columns = 0, 1, []
@@ -124,13 +121,13 @@ class RecordCodec(Codec):
             self._codecs[name].write(writer, column, is_dense=is_dense and name == self._dense_name)
 
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
-        """See `Codec.read`. Raises MessageError also for values that the record refuses."""
+        """Read records (`Codec.read`). Raises MessageError also for values that the record rejects."""
         if not num_values:
             return []
         columns = self._read_columns(reader, num_values, is_dense)
         try:
             if not columns:
-                # Records are values: one stands for all.
+                # Records are values: one instance serves for all.
                 return [self._record()] * num_values
             if self._takes_positions and len(columns) == len(self._names):
                 return list(map(self._record, *columns.values()))
@@ -139,7 +136,7 @@ class RecordCodec(Codec):
             raise MessageError(f"{self._record.__name__} is refused: {error}") from error
 
     def read_fields(self, reader: ByteReader) -> dict[str, Any]:
-        """The fields of one record that are not at their defaults, by name: for who has those `without`."""
+        """The fields of one record that are not at their defaults, by name: for callers that have those `without`."""
         return {name: column[0] for name, column in self._read_columns(reader, 1, False).items()}
 
     def _read_columns(self, reader: ByteReader, num_values: int, is_dense: bool) -> dict[str, list[Any]]:
@@ -159,7 +156,7 @@ class RecordCodec(Codec):
 
 
 class _UnionCodec(Codec):
-    """Records of several classes, each by its place in the union."""
+    """Records of several classes, each numbered by its position in the union."""
 
     def __init__(self, options: tuple[type, ...]) -> None:
         assert all(is_dataclass(option) for option in options), options
@@ -208,7 +205,7 @@ class _ListCodec(Codec):
 
 
 class _RowCodec(Codec):
-    """A fixed number of places, each of its own type. Plain tuples where `make` is None."""
+    """A fixed number of positions, each of its own type. Plain tuples if `make` is None."""
 
     def __init__(self, name: str, places: list[Codec], make: Callable[[Any], Any] | None) -> None:
         self._places, self._make = places, make
@@ -348,7 +345,7 @@ class _TextCodec(_BytesCodec):
 
 
 def _read_lengths(reader: ByteReader, num_values: int, is_dense: bool) -> list[int]:
-    """Numbers of entries, of which each takes a byte at least."""
+    """Numbers of entries, each of which takes at least a byte."""
     lengths: list[int] = _INTEGER.read(reader, num_values, is_dense=is_dense)
     total = sum(lengths)
     if min(lengths, default=0) < 0 or total > reader.num_left:
@@ -357,7 +354,7 @@ def _read_lengths(reader: ByteReader, num_values: int, is_dense: bool) -> list[i
 
 
 def _are_all(values: list[Any], default: Any) -> bool:
-    """Equality that tells -0.0 from 0.0. A default that is a tuple is empty, so no float hides in it."""
+    """Equality that distinguishes -0.0 from 0.0. A default that is a tuple is empty, so it contains no float."""
     if isinstance(default, float):
         return struct.pack(f"<{len(values)}d", *values) == struct.pack("<d", default) * len(values)
     return values.count(default) == len(values)

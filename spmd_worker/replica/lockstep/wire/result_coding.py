@@ -1,4 +1,4 @@
-"""What a step sampled as bytes and back: from the last stage of a pipeline to the ranks that did not sample.
+"""Step results as bytes and back: from the last stage of a pipeline to the ranks that did not sample.
 
 Ids, log-probabilities and prompt log-probabilities, bit for bit; never logits.
 """
@@ -14,7 +14,7 @@ _RESULT: Final = RecordCodec(StepResult, without=("finished_transfers",))
 
 
 def encode_result(result: StepResult) -> bytes:
-    """All but `finished_transfers`, which is a rank's own."""
+    """All except `finished_transfers`, which is a rank's own."""
     writer = ByteWriter()
     _RESULT.write(writer, (result,))
     return bytes(writer.data)
