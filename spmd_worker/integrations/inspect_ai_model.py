@@ -1,13 +1,13 @@
-"""inspect_ai on this runtime: the provider `spmd_worker`, which inspect finds by itself where both are installed.
+"""inspect_ai on this runtime: the provider `spmd_worker`, which inspect finds by itself if both are installed.
 
     inspect eval TASK.py --model spmd_worker/FOLDER -M max_model_len=4096
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.inspect_ai_model eval TASK.py \\
         --model spmd_worker/FOLDER -M tensor_parallel_size=2
 
-`-M` arguments are `LLM`'s. Samples ask whenever they come to it, many at a time: a thread steps the engine, and every
-request is a row as the OpenAI-shaped door reads it. Under torchrun rank 0 runs inspect's command line and tells the
-others what to start; they follow its steps. Where a row has no seed, what it asks and how often that was asked before
-name its random numbers, so that no answer depends on the order in which samples come.
+`-M` arguments are `LLM`'s. Samples send requests at any time, many at once: a thread steps the engine, and every
+request is parsed as a row of the OpenAI-compatible frontend. Under torchrun rank 0 runs inspect's command line and
+sends the others the engine's arguments; they follow its steps. If a row has no seed, its content and the number of
+equal requests before it name its random stream, so that no answer depends on the order of samples.
 """
 
 import asyncio
@@ -53,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 _URL: Final = "/v1/chat/completions"
 _MOST_SEQUENCES: Final = 1 << 20
-"""That may wait. Inspect itself bounds what it asks at a time (`--max-connections`)."""
+"""Most sequences that may wait. Inspect itself bounds its concurrent requests (`--max-connections`)."""
 _DRAIN_S: Final = 5.0
-"""For what is asked when inspect ends."""
+"""Grace for open requests when inspect ends."""
 _WAIT: Final = timedelta(days=7)
-"""How long the other ranks wait for inspect to name a model."""
+"""Time limit of the other ranks' wait for inspect to name a model."""
 _STOP_REASONS: Final = {"stop": "stop", "length": "max_tokens"}
 _SAME_KEYS: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "max_tokens")
 _open: Final[list["SpmdWorkerAPI"]] = []
@@ -67,7 +67,7 @@ _open: Final[list["SpmdWorkerAPI"]] = []
 class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependency
     """`model_name` is a model folder, or a name on the hub; `model_args` are `LLM`'s.
 
-    Answers are text: a sample with tools is refused, because nothing here reads tool calls. Raises ConfigError for a
+    Answers are text: a sample with tools is rejected, because nothing here parses tool calls. Raises ConfigError for a
     second model under torchrun, where the ranks follow one.
     """
 
@@ -94,14 +94,14 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         self._thread.start()
         self._owner = os.getpid()
         _open.append(self)
-        # Inspect closes no model of a command line.
+        # Inspect does not close models of a command line.
         atexit.register(self.shutdown)
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """See `ModelAPI.generate`. Raises ValueError for what cannot be answered, RuntimeError where the engine has
-        failed.
+        """Answer one request (`ModelAPI.generate`). Raises ValueError for one that cannot be answered, RuntimeError if
+        the engine has failed.
         """
         if tools and tool_choice != "none":
             raise ValueError(
@@ -127,11 +127,11 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         return self._model_output(output)
 
     def max_connections(self) -> int:
-        """As many as run at a time."""
+        """Most sequences that run at once."""
         return int(self.llm.llm_engine.config.scheduler.max_num_seqs)
 
     def shutdown(self) -> None:
-        """End the engine, and the other ranks' `follow`. Idempotent; nothing in a forked process."""
+        """End the engine, and the other ranks' `follow`. Idempotent; no effect in a forked process."""
         if os.getpid() != self._owner:
             return
         self._exchange.end("inspect has ended")
@@ -141,7 +141,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
     def _step(self) -> None:
         try:
             self._loop.run()
-        except BaseException:  # told to those who ask, by the exchange
+        except BaseException:  # the exchange reports it to open requests
             logger.exception("the engine has failed")
 
     async def _answer(self, row: EncodedRow) -> RequestOutput:
@@ -160,7 +160,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
             self._exchange.free(num_sequences)
 
     def _body(self, messages: list[ChatMessage], config: GenerateConfig) -> dict[str, Any]:
-        """What a client of the OpenAI-shaped door would send."""
+        """Body that a client of the OpenAI-compatible frontend would send."""
         options = {key: getattr(config, key) for key in _SAME_KEYS}
         options |= {"stop": config.stop_seqs, "n": config.num_choices, "logit_bias": config.logit_bias}
         if config.logprobs:
@@ -185,7 +185,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
 def _as_json(message: ChatMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
-    # What is no text is refused with its type.
+    # Parts that are not text are rejected with their type.
     parts = [{"type": part.type, "text": getattr(part, "text", "")} for part in message.content]
     return {"role": message.role, "content": parts}
 
@@ -216,7 +216,7 @@ def _bytes(entry: TokenLogprob) -> list[int] | None:
 
 
 def _tell_ranks(arguments: dict[str, Any] | None) -> None:
-    """Rank 0: what the others start; None where they have nothing to start."""
+    """Rank 0: send the others their engine's arguments; None to start nothing."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if not dist.is_initialized():

@@ -5,7 +5,7 @@
         --model_args pretrained=DIR,tensor_parallel_size=2 --tasks TASK
 
 Under torchrun every rank runs the harness with all requests and gets all results; the engine divides the work between
-the ranks and checks that they ask the same. Knows the harness and `LLM`. Knows nothing about ranks or steps.
+the ranks and checks that their requests are equal. Knows nothing about ranks or steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 _DEFAULT_MAX_GEN_TOKS: Final = 256
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
 _IGNORED_KEYS: Final = ("do_sample", "num_beams", "use_cache")
-"""Of generation arguments: `do_sample` has become a temperature, one beam is all there is."""
+"""Ignored generation arguments: `do_sample` has become a temperature, and there is always one beam."""
 
 _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """(texts of context and continuation, their token ids)."""
@@ -37,12 +37,11 @@ _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("spmd_worker")
 class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
-    """`pretrained` is a model folder; arguments that the harness gives every model and that mean nothing here are
-    `batch_size` and `max_batch_size`. All others are `LLM`'s.
+    """`pretrained` is a model folder; `batch_size` and `max_batch_size`, which the harness gives every model, have no
+    effect. All others are `LLM`'s.
 
-    `max_length` is the most tokens that stand before one that is scored, `max_gen_toks` the most that are generated
-    where a task names none. Text is encoded with the special tokens that the tokenizer adds of its own accord, unless
-    `add_bos_token` says whether.
+    `max_length` is the most tokens before a scored one, `max_gen_toks` the most that are generated if a task names no
+    number. Text is encoded with the tokenizer's default special tokens, unless `add_bos_token` decides.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         self._max_gen_toks, self._name = max_gen_toks, str(pretrained)
         self._prefix_token_id, self._add_bos_token = prefix_token_id, add_bos_token
         self._chat_template_args = dict(chat_template_args or {})
-        # A text that is scored is a prompt here, with its last token, and one more token is generated.
+        # A scored text is a prompt here, with its last token, and one more token is generated.
         most = self.llm.llm_engine.max_model_len - 2
         if max_length is not None and max_length > most:
             raise ConfigError(f"max_length={max_length} must be at most {most}, two below max_model_len={most + 2}")
@@ -74,17 +73,17 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
 
     @property
     def max_length(self) -> int:
-        """The most tokens before one that is scored, or of context and answer together."""
+        """Most tokens before a scored one, or of context and answer together."""
         return self._max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens to generate where a task does not say."""
+        """Tokens to generate if a task names no number."""
         return self._max_gen_toks
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Token that ends a text."""
         token_id = self.tokenizer.eos_token_id
         if token_id is None:
             raise ConfigError(f"pretrained={self._name}: the tokenizer names no eos_token")
@@ -92,7 +91,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: the beginning of a sequence, else its end."""
+        """Token before a text without context: the beginning of a sequence, else its end."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
         token_id = self.tokenizer.bos_token_id
@@ -100,11 +99,11 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """Key of the harness's cache of requests."""
         return f"{self._name.replace('/', '__')}__{self.tokenizer.fingerprint()}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, which the harness writes into its results."""
+        """Source of the template, which the harness writes into its results."""
         if not chat_template:
             return None
         if isinstance(chat_template, str):
@@ -112,7 +111,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         return self.tokenizer.chat_template_source or ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Without `add_generation_prompt` the text ends with the last message, for the model to go on with it."""
+        """Text of a chat; without `add_generation_prompt` it ends with the last message, for the model to continue."""
         text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt, self._chat_template_args)
         if add_generation_prompt or not chat_history:
             return text
@@ -120,7 +119,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         return text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """A text that begins with the beginning-of-sequence token does not get another."""
+        """Token ids of a text; one that begins with the beginning-of-sequence token does not get another."""
         adds = self._add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.token_text(self.prefix_token_id)):
             adds = False
@@ -138,7 +137,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         return texts
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows where they are longer than `max_length`."""
+        """Log-likelihoods of complete texts, in windows if they are longer than `max_length`."""
         windows: list[_Request] = []
         counts: list[int] = []
         for request in requests:
@@ -162,7 +161,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
     def _loglikelihood_tokens(
         self, requests: Sequence[_Request], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation: its log-probability, and whether greedy decoding would have given it."""
+        """Log-probability of each continuation, and whether greedy decoding would have produced it."""
         prompts = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         outputs = self._answer(prompts, [params] * len(prompts), disable_tqdm)
@@ -175,7 +174,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         return answers
 
     def _as_prompt(self, context: str, arguments: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
-        """The end of the context, as much as leaves room for the answer."""
+        """Token ids of the end of the context, as many as leave capacity for the answer."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(dict(arguments), self.max_gen_toks))
         eos = self.tokenizer.token_text(self.eot_token_id)
         stop = handle_stop_sequences(given.pop("until", None), eos=eos)
@@ -200,7 +199,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
 
 
 def _score(prompt: list[int], num_scored: int, output: RequestOutput) -> tuple[float, bool]:
-    """Of the last so many tokens of the prompt."""
+    """Log-probability of the last `num_scored` tokens of the prompt, and whether all are the argmax."""
     assert output.prompt_logprobs is not None, "they were asked for"
     start = len(prompt) - num_scored
     total, is_greedy = 0.0, True
@@ -212,7 +211,7 @@ def _score(prompt: list[int], num_scored: int, output: RequestOutput) -> tuple[f
 
 
 def main() -> None:
-    """The harness's own command line, with this model among the others."""
+    """Run the harness's own command line, with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -1,9 +1,9 @@
-"""mteb's tasks on this runtime: an encoder that mteb takes as it takes a SentenceTransformer.
+"""mteb's tasks on this runtime: an encoder that mteb uses like a SentenceTransformer.
 
     mteb.evaluate(SpmdWorkerEncoder("DIR"), mteb.get_tasks(["STS12"]))
 
 Prompts and the similarity are those of the folder's config_sentence_transformers.json, chosen as mteb and
-sentence-transformers choose them. Knows mteb and `LLM`.
+sentence-transformers choose them.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.llm import LLM
 
 _NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpus")}
-"""What sentence-transformers takes for a kind of text where the task has no prompt of its own."""
+"""Names of prompts by kind of text, in sentence-transformers, if the task has no prompt of its own."""
 
 
 class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that may not be there
-    """`model_name` is a folder or a name on the hub; `options` are `LLM`'s, `prompts` stand in place of the folder's.
-    Texts beyond the model's length are cut, as sentence-transformers cuts them.
+    """`model_name` is a folder or a name on the hub; `options` are `LLM`'s, `prompts` replace the folder's. Texts
+    beyond the model's length are truncated, as in sentence-transformers.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         prompts: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        # mteb passes its own devices, such as cuda:0. Prompts are put before texts here, by their kind.
+        # mteb passes its own devices, such as cuda:0. Prompts are prepended to texts here, by their kind.
         own = str(device or "auto").split(":")[0]
         self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", default_prompt_name="", **options)
         path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"

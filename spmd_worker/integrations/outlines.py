@@ -1,12 +1,12 @@
-"""outlines with an engine of this package: `outlines.from_vllm_offline(llm)` takes an `LLM` as it is.
+"""outlines with an engine of this package: `outlines.from_vllm_offline(llm)` accepts an `LLM` unchanged.
 
     import spmd_worker.integrations.outlines  # before the first answer; nothing else in the script changes
 
     model = outlines.from_vllm_offline(LLM("DIR"))
     model("a prompt", sampling_params=SamplingParams(max_tokens=20))
 
-outlines imports the classes of its parameters from `vllm.sampling_params` when it is asked: they are this package's
-then. What it makes of an output type is `SamplingParams.structured_outputs`.
+outlines imports the classes of its parameters from `vllm.sampling_params` at its first answer: they are this package's
+then. It translates an output type to `SamplingParams.structured_outputs`.
 """
 
 from typing import Any, Final

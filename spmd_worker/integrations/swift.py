@@ -5,9 +5,9 @@
 
     import spmd_worker.integrations.swift  # before anything of swift; nothing else in a script changes
 
-ms-swift takes whatever imports as `vllm` for vLLM, so modules of that name are put in front of it, with the names that
-its colocate mode reads and nothing else. A vLLM that is installed is not used then. It is an error, before anything is
-replaced, for another release of ms-swift than the one whose calls were read, and where vLLM was imported already.
+ms-swift uses any module `vllm` as vLLM, so modules of that name are installed in `sys.modules`, with only the names
+that its colocate mode reads. An installed vLLM is not used then. Another release of ms-swift than RELEASE, or a vLLM
+that was imported already, is an error before anything is replaced.
 """
 
 import importlib
@@ -32,32 +32,32 @@ from spmd_worker.replica.sequence.structured_outputs import GuidedDecodingParams
 logger = logging.getLogger(__name__)
 
 RELEASE: Final = "4.6"
-"""Of ms-swift."""
+"""Supported release of ms-swift."""
 VERSION: Final = "0.31.0"
-"""Of the vLLM that ms-swift is told it has: the last one whose calls it knows."""
+"""Version of vLLM reported to ms-swift: the last one whose calls it knows."""
 
 
 class SwiftEngine(LLMEngine):
-    """What ms-swift calls beside vLLM's names."""
+    """Engine with the methods that ms-swift calls in addition to vLLM's."""
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> "SwiftEngine":
-        """As `LLMEngine.from_engine_args`, of arguments as ms-swift makes them: it wants log-probabilities as its
-        trainers compute them.
+        """`LLMEngine.from_engine_args` for ms-swift's arguments, with log-probabilities as its trainers
+        compute them.
         """
         arguments = {spec.name: getattr(engine_args, spec.name) for spec in fields(engine_args)}
         if arguments.get("logprobs_mode") == "processed_logprobs":
-            # Those of the logits divided by the temperature, also where sampling was truncated: the trainer's own.
+            # From the logits divided by the temperature, also where sampling was truncated: the trainer's own.
             arguments["logprobs_mode"] = "tempered_logprobs"
         return super().from_engine_args(EngineArgs(**arguments))
 
     def list_loras(self) -> set[int]:
-        """None: adapters are merged by ms-swift, and come as whole weights."""
+        """Empty: ms-swift merges adapters and sends complete weights."""
         return set()
 
 
 class _Absent:
-    """What ms-swift's colocate mode imports and does not use. `create` is patched by it."""
+    """Placeholder for names that ms-swift's colocate mode imports and does not use. It patches `create`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise RuntimeError(
@@ -67,7 +67,7 @@ class _Absent:
 
     @staticmethod
     def create(host: str, port: int, rank: int, world_size: int) -> None:
-        """Of vLLM's StatelessProcessGroup."""
+        """Placeholder of vLLM's `StatelessProcessGroup.create`."""
         raise RuntimeError("vLLM's process groups are those of its server mode: give --vllm_mode colocate")
 
 
@@ -105,10 +105,10 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
 
 
 def install() -> str:
-    """Put modules with this package's names in the place of vLLM's. Returns what was done, in words. Idempotent.
+    """Install modules with this package's names as vLLM's. Returns a description of what was done. Idempotent.
 
-    Raises ImportError where ms-swift is not there, or is another release, and where vLLM or ms-swift's own users of it
-    were imported before.
+    Raises ImportError if ms-swift is missing or of another release, or if vLLM or ms-swift's own users of it were
+    imported before.
     """
     try:
         found = version_of("ms-swift")
@@ -130,14 +130,14 @@ def install() -> str:
 
 
 def _keep_from_trl() -> None:
-    """TRL's own colocate mode, which ms-swift's trainers do not use, must not find these modules."""
+    """Hide these modules from TRL's own colocate mode, which ms-swift's trainers do not use."""
     trl_imports: Any = importlib.import_module("trl.import_utils")
     trl_imports.is_vllm_available = lambda: False
 
 
 def main(arguments: list[str]) -> None:
     """Run a command of ms-swift (`rlhf`, ...) or a script in this process, with the names replaced. Raises SystemExit
-    where none is given.
+    without one.
     """
     if not arguments:
         raise SystemExit("usage: python -m spmd_worker.integrations.swift {rlhf | SCRIPT.py} [ARGUMENT ...]")
@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> None:
 
 
 replaced: Final = install()
-"""What importing this module has done, in words."""
+"""Description of what importing this module has done."""
 
 if __name__ == "__main__":
     # The script may import this module too, and gets this one.

@@ -6,13 +6,13 @@
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl train.py ...
 
 For `use_vllm=True, vllm_mode="colocate"`. Five names of `trl.generation.vllm_generation` become this package's; no
-package named vllm is needed, and one that is there is not used by that mode. Importing this module does it; it is an
-error, before anything is replaced, for another release of TRL than the one whose calls were read.
+package named vllm is needed, and an installed one is not used by that mode. Importing this module does it; another
+release of TRL than RELEASE is an error before anything is replaced.
 
-The tool loops of its trainers run in turns (`LLM.turns`): each rank asks as often as its own tools make it, and none
-waits for ever for a rank that has left its loop. And log-probabilities are those of the logits divided by the
-temperature, which is what TRL's trainers compute, also where sampling was truncated (`top_k`, `top_p`, `min_p`): the
-importance ratio compares two of a kind (https://github.com/huggingface/trl/issues/6789).
+The tool loops of its trainers run in turns (`LLM.turns`): each rank asks as often as its own tools require, and none
+waits for ever for a rank that has left its loop. Log-probabilities are those of the logits divided by the temperature,
+which is what TRL's trainers compute, also where sampling was truncated (`top_k`, `top_p`, `min_p`): the importance
+ratio needs both of the same kind (https://github.com/huggingface/trl/issues/6789).
 """
 
 import inspect
@@ -35,14 +35,14 @@ from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsPar
 logger = logging.getLogger(__name__)
 
 RELEASE: Final = "1.16"
-"""Of TRL."""
+"""Supported release of TRL."""
 
 
 class TrainerLLM(LLM):
-    """`LLM` with what a trainer computes in its log-probabilities.
+    """`LLM` with the trainer's kind of log-probabilities.
 
-    `logprobs_mode="processed_logprobs"`, which TRL asks for, becomes `tempered_logprobs`: they differ where tokens were
-    cut or penalised before one was drawn, and the trainer's own know nothing of that.
+    `logprobs_mode="processed_logprobs"`, which TRL asks for, becomes `tempered_logprobs`: they differ if tokens were
+    filtered or penalised before sampling, which the trainer's own ignore.
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
@@ -52,7 +52,7 @@ class TrainerLLM(LLM):
 
 
 def is_vllm_available(min_version: str | None = None) -> bool:
-    """What TRL asks before it makes an engine: yes, that of this package."""
+    """TRL's check before it makes an engine: True, for this package's."""
     del min_version
     return True
 
@@ -67,10 +67,10 @@ REPLACEMENTS: Final[dict[str, Any]] = {
 
 
 def in_turns(tool_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A trainer's `_tool_call_loop`, which every rank calls with completions of its own, run in turns.
+    """Run a trainer's `_tool_call_loop`, which every rank calls with its own completions, in turns.
 
     TRL's own gathers the prompts of an engine's ranks in each round of a loop that each rank leaves by itself; ranks
-    with other numbers of rounds then wait for each other for ever (https://github.com/huggingface/trl/issues/5382).
+    with different numbers of rounds then wait for each other for ever (https://github.com/huggingface/trl/issues/5382).
     """
     signature = inspect.signature(tool_loop)
 
@@ -88,7 +88,7 @@ def in_turns(tool_loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _any_rank_calls_tools(accelerator: Any, completions: list[list[dict[str, Any]]]) -> bool:
-    """Asked on all ranks of the trainer: what they do before the turns, such as a sync, may be a collective of all."""
+    """Agreed on by all ranks of the trainer: the code before the turns, such as a sync, may be a collective of all."""
     torch: Any = import_module("torch")
     calls = any(completion[0].get("tool_calls") for completion in completions)
     return bool(accelerator.gather(torch.tensor([int(calls)], device=accelerator.device)).any())
@@ -96,7 +96,7 @@ def _any_rank_calls_tools(accelerator: Any, completions: list[list[dict[str, Any
 
 @contextmanager
 def _turns_of(generation: Any) -> Iterator[None]:
-    """What `VLLMGeneration.generate` is asked in the block are this rank's turns: it gathers no prompts, and the engine
+    """Make the calls of `VLLMGeneration.generate` in the block this rank's turns: it gathers no prompts, and the engine
     is awake from before the first to after the last.
     """
     size, sleeps = generation.tensor_parallel_size, generation.enable_sleep_mode
@@ -116,9 +116,9 @@ def _turns_of(generation: Any) -> Iterator[None]:
 
 
 def install() -> str:
-    """Put this package's names in the place of vLLM's. Returns what was replaced, in words. Idempotent.
+    """Replace vLLM's names by this package's. Returns a description of what was replaced. Idempotent.
 
-    Raises ImportError where TRL is not there, or is another release, or does not have what is to be replaced.
+    Raises ImportError if TRL is missing or of another release, or does not have the names to replace.
     """
     trl: Any = import_module("trl")
     version = str(getattr(trl, "__version__", "of no version"))
@@ -141,7 +141,7 @@ def install() -> str:
         # The other trainers of TRL inherit the loop, or have no tools.
         for trainer in (grpo.GRPOTrainer, distillation.DistillationTrainer):
             trainer._tool_call_loop = in_turns(trainer._tool_call_loop)
-        # It asks before it makes a `VLLMGeneration`, by a name of its own.
+        # It checks before it makes a `VLLMGeneration`, by a name of its own.
         distillation.is_vllm_available = is_vllm_available
         logger.info("%s", _words(version, instead))
     return _words(version, instead)
@@ -153,7 +153,7 @@ def _words(version: str, instead: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script as `python SCRIPT ...` does, with the names replaced. Raises SystemExit where none is given."""
+    """Run a script as `python SCRIPT ...` does, with the names replaced. Raises SystemExit without one."""
     if not arguments:
         raise SystemExit("usage: python -m spmd_worker.integrations.trl SCRIPT.py [ARGUMENT ...]")
     if os.environ.get("RANK", "0") == "0":
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
 
 
 replaced: Final = install()
-"""What importing this module has done, in words."""
+"""Description of what importing this module has done."""
 
 if __name__ == "__main__":
     # The script may import this module too, and gets this one.

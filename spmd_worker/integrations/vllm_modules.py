@@ -1,6 +1,6 @@
-"""Modules named vllm with this package's names in them, for programs that import what they need of vLLM by themselves.
+"""Modules named vllm with this package's names, for programs that import vLLM themselves.
 
-No package of that name is needed, and one that is installed is not used once these are there.
+No package of that name is needed, and an installed one is not used after this.
 """
 
 import sys
@@ -13,9 +13,9 @@ _OURS: Final = "_is_of_spmd_worker"
 
 
 def put_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None:
-    """Put these in front of whatever imports them from now on, parents first; those that are there get more names.
+    """Install these modules for all later imports, parents first; existing ones get more names.
 
-    Raises ImportError where another module vllm was imported already: `importer` has to come before it.
+    Raises ImportError if another module vllm was imported already: `importer` has to come before it.
     """
     loaded = sys.modules.get("vllm")
     if loaded is not None and not hasattr(loaded, _OURS):
@@ -25,7 +25,7 @@ def put_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None
         if module is None:
             module = sys.modules[name] = ModuleType(name, "Names of spmd_worker that others look for in vLLM.")
             module.__spec__ = ModuleSpec(name, None, is_package=True)
-            # It has no files: what is not here is an ImportError, which is taken for an older vLLM.
+            # It has no files: other names are an ImportError, which programs interpret as an older vLLM.
             module.__path__ = []
             setattr(module, _OURS, True)
         for each, value in names.items():

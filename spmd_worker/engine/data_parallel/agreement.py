@@ -1,6 +1,6 @@
-"""Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments.
+"""Agreement before a call runs: every rank of an engine is ready to make it, with the same prompts or arguments.
 
-A rank that takes turns makes no call of these: see `Turns.check_outside`.
+A rank that takes turns makes none of these calls: see `Turns.check_outside`.
 """
 
 import json
@@ -21,11 +21,11 @@ from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _CALLS: Final = "_spmd_worker_calls"
-"""Of an error that an exchange has raised: the calls that the ranks were in."""
+"""Attribute of an error raised by an exchange: the calls that the ranks were in."""
 
 
 class EncodedPrompt(Protocol):
-    """What is compared of a prompt, beside its parameters."""
+    """Compared fields of a prompt, besides its parameters."""
 
     token_ids: tuple[int, ...]
     pooling: PoolingParams | None
@@ -41,11 +41,11 @@ def agree_on_prompts(
     prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
     settings: Mapping[str, Any],
 ) -> list[tuple[_Prompt, SamplingParams]]:
-    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings` are the same for
-    all of its prompts. Every rank of the engine makes the same call.
+    """Result of `prepare`, once every rank has the same; `call` is the user's call, `settings` apply to all of its
+    prompts. Every rank of the engine makes the same call.
 
     One exchange (`agree_to_compute`), in which each rank sends its settings and digests of its prompts. Raises
-    RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
+    RanksDisagreeError, naming the setting, or prompt and field, and both values, unless every rank passes equal ones;
     prompts are not compared with `executor.digest_every` 0.
     """
     compares = engine.config.executor.digest_every > 0
@@ -61,8 +61,8 @@ def agree_to_compute(
     settings: Mapping[str, Any],
     answer_of: Callable[[_Prepared], Any],
 ) -> tuple[_Prepared, list[Any]]:
-    """As `exchange`, of a call in which `prepare` commits new weights (`LLMEngine.commit_weights`). These are compared,
-    and the number of the call, and `settings`, JSON values that can be read once `prepare` has returned.
+    """`exchange` for a call in which `prepare` commits new weights (`LLMEngine.commit_weights`). Compares these, the
+    number of the call, and `settings`: JSON values that can be read once `prepare` has returned.
 
     Raises RanksDisagreeError, too, naming the weight or the setting that differs and both values.
     """
@@ -80,8 +80,8 @@ def agree_to_compute(
 def agree_on_call(
     engine: LLMEngine, call: str, prepare: Callable[[], _Prepared], *, is_optional: bool = False
 ) -> _Prepared:
-    """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
-    (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
+    """`agree_on_prompts` for a call whose arguments, which `prepare` returns, can cross processes
+    (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank passes equal arguments.
     """
     arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode(), is_optional)
     if engine.config.executor.digest_every:
@@ -90,9 +90,9 @@ def agree_on_call(
 
 
 def fail_call(engine: LLMEngine, call: str, error: BaseException) -> None:
-    """This rank will not make `call`, because of `error`: the others, which wait for it there, get RankFailedError with
-    its words. Returns once they are there; does nothing in an engine that has ended, and where `error` came to the
-    others when one was in `call` already: none is left that waits there.
+    """Report that this rank will not make `call`, because of `error`: the others, which wait for it there, get
+    RankFailedError with its text. Returns once they are there; does nothing in an engine that has ended, or if `error`
+    was reported while a rank was in `call` already: none is left waiting there.
     """
     if engine.is_closed or engine.engine_channel.size == 1 or call in getattr(error, _CALLS, ()):
         return
@@ -113,15 +113,15 @@ def exchange(
     answer_of: Callable[[_Prepared], Any],
     is_optional: bool = False,
 ) -> tuple[_Prepared, list[Any]]:
-    """What `prepare` returns, and each rank's answer, in rank order: JSON values; none in an engine of one rank.
+    """Result of `prepare`, and each rank's answer, in rank order: JSON values; empty in an engine of one rank.
 
-    Each rank sends what was called, and its answer or the error that `prepare` raised. Where it raised anywhere,
+    Each rank sends the name of its call, and its answer or the error that `prepare` raised. If it raised anywhere,
     nothing is done and the engine can be used again: the rank raises its own error, the others RankFailedError with the
-    words of the first, or KeyboardInterrupt where it was that. RanksDisagreeError where they called different things.
-    Where a rank does not come, RankFailedError names it, and this engine has ended.
+    text of the first, or KeyboardInterrupt for one. RanksDisagreeError if they called different things. If a rank does
+    not come, RankFailedError names it, and this engine has ended.
 
-    `is_optional`: with other arguments the call needs no exchange, so ranks that were given such are in a later call.
-    Theirs is then still to come, and they go on waiting for it.
+    `is_optional`: with other arguments the call needs no exchange, so ranks that passed such are in a later call. The
+    ranks of the optional call still miss theirs, and continue to wait for it.
     """
     channel = engine.engine_channel
     if channel.size == 1:
@@ -130,7 +130,7 @@ def exchange(
     try:
         prepared = prepare()
         ready = {"call": call, "is_optional": is_optional, "answer": answer_of(prepared)}
-    except BaseException as error:  # whatever it is, Ctrl-C too, the other ranks wait to hear of it
+    except BaseException as error:  # any error, Ctrl-C too, is sent to the waiting ranks
         own_error = error
         ready = {"call": call, "is_optional": is_optional, "error": error_text(error)}
     heartbeat = engine.times.heartbeat
@@ -148,23 +148,23 @@ def exchange(
                 raise error_of_rank(rank, answer["error"], f"failed before {call}")
         check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
     except BaseException as error:
-        # Ranks that go on waiting have heard nothing in the calls that they are in.
+        # Ranks that continue to wait have heard nothing in their calls.
         heard_in = [answer["call"] for answer in answers if not is_optional or answer["is_optional"]]
-        with suppress(AttributeError):  # of errors that take none
+        with suppress(AttributeError):  # errors without attributes
             setattr(error, _CALLS, tuple(heard_in))
         raise
     return prepared, [answer["answer"] for answer in answers]
 
 
 def _answers(channel: ControlChannel, ready: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's, in rank order."""
+    """Answers of all ranks, in rank order."""
     return [json.loads(payload) for payload in channel.gather(canonical(ready))]
 
 
 def _check_digests(
     engine: LLMEngine, digests: list[list[str]], prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]
 ) -> None:
-    """`digests` by rank. Only a prompt that differs is sent whole."""
+    """Compare `digests`, by rank. Only a prompt that differs is sent completely."""
     for index, entries in enumerate(zip(*digests)):
         if len(dict.fromkeys(entries)) > 1:
             own = canonical({f"prompts[{index}]": _as_json(*prompts[index])})
@@ -178,7 +178,7 @@ def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[st
     digests: list[str] = []
     last, coded = None, b""
     for prompt, sampling in prompts:
-        # Prompts of a call often share their parameters, which are more to write down than a short prompt.
+        # Prompts of a call often share their parameters, which cost more to encode than a short prompt.
         if sampling is not last:
             last, coded = sampling, canonical(asdict(sampling))
         digests.append(blake2b(canonical(_own_json(prompt)) + coded, digest_size=8).hexdigest())

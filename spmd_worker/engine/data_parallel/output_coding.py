@@ -12,8 +12,8 @@ from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, Requ
 
 
 def encode_outputs(outputs: Mapping[int, RequestOutput]) -> bytes:
-    """`outputs` by index of their prompt."""
-    # Not strict JSON: log-probabilities may be minus infinity. All escapes: half of a surrogate pair has no UTF-8.
+    """Encode `outputs`, by index of their prompt."""
+    # Not strict JSON: log-probabilities may be minus infinity. ASCII escapes: a lone surrogate has no UTF-8.
     return json.dumps([[index, _plain(output)] for index, output in outputs.items()]).encode("ascii")
 
 
@@ -38,7 +38,7 @@ def _plain_completion(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _values(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
-    """By name of field, without what differs from rank to rank; `dataclasses.asdict` would copy every token and
+    """Fields by name, without those that differ from rank to rank; `dataclasses.asdict` would copy every token and
     log-probability.
     """
     return {spec.name: getattr(record, spec.name) for spec in fields(record) if spec.compare}

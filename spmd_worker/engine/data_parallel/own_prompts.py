@@ -1,11 +1,11 @@
-"""Calls to which every rank of an engine brings prompts of its own, and turns: as many such calls as each rank likes.
+"""Per-rank prompts (`gather=True`) and `turns()`: any number of such calls per rank.
 
 A call is one exchange, in which each rank sends its prompts, and the run of all of them in one list, which every rank
-knows. Prompt i of rank r has the index i * ranks + r, so that what names its randomness does not depend on how many
-prompts the others bring. Each rank keeps the outputs of its own.
+has. Prompt i of rank r has the index i * ranks + r, so that its random stream does not depend on the number of prompts
+of the others. Each rank keeps the outputs of its own.
 
-In turns, a rank that asks waits until every other rank asks too or has left; those that have left bring no prompts, and
-follow until all have left. So no loop of one rank's own, however often it asks, leaves another rank waiting for ever.
+In turns, a rank that asks waits until every other rank asks too or has left; ranks that have left pass no prompts, and
+follow until all have left. So a loop on one rank never leaves another waiting for ever, however often it asks.
 """
 
 import base64
@@ -33,7 +33,7 @@ _Prepare = Callable[[], Sequence["OwnPrompt"] | None]
 
 @dataclass(frozen=True, slots=True)
 class OwnPrompt:
-    """What the other ranks need of a prompt that `LLMEngine.check_request` found nothing wrong with."""
+    """Fields that the other ranks need of a prompt that `LLMEngine.check_request` accepted."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -47,17 +47,17 @@ _PROMPTS: Final = codec_of(tuple[OwnPrompt, ...])
 def answer_own(
     engine: LLMEngine, replicas: Replicas | None, call: str, prepare: Callable[[], Sequence[OwnPrompt]]
 ) -> list[RequestOutput]:
-    """Outputs of the prompts that `prepare` returns, in order. Every rank of the engine calls this, with as many
-    prompts as it likes.
+    """Outputs of the prompts that `prepare` returns, in order. Every rank of the engine calls this, with any number of
+    prompts.
 
-    Raises what `prepare` raises; on the other ranks that is RankFailedError with its words, and nothing was computed.
+    Raises what `prepare` raises; on the other ranks that is RankFailedError with its text, and nothing was computed.
     """
     _, outputs = _ask(engine, replicas, call, prepare)
     return outputs
 
 
 class Turns:
-    """The turns that this rank takes, in one `block` after another."""
+    """This rank's turns, in consecutive blocks."""
 
     def __init__(self, engine: LLMEngine, replicas: Replicas | None) -> None:
         self._engine, self._ask = engine, partial(_ask, engine, replicas, _TURNS)
@@ -68,7 +68,7 @@ class Turns:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Every rank of the engine enters and leaves it. Call `ask` in it, any number of times.
+        """Block of turns, which every rank of the engine enters and leaves. Call `ask` in it, any number of times.
 
         At its end this rank follows the turns of the others until they have left; an error that leaves it ends the
         turns of all. Raises RuntimeError within another block, and at its end as `ask` does.
@@ -89,13 +89,13 @@ class Turns:
             self.is_open = False
 
     def check_outside(self, call: str) -> None:
-        """Raise RuntimeError in a block: the other ranks wait for this one's next turn, and not for `call`."""
+        """Raise RuntimeError in a block: the other ranks wait for this one's next turn, not for `call`."""
         if self.is_open:
             raise RuntimeError(f"{call} is a call that all ranks make together: leave the block of llm.turns() first")
 
     def ask(self, prompts: Sequence[OwnPrompt]) -> list[RequestOutput]:
-        """This rank's turn, in a block. Raises RankFailedError where another rank's turns ended in an error: these have
-        ended too.
+        """One turn of this rank, in a block. Raises RankFailedError if another rank's turns ended in an error: these
+        have ended too.
         """
         if self._is_over:
             raise RuntimeError("these turns have ended, because those of another rank failed: leave the block")
@@ -103,7 +103,7 @@ class Turns:
 
     def _leave(self) -> None:
         while not self._is_over:
-            # This rank takes part in the steps of the others' prompts.
+            # This rank joins the steps of the others' prompts.
             have_all_left, _ = self._take_turn(self._engine.complete_weights)
             self._is_over = have_all_left
 
@@ -128,7 +128,7 @@ class Turns:
 def _ask(
     engine: LLMEngine, replicas: Replicas | None, call: str, prepare: _Prepare
 ) -> tuple[bool, list[RequestOutput]]:
-    """Whether no rank has brought a list, and the outputs of this rank's prompts."""
+    """Whether no rank passed a list, and the outputs of this rank's prompts."""
     own, answers = agree_to_compute(engine, call, prepare, {}, _encode)
     by_rank = [_decode(payload) for payload in answers] if answers else [own]
     if all(prompts is None for prompts in by_rank):
@@ -149,7 +149,7 @@ def _ask(
 
 
 def _encode(prompts: Sequence[OwnPrompt] | None) -> str | None:
-    """As a JSON value."""
+    """Encode the prompts as a JSON value."""
     if prompts is None:
         return None
     writer = ByteWriter()

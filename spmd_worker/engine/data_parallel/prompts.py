@@ -1,7 +1,7 @@
-"""Answering a list of prompts: in one replica, or by all replicas of an engine, of which every rank gets every output.
+"""Answers a list of prompts: in one replica, or by all replicas of an engine, of which every rank gets every output.
 
-Every rank knows the whole list. A replica's leader takes the next prompts from the shared counter, longest first, while
-there is room; the other ranks of its replica follow its steps. No replica waits for another before all is answered.
+Every rank has the complete list. A replica's leader takes the next prompts from the shared counter, longest first, up
+to its capacity; the other ranks of its replica follow its steps. No replica waits for another before all is answered.
 """
 
 import struct
@@ -21,13 +21,13 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _LENGTH: Final = struct.Struct("<I")
 OnAnswered = Callable[[int], object]
-"""Told how many more prompts are answered."""
+"""Called with the number of newly answered prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPrompt:
-    """A prompt that `LLMEngine.check_request` found nothing wrong with. `index` in the list of call number `call` names
-    its randomness, and its output.
+    """A prompt that `LLMEngine.check_request` accepted. `index` in the list of call number `call` names its random
+    stream, and its output.
     """
 
     call: int
@@ -40,7 +40,7 @@ class RoundPrompt:
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to: prompt and, where they are limited, output tokens of all its samples."""
+        """Most tokens it may have: prompt and, if limited, output tokens of all its samples."""
         return len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
 
 
@@ -79,7 +79,7 @@ def answer_together(
             if interruption.is_ending:
                 round_.interrupt()
         progress.show()
-        # The last that the others hear of: a replica may have had nothing to do.
+        # Last check: a replica may have had no work.
         interruption.look()
     shared: dict[int, RequestOutput] = {}
     with engine.exchanging():
@@ -94,7 +94,7 @@ def answer_together(
 
 
 def _pack(interrupt: str, outputs: dict[int, RequestOutput]) -> bytes:
-    """A rank's part of the exchange that ends a round: the words of an interrupt, or this replica's outputs."""
+    """A rank's part of the exchange that ends a round: the text of an interrupt, or this replica's outputs."""
     text = interrupt.encode()
     if not text and not outputs:
         return b""
@@ -102,7 +102,7 @@ def _pack(interrupt: str, outputs: dict[int, RequestOutput]) -> bytes:
 
 
 def _unpack(payload: bytes) -> tuple[str, bytes]:
-    """The inverse of `_pack`, the outputs as they are coded."""
+    """The inverse of `_pack`, with the outputs still encoded."""
     if not payload:
         return "", b""
     num_text_bytes, rest = _LENGTH.unpack(payload[: _LENGTH.size])[0], payload[_LENGTH.size :]
@@ -116,7 +116,7 @@ def _take_part(
     progress: "_Progress",
     interruption: Interruption,
 ) -> dict[int, RequestOutput]:
-    """This replica's outputs, on its leader."""
+    """Answer this replica's share; returns its outputs, on its leader."""
     if not engine.is_leader:
         engine.follow_round()
         return {}
@@ -140,7 +140,7 @@ def _take_part(
 
 
 def _take(engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], run: "_Run") -> bool:
-    """Whether something was taken."""
+    """Add the next prompts; returns whether there were any."""
     most = num_wanted(engine, run.num_sequences)
     if most == 0:
         return False
@@ -151,13 +151,13 @@ def _take(engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], r
 
 
 class _Progress:
-    """What all replicas have answered, for progress bars."""
+    """Progress of all replicas, for progress bars."""
 
     def __init__(self, round_: ReplicaRound, on_answered: OnAnswered | None) -> None:
         self._round, self._on_answered, self._num_shown = round_, on_answered, 0
 
     def show(self) -> None:
-        """What came since the last call."""
+        """Report the prompts answered since the last call."""
         if self._on_answered is None:
             return
         num_answered = self._round.num_counted
@@ -166,7 +166,7 @@ class _Progress:
 
 
 class _Run:
-    """Prompts in an engine, and what came of them."""
+    """Prompts in an engine, and their outputs."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.outputs: dict[int, RequestOutput] = {}
@@ -175,7 +175,7 @@ class _Run:
 
     @property
     def num_sequences(self) -> int:
-        """Of the prompts that are not answered yet."""
+        """Samples of the prompts that are not answered yet."""
         return sum(prompt.sampling.num_sequences for prompt in self._prompts.values())
 
     def add(self, prompt: RoundPrompt) -> None:
@@ -192,7 +192,7 @@ class _Run:
         self._prompts[number] = prompt
 
     def step(self) -> int:
-        """One step; returns how many prompts were answered in it."""
+        """One step; returns the number of prompts answered in it."""
         answered = self._engine.step()
         for output in answered:
             index = self._prompts.pop(RequestId(int(output.request_id))).index

@@ -1,4 +1,4 @@
-"""The replicas of one engine, as each of its ranks sees them: rounds of shared work, and how an error reaches all."""
+"""Replicas of one engine, on each of its ranks: rounds of shared work, and the reporting of errors to all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.ranks.groups import shared_store
 
 _WAITING_SHARE: Final = 16
-"""A replica takes more while at most this part of what can run at once waits."""
+"""A replica takes more work while at most this part of its `max_num_seqs` waits."""
 
 
 class Replicas:
@@ -54,7 +54,7 @@ class Replicas:
             raise
 
     def forget_round(self) -> None:
-        """Remove the keys of the round that is over, once every rank has been heard from since."""
+        """Remove the keys of the round that is over, after an exchange with every rank."""
         if self.engine.is_first_rank and self._last is not None:
             self._last.forget()
 
@@ -63,17 +63,17 @@ def open_replicas(engine: LLMEngine) -> Replicas | None:
     """None for an engine of one replica. Every rank of the engine calls this."""
     if engine.config.parallel.data_parallel_size == 1:
         return None
-    # Its stubs know texts only; it takes bytes and gives them back.
+    # Its stubs declare only str; it accepts and returns bytes.
     store = cast("Store", shared_store())
-    # Several engines may live in a world, one after the other or side by side.
+    # Several engines may exist in a world, successively or simultaneously.
     number = str(store.add("spmd_worker/engines", 1)).encode() if engine.is_first_rank else None
     name = engine.engine_channel.broadcast(number).decode()
     return Replicas(engine, store, f"spmd_worker/engine {name}")
 
 
 def num_wanted(engine: LLMEngine, num_unfinished: int) -> int:
-    """How many more sequences a replica would take in, of which `num_unfinished` are unfinished: none while many wait
-    for a place in a step.
+    """Number of further sequences that a replica with `num_unfinished` unfinished ones should admit: 0 while many wait
+    to be scheduled.
     """
     most_waiting = engine.config.scheduler.max_num_seqs // _WAITING_SHARE
     if engine.scheduler.queues.num_waiting > most_waiting:
@@ -82,7 +82,7 @@ def num_wanted(engine: LLMEngine, num_unfinished: int) -> int:
 
 
 def _failure_text(engine: LLMEngine, error: BaseException) -> str:
-    """What a rank reports to the other replicas of its error."""
+    """Text of a rank's error for the other replicas."""
     size = engine.channel.size
     replica, rank = divmod(engine.engine_channel.rank, size)
     if size == 1:

@@ -1,11 +1,11 @@
-"""One round of work that replicas share: who takes what, who lives, who failed, and when it is over.
+"""One round of work shared by replicas: its queue, heartbeats, failures and end.
 
-    taken      how much of the work has been taken, from the front
-    counted    how much of it is answered so far, for progress bars
-    beat/R     replica R lives: a number that grows
-    finished   how many replicas have no work left; the last one sets `over`
-    interrupted  set where a signal's handler raised: what is not taken yet is nobody's
-    failed     the first replica that failed sets `failure` to what happened
+    taken      number of items taken, from the front
+    counted    number answered so far, for progress bars
+    beat/R     heartbeat of replica R: a growing number
+    finished   number of replicas without work left; the last one sets `over`
+    interrupted  set when a signal's handler raised: items not taken yet are dropped
+    failed     the first replica that failed sets `failure` to its text
 
 Replicas never wait for one another before the end of a round.
 """
@@ -18,7 +18,7 @@ from spmd_worker.base.errors import RankFailedError
 from spmd_worker.engine.data_parallel.store import Store
 
 WAITS_FOR_RANKS: Final = True
-"""For the watchdog, which finds it in the module of a frame."""
+"""Read by the watchdog, in the module of a frame."""
 
 _MAX_HEARTBEAT_S: Final = 0.5
 _HEARTBEATS_PER_TIMEOUT: Final = 8
@@ -26,9 +26,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
 class ReplicaRound:
-    """This rank's hand in a round. `prefix` is the round's own: the same on every rank, in no other round.
+    """One rank's handle of a round. `prefix` is the round's own: the same on every rank, in no other round.
 
-    Of each replica the leader takes, beats and finishes; any rank may say that it failed, and all may wait.
+    The leader of each replica takes, sends heartbeats and finishes; any rank may report a failure, and all may wait.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplicaRound:
         self._has_finished = self._has_interrupted = False
 
     def take(self, total: int, most: int) -> range:
-        """The next places of `total` for this replica, at most `most`; none when all are taken.
+        """The next indices of `total` for this replica, at most `most`; empty when all are taken.
 
         The shares shrink towards the end, so that the replicas end together.
         """
@@ -53,16 +53,16 @@ class ReplicaRound:
         return range(min(stop - wanted, total), min(stop, total))
 
     def count(self, number: int) -> None:
-        """So much more has come of the work; what is counted is the caller's business."""
+        """Add `number` to the count of answered work; its unit is the caller's."""
         self.store.add(self._key("counted"), number)
 
     @property
     def num_counted(self) -> int:
-        """By all replicas."""
+        """Sum over all replicas."""
         return self.store.add(self._key("counted"), 0)
 
     def send_heartbeat(self) -> bool:
-        """Call between steps: says, now and then, that this replica lives. Returns whether it did so now.
+        """Send this replica's heartbeat, if due; call between steps. Returns whether it was due.
 
         Raises RankFailedError when another replica has failed.
         """
@@ -81,7 +81,7 @@ class ReplicaRound:
             raise RankFailedError(self.store.get(self._key("failure")).decode("utf-8", "replace"))
 
     def check_others(self) -> None:
-        """While waiting: raise RankFailedError when another replica has shown no sign of life for the timeout."""
+        """Raise RankFailedError when another replica has been silent for the timeout; call while waiting."""
         now_s = time.monotonic()
         if now_s - self._last_look_s < self._heartbeat_s:
             return
@@ -95,12 +95,12 @@ class ReplicaRound:
                 raise RankFailedError(f"replica {replica} is silent: no sign of life in {self._timeout_s:g} s")
 
     def fail(self, text: str) -> None:
-        """Tell the others why this rank leaves; the first word counts."""
+        """Report the reason why this rank leaves; the first report wins."""
         if self.store.add(self._key("failed"), 1) == 1:
             self.store.set(self._key("failure"), text.encode("utf-8", "replace"))
 
     def interrupt(self) -> None:
-        """The call that this round is of ends on all replicas, with what they have open."""
+        """End the round's call on all replicas, with their unanswered prompts."""
         if not self._has_interrupted:
             self._has_interrupted = True
             self.store.set(self._key("interrupted"), b"")
@@ -111,7 +111,7 @@ class ReplicaRound:
         return self._has_interrupted or self.store.check([self._key("interrupted")])
 
     def finish(self) -> None:
-        """This replica has no work left; its leader says so, once."""
+        """This replica has no work left; called once, by its leader."""
         assert self._is_leader, "the leader speaks for its replica"
         assert not self._has_finished, self.prefix
         self._has_finished = True
@@ -138,7 +138,7 @@ class ReplicaRound:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def forget(self) -> None:
-        """Remove the round's keys: one rank, when no other looks at them any more."""
+        """Remove the round's keys: called on one rank, when no other reads them any more."""
         heartbeats = [f"beat/{replica}" for replica in range(self.num_replicas)]
         for name in ("taken", "counted", "finished", "over", "interrupted", "failed", "failure", *heartbeats):
             self.store.delete_key(self._key(name))
@@ -148,7 +148,7 @@ class ReplicaRound:
 
 
 def share_of(num_left: int, num_replicas: int, most: int) -> int:
-    """How many of `num_left` a replica with room for `most` takes: half of its equal part, at least one.
+    """Share of `num_left` for a replica with capacity for `most`: half of its equal part, at least one.
 
     Guided self-scheduling (Polychronopoulos and Kuck, 1987), with half parts because rows differ in length.
     """

@@ -1,6 +1,6 @@
-"""The launcher's store as replicas use it: whole numbers that only grow, and bytes of any length.
+"""The launcher's store for replicas: integers that only grow, and bytes of any length.
 
-The store takes values up to 8 MiB, so longer ones travel in pieces. Nothing that is read is unpickled.
+The store takes values up to 8 MiB, so longer ones are split. Nothing that is read is unpickled.
 """
 
 from typing import Final, Protocol
@@ -9,10 +9,10 @@ _PIECE_BYTES: Final = 1 << 20
 
 
 class Store(Protocol):
-    """What of torch's stores is used. `get` waits for a key that is not there; ask `check` first."""
+    """The used part of torch's stores. `get` waits for a missing key; call `check` first."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number that begins at 0, as one act; returns the sum."""
+        """Add to a number that begins at 0, atomically; returns the sum."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys have values."""
@@ -24,11 +24,11 @@ class Store(Protocol):
         """Give a key a value."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Forget a key; False where there was none."""
+        """Delete a key; False if it was missing."""
 
 
 def put_bytes(store: Store, key: str, payload: bytes) -> None:
-    """Whoever sees `key` finds all pieces: it comes last."""
+    """Store `payload`; `key` is set last, so a reader that sees it finds all pieces."""
     starts = range(0, len(payload), _PIECE_BYTES)
     for number, start in enumerate(starts):
         store.set(f"{key}/{number}", payload[start : start + _PIECE_BYTES])
@@ -36,7 +36,7 @@ def put_bytes(store: Store, key: str, payload: bytes) -> None:
 
 
 def take_bytes(store: Store, key: str) -> bytes | None:
-    """What `put_bytes` left there, which is then gone; None when nothing is there yet. One taker a key."""
+    """Remove and return the bytes of `put_bytes`; None if there are none yet. One reader per key."""
     if not store.check([key]):
         return None
     pieces = [f"{key}/{number}" for number in range(int(store.get(key)))]

@@ -1,6 +1,6 @@
-"""New weights that one rank has alone: handed to every rank of an engine, of all its replicas, tensor by tensor.
+"""Broadcast of new weights from one rank to every rank of an engine, of all its replicas, tensor by tensor.
 
-Headers and tensors cross as JSON and as the tensors' own bytes, through host memory, over the control group.
+Headers are sent as JSON and tensors as their own bytes, through host memory, over the control group.
 """
 
 import json
@@ -22,12 +22,11 @@ Pair = tuple[str, Tensor]
 
 
 def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
-    """The pairs that rank `source` of the engine gives, on every rank; the others give None. Every rank takes all of
-    them, or none after the same one. One tensor is on its way at a time.
+    """The pairs of rank `source` of the engine, on every rank; the others pass None. Every rank receives all of them,
+    or stops after the same one. One tensor is sent at a time.
 
-    Raises TypeError and ValueError for arguments that are none or do not fit each other, RuntimeError while requests
-    are being answered and in `turns`, and on the other ranks RankFailedError with the words of what the source's
-    `tensors` raised.
+    Raises TypeError and ValueError for invalid or contradictory arguments, RuntimeError while requests are being
+    answered and in `turns`, and on the other ranks RankFailedError with the text of what the source's `tensors` raised.
     """
     channel = engine.engine_channel
 
@@ -46,7 +45,7 @@ def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] |
         return source
 
     turns.check_outside("update_weights")
-    # Without a source each rank loads what it is given, and nothing is exchanged.
+    # Without a source each rank loads its own tensors, and nothing is exchanged.
     agree_on_call(engine, "update_weights", prepare, is_optional=True)
     while True:
         engine.times.heartbeat.enter(f"waiting for rank {source}'s weights")
@@ -58,7 +57,7 @@ def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] |
 
 
 def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair | None:
-    """The next pair, or None after the last."""
+    """Send or receive the next pair; None after the last."""
     pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
     channel = engine.engine_channel
     with engine.exchanging():
@@ -76,7 +75,7 @@ def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair
 
 
 def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseException | None]:
-    """On the source: the next pair and what to say of it, or the error instead."""
+    """The source's next pair with its header, or the error instead."""
     try:
         found = next(own, None)
         if found is None:
@@ -88,5 +87,5 @@ def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseExce
         plain = tensor.detach().cpu().contiguous()
         header = {"name": name, "shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
         return (name, plain), header, None
-    except BaseException as error:  # whatever it is, the other ranks wait to hear of it
+    except BaseException as error:  # any error is sent to the waiting ranks
         return None, {"error": error_text(error)}, error
