@@ -43,14 +43,14 @@ UNDER: Final = {
     "decoder": "DecoderForCausalLM",
     "runner": "ModelRunner",
     "worker": "worker.Worker",
-    "engine": "engine.LLMEngine",
+    "engine": "engine.LLMEngine|engine.Engine",
 }
 """Row of the table -> class, by the last parts of its dotted name: the folders above may change. After a renaming:
 `Old|New`.
 """
 STATIONS: Final = (
     *("RowReader", "parse_row", "ChatTemplate", "Tokenizer", "EncodedRow", "SamplingParams", "RowRunner"),
-    *("engine.LLMEngine", "Request", "SequenceGroup", "Sequence", "SequenceData"),
+    *("engine.LLMEngine|engine.Engine", "Request", "SequenceGroup", "Sequence", "SequenceData"),
     *("Scheduler", "Planner", "Allocator", "StopChecker", "StepPlan"),
     *("BlockPool", "BlockTable", "CacheManager", "BlockOps", "CacheEngine"),
     *("Lockstep", "StepMessage", "StepChannel", "TcpLeader", "SequenceGroupMetadataDelta", "Mirror"),

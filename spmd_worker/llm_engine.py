@@ -11,7 +11,7 @@ from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, take_pooling
-from spmd_worker.engine.engine import LLMEngine as Engine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids

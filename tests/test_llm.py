@@ -21,7 +21,7 @@ from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.base.errors import ConfigError, ModelConfigError, PromptsRefusedError
 from spmd_worker.engine.calls import prompt_calls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.runner.model_runner import ModelRunner
 
@@ -359,7 +359,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize(("call", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_an_argument_that_no_step_could_carry_is_an_error_at_once_and_the_engine_goes_on(
-    llm: LLM, call: Callable[[LLMEngine], object], words: str
+    llm: LLM, call: Callable[[Engine], object], words: str
 ):
     """`set_weight_version("x")` once was accepted, and ended the engine a step later."""
     with pytest.raises((TypeError, ValueError)) as refused:

@@ -47,7 +47,7 @@ def _explained(function: Callable[..., Any], made: type, words: Mapping[str, str
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return function
     known = [name for name in parameters if name not in ("self", "cls")]
-    label = made.__name__ if function.__name__ == "__init__" else f"{made.__name__}.{function.__name__}"
+    end = "" if function.__name__ == "__init__" else f".{function.__name__}"
 
     @wraps(function)
     def called(*given: Any, **named: Any) -> Any:
@@ -57,6 +57,9 @@ def _explained(function: Callable[..., Any], made: type, words: Mapping[str, str
             unknown = [name for name in named if name not in parameters]
             if not unknown:
                 raise
+            # The caller's word for an inherited method is the class of the object.
+            kind = type(given[0]) if given and isinstance(given[0], made) else made
+            label = f"{kind.__name__}{end}"
             raise TypeError(f"{label} has no keyword {unknown[0]}{hint(unknown[0], known, words)}") from None
 
     return called

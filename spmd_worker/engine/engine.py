@@ -89,7 +89,7 @@ def _release(
     *,
     is_closed: bool = True,
 ) -> None:
-    """What `LLMEngine.shutdown` gives back. Idempotent. `is_closed` false: the interpreter ends, or nobody holds the
+    """What `Engine.shutdown` gives back. Idempotent. `is_closed` false: the interpreter ends, or nobody holds the
     engine any more. Does nothing in a process other than `owner`: one that was forked has a copy of all this, and what
     it gave back would be its parent's.
     """
@@ -108,7 +108,7 @@ def _release(
 
 
 @explain_keywords()
-class LLMEngine:
+class Engine:
     """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order.
 
     One thread at a time is in a call that drives the engine; `add_request` and `abort_request` may come from any thread

@@ -24,7 +24,7 @@ from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.ranks.communicator import single_group
@@ -50,7 +50,7 @@ WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
 
 
-_Engine = TypeVar("_Engine", bound=LLMEngine)
+_Engine = TypeVar("_Engine", bound=Engine)
 
 
 def read_run(config: RunConfig) -> ResolvedRun:
@@ -67,7 +67,7 @@ def start_engine(
     resolved: ResolvedRun,
     environment: RankEnvironment | None = None,
     watchdog: Watchdog | None = None,
-    engine_class: type[_Engine] = LLMEngine,  # type: ignore[assignment]  # mypy 1: no default of a type variable
+    engine_class: type[_Engine] = Engine,  # type: ignore[assignment]  # mypy 1: no default of a type variable
 ) -> _Engine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 

@@ -22,7 +22,7 @@ import torch
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.base.errors import MissingWeightsError, SpmdError
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, OSError)
@@ -180,7 +180,7 @@ def bring_back(llm: LLM) -> None:
     llm.reset_prefix_cache()
 
 
-def step_to_the_end(engine: LLMEngine) -> None:
+def step_to_the_end(engine: Engine) -> None:
     """Until no request is unanswered."""
     while engine.has_unfinished_requests():
         engine.step()

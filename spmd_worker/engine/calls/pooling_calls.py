@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, take_pooling
 from spmd_worker.engine.calls.prompt_calls import PromptCalls, UseTqdm
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.outputs import (
     Pooled,
     PoolingOutput,
@@ -32,7 +32,7 @@ GivenParams = PoolingParams | Sequence[PoolingParams] | None
 class PoolingCalls:
     """The pooling calls of one engine. Arguments are those of `LLM`'s methods, and so is what they raise."""
 
-    def __init__(self, engine: LLMEngine, calls: PromptCalls) -> None:
+    def __init__(self, engine: Engine, calls: PromptCalls) -> None:
         self._engine, self._calls = engine, calls
 
     def pool(

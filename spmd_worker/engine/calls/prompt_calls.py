@@ -25,7 +25,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_on_call, agree_on_p
 from spmd_worker.engine.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.engine.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.engine.data_parallel.replicas import Replicas
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import as_token_ids
@@ -53,7 +53,7 @@ class PromptCalls:
     is what they raise.
     """
 
-    def __init__(self, engine: LLMEngine, replicas: Replicas | None, turns: Turns) -> None:
+    def __init__(self, engine: Engine, replicas: Replicas | None, turns: Turns) -> None:
         self._engine, self._replicas, self._turns = engine, replicas, turns
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:

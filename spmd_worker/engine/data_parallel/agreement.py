@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.ranks.transport.channel import ControlChannel
@@ -36,7 +36,7 @@ _Prepared = TypeVar("_Prepared")
 
 
 def agree_on_prompts(
-    engine: LLMEngine,
+    engine: Engine,
     call: str,
     prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
     settings: Mapping[str, Any],
@@ -55,13 +55,13 @@ def agree_on_prompts(
 
 
 def agree_to_compute(
-    engine: LLMEngine,
+    engine: Engine,
     call: str,
     prepare: Callable[[], _Prepared],
     settings: Mapping[str, Any],
     answer_of: Callable[[_Prepared], Any],
 ) -> tuple[_Prepared, list[Any]]:
-    """`exchange` for a call in which `prepare` commits new weights (`LLMEngine.commit_weights`). Compares these, the
+    """`exchange` for a call in which `prepare` commits new weights (`Engine.commit_weights`). Compares these, the
     number of the call, and `settings`: JSON values that can be read once `prepare` has returned.
 
     Raises RanksDisagreeError, too, naming the weight or the setting that differs and both values.
@@ -78,7 +78,7 @@ def agree_to_compute(
 
 
 def agree_on_call(
-    engine: LLMEngine, call: str, prepare: Callable[[], _Prepared], *, is_optional: bool = False
+    engine: Engine, call: str, prepare: Callable[[], _Prepared], *, is_optional: bool = False
 ) -> _Prepared:
     """`agree_on_prompts` for a call whose arguments, which `prepare` returns, can cross processes
     (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank passes equal arguments.
@@ -89,7 +89,7 @@ def agree_on_call(
     return arguments
 
 
-def fail_call(engine: LLMEngine, call: str, error: BaseException) -> None:
+def fail_call(engine: Engine, call: str, error: BaseException) -> None:
     """Report that this rank will not make `call`, because of `error`: the others, which wait for it there, get
     RankFailedError with its text. Returns once they are there; does nothing in an engine that has ended, or if `error`
     was reported while a rank was in `call` already: none is left waiting there.
@@ -107,7 +107,7 @@ def fail_call(engine: LLMEngine, call: str, error: BaseException) -> None:
 
 
 def exchange(
-    engine: LLMEngine,
+    engine: Engine,
     call: str,
     prepare: Callable[[], _Prepared],
     answer_of: Callable[[_Prepared], Any],
@@ -162,7 +162,7 @@ def _answers(channel: ControlChannel, ready: dict[str, Any]) -> list[dict[str, A
 
 
 def _check_digests(
-    engine: LLMEngine, digests: list[list[str]], prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]
+    engine: Engine, digests: list[list[str]], prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]
 ) -> None:
     """Compare `digests`, by rank. Only a prompt that differs is sent completely."""
     for index, entries in enumerate(zip(*digests)):

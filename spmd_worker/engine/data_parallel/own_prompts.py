@@ -19,7 +19,7 @@ from spmd_worker.base.liveness.deferred_signals import host_signals
 from spmd_worker.engine.data_parallel.agreement import agree_to_compute, exchange
 from spmd_worker.engine.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.engine.data_parallel.replicas import Replicas
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import codec_of
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -33,7 +33,7 @@ _Prepare = Callable[[], Sequence["OwnPrompt"] | None]
 
 @dataclass(frozen=True, slots=True)
 class OwnPrompt:
-    """Fields that the other ranks need of a prompt that `LLMEngine.check_request` accepted."""
+    """Fields that the other ranks need of a prompt that `Engine.check_request` accepted."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -45,7 +45,7 @@ _PROMPTS: Final = codec_of(tuple[OwnPrompt, ...])
 
 
 def answer_own(
-    engine: LLMEngine, replicas: Replicas | None, call: str, prepare: Callable[[], Sequence[OwnPrompt]]
+    engine: Engine, replicas: Replicas | None, call: str, prepare: Callable[[], Sequence[OwnPrompt]]
 ) -> list[RequestOutput]:
     """Outputs of the prompts that `prepare` returns, in order. Every rank of the engine calls this, with any number of
     prompts.
@@ -59,7 +59,7 @@ def answer_own(
 class Turns:
     """This rank's turns, in consecutive blocks."""
 
-    def __init__(self, engine: LLMEngine, replicas: Replicas | None) -> None:
+    def __init__(self, engine: Engine, replicas: Replicas | None) -> None:
         self._engine, self._ask = engine, partial(_ask, engine, replicas, _TURNS)
         self.is_open = False
         """Whether this rank is in a block."""
@@ -125,9 +125,7 @@ class Turns:
             raise
 
 
-def _ask(
-    engine: LLMEngine, replicas: Replicas | None, call: str, prepare: _Prepare
-) -> tuple[bool, list[RequestOutput]]:
+def _ask(engine: Engine, replicas: Replicas | None, call: str, prepare: _Prepare) -> tuple[bool, list[RequestOutput]]:
     """Whether no rank passed a list, and the outputs of this rank's prompts."""
     own, answers = agree_to_compute(engine, call, prepare, {}, _encode)
     by_rank = [_decode(payload) for payload in answers] if answers else [own]

@@ -12,7 +12,7 @@ from typing import Final
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
@@ -26,7 +26,7 @@ OnAnswered = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class RoundPrompt:
-    """A prompt that `LLMEngine.check_request` accepted. `index` in the list of call number `call` names its random
+    """A prompt that `Engine.check_request` accepted. `index` in the list of call number `call` names its random
     stream, and its output.
     """
 
@@ -44,7 +44,7 @@ class RoundPrompt:
         return len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
 
 
-def answer_alone(engine: LLMEngine, prompts: list[RoundPrompt], on_answered: OnAnswered) -> dict[int, RequestOutput]:
+def answer_alone(engine: Engine, prompts: list[RoundPrompt], on_answered: OnAnswered) -> dict[int, RequestOutput]:
     """Outputs by index. Every rank of the replica calls this with the same prompts. What a signal's handler raises on
     any of them ends the call on all, with nothing left open.
     """
@@ -110,7 +110,7 @@ def _unpack(payload: bytes) -> tuple[str, bytes]:
 
 
 def _take_part(
-    engine: LLMEngine,
+    engine: Engine,
     round_: ReplicaRound,
     prompts: list[RoundPrompt],
     progress: "_Progress",
@@ -139,7 +139,7 @@ def _take_part(
     return run.outputs
 
 
-def _take(engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], run: "_Run") -> bool:
+def _take(engine: Engine, round_: ReplicaRound, prompts: list[RoundPrompt], run: "_Run") -> bool:
     """Add the next prompts; returns whether there were any."""
     most = num_wanted(engine, run.num_sequences)
     if most == 0:
@@ -168,7 +168,7 @@ class _Progress:
 class _Run:
     """Prompts in an engine, and their outputs."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.outputs: dict[int, RequestOutput] = {}
         self._engine = engine
         self._prompts: dict[RequestId, RoundPrompt] = {}

@@ -7,7 +7,7 @@ from typing import Final, cast
 from spmd_worker.base.errors import RankFailedError
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.data_parallel.store import Store
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.ranks.groups import shared_store
 
 _WAITING_SHARE: Final = 16
@@ -17,7 +17,7 @@ _WAITING_SHARE: Final = 16
 class Replicas:
     """Use `open_replicas`. Every rank of the engine makes the same calls, in the same order."""
 
-    def __init__(self, engine: LLMEngine, store: Store, prefix: str) -> None:
+    def __init__(self, engine: Engine, store: Store, prefix: str) -> None:
         self.engine, self.prefix = engine, prefix
         self._store = store
         self._num_rounds = 0
@@ -59,7 +59,7 @@ class Replicas:
             self._last.forget()
 
 
-def open_replicas(engine: LLMEngine) -> Replicas | None:
+def open_replicas(engine: Engine) -> Replicas | None:
     """None for an engine of one replica. Every rank of the engine calls this."""
     if engine.config.parallel.data_parallel_size == 1:
         return None
@@ -71,7 +71,7 @@ def open_replicas(engine: LLMEngine) -> Replicas | None:
     return Replicas(engine, store, f"spmd_worker/engine {name}")
 
 
-def num_wanted(engine: LLMEngine, num_unfinished: int) -> int:
+def num_wanted(engine: Engine, num_unfinished: int) -> int:
     """Number of further sequences that a replica with `num_unfinished` unfinished ones should admit: 0 while many wait
     to be scheduled.
     """
@@ -81,7 +81,7 @@ def num_wanted(engine: LLMEngine, num_unfinished: int) -> int:
     return max(engine.config.scheduler.max_num_seqs + most_waiting - num_unfinished, 0)
 
 
-def _failure_text(engine: LLMEngine, error: BaseException) -> str:
+def _failure_text(engine: Engine, error: BaseException) -> str:
     """Text of a rank's error for the other replicas."""
     size = engine.channel.size
     replica, rank = divmod(engine.engine_channel.rank, size)

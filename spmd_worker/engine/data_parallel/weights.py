@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.own_prompts import Turns
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.model.weights.held_weights import check_pair
 from spmd_worker.replica.sequence.request import whole_number
@@ -21,7 +21,7 @@ from spmd_worker.replica.sequence.request import whole_number
 Pair = tuple[str, Tensor]
 
 
-def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
+def broadcast_weights(engine: Engine, turns: Turns, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
     """The pairs of rank `source` of the engine, on every rank; the others pass None. Every rank receives all of them,
     or stops after the same one. One tensor is sent at a time.
 
@@ -56,7 +56,7 @@ def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] |
         yield pair
 
 
-def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair | None:
+def _hand_on(engine: Engine, own: Iterator[Pair] | None, source: int) -> Pair | None:
     """Send or receive the next pair; None after the last."""
     pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
     channel = engine.engine_channel

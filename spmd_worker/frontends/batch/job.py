@@ -25,7 +25,7 @@ from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, write_stage_t
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.engine.between_steps import Turn, patience_s
 from spmd_worker.engine.data_parallel.replicas import Replicas, open_replicas
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_scan import InputScan
@@ -215,7 +215,7 @@ def _run(
     config = resolved.config
     if run is not None:
         run.lock.note("joins the other ranks and loads the model")
-    engine: LLMEngine = start_engine(resolved, environment, watchdog)
+    engine: Engine = start_engine(resolved, environment, watchdog)
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)
@@ -239,7 +239,7 @@ def _run(
         engine.shutdown()
 
 
-def _follow(engine: LLMEngine, replicas: Replicas | None) -> None:
+def _follow(engine: Engine, replicas: Replicas | None) -> None:
     """Every rank but 0."""
     answered = None
     if replicas is None:
@@ -251,7 +251,7 @@ def _follow(engine: LLMEngine, replicas: Replicas | None) -> None:
 
 
 def _lead(
-    engine: LLMEngine,
+    engine: Engine,
     replicas: Replicas | None,
     config: RunConfig,
     run: OpenRun,
@@ -310,7 +310,7 @@ def _end_run(run: OpenRun) -> None:
 
 
 def _answer_rows(
-    engine: LLMEngine, replicas: Replicas | None, rows: JobInput, output: JobOutput, model_name: str
+    engine: Engine, replicas: Replicas | None, rows: JobInput, output: JobOutput, model_name: str
 ) -> ReplicaCounts:
     """Every row's answer into the journal; what this replica answered."""
     if replicas is not None:
@@ -320,7 +320,7 @@ def _answer_rows(
     return ReplicaCounts(output.counts.rows - num_before, engine.counters.num_output_tokens)
 
 
-def _vectors(engine: LLMEngine) -> VectorColumn | None:
+def _vectors(engine: Engine) -> VectorColumn | None:
     """What a file with columns has of rows that are pooled."""
     pooling = engine.limits.pooling
     return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
@@ -338,7 +338,7 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
     return OutputDigest(num_lines, num_bytes, digest.hexdigest())
 
 
-def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_name: str) -> None:
+def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:
     runner = RowRunner(engine, model_name)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.config.scheduler.max_num_seqs

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spmd_worker.base.metrics.stage_times import busy_shares
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.job_rows import JobCounts
 
 
@@ -20,12 +20,12 @@ class ReplicaCounts:
     output_tokens: int = 0
 
 
-def report_of_rank(engine: LLMEngine) -> bytes:
+def report_of_rank(engine: Engine) -> bytes:
     """Of a rank that follows."""
     return json.dumps(_of_workers(engine)).encode("ascii")
 
 
-def report_of_replica(engine: LLMEngine, answered: ReplicaCounts) -> bytes:
+def report_of_replica(engine: Engine, answered: ReplicaCounts) -> bytes:
     """Of a replica's leader."""
     times = engine.times
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
@@ -96,7 +96,7 @@ def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
     return [{"steps": leader["counters"]["num_steps"], "digest_chain_head": leader["chain_head"]} for leader in leaders]
 
 
-def _of_workers(engine: LLMEngine) -> dict[str, Any]:
+def _of_workers(engine: Engine) -> dict[str, Any]:
     return {
         "peak_memory_bytes": engine.executor.peak_memory_bytes(),
         "stages": engine.stage_times(),

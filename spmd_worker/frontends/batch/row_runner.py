@@ -1,7 +1,7 @@
 """Rows through one engine: every row that is admitted comes back as its output line, whatever it holds."""
 
 from spmd_worker.chat.chat_format import model_chat_format
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.pooled_rows import PooledRows
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
 from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
@@ -17,7 +17,7 @@ class RowRunner:
     `model_name` is what answers call the model when their row named none.
     """
 
-    def __init__(self, engine: LLMEngine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
         self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
         self._rows: dict[RequestId, EncodedRow] = {}

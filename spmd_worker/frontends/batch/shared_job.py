@@ -12,7 +12,7 @@ from typing import Final
 from spmd_worker.engine.between_steps import Turn, patience_s
 from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.row_exchange import RowDrawer, RowSender
@@ -42,7 +42,7 @@ class ReplicaWork:
     """One replica's part, on its leader: draw, step, hand answers to `deliver`. Call `advance` until `has_ended`."""
 
     def __init__(
-        self, engine: LLMEngine, round_: ReplicaRound, drawer: RowDrawer, model_name: str, deliver: Deliver
+        self, engine: Engine, round_: ReplicaRound, drawer: RowDrawer, model_name: str, deliver: Deliver
     ) -> None:
         self.counts = ReplicaCounts()
         self.has_ended = False
@@ -111,7 +111,7 @@ class ReplicaWork:
 class JobSharer:
     """Rank 0's part for all: rows out, answers in."""
 
-    def __init__(self, engine: LLMEngine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
+    def __init__(self, engine: Engine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
         self._round, self._rows, self._output = round_, rows, output
         self._timeout_s = engine.config.executor.timeout_s
         self._sender = RowSender(round_)
@@ -183,7 +183,7 @@ def help_shared_job(replicas: Replicas) -> ReplicaCounts | None:
     return counts
 
 
-def _help(engine: LLMEngine, round_: ReplicaRound, model_name: str) -> ReplicaCounts:
+def _help(engine: Engine, round_: ReplicaRound, model_name: str) -> ReplicaCounts:
     drawer = RowDrawer(round_)
     outbox = _Outbox(drawer)
     work = ReplicaWork(engine, round_, drawer, model_name, outbox.put)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.decimals import SpelledNumbers, shortest_decimals
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, encode_pooled, pooled_response
 from spmd_worker.frontends.openai.pooling_body import Spell, pooled_record
@@ -14,7 +14,7 @@ from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId
 
 
-def admit_pooled(engine: LLMEngine, encoded: EncodedPooledRow) -> list[RequestId]:
+def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
     """Queue a row's texts for the next step; a request each, in their order."""
     config = engine.limits.pooling
     assert config is not None, "what was encoded is pooled here"
@@ -34,7 +34,7 @@ class _PooledRow:
 class PooledRows:
     """See `RowRunner`, whose part this is."""
 
-    def __init__(self, engine: LLMEngine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
         self._rows: dict[RequestId, _PooledRow] = {}
         self.num_rows = 0

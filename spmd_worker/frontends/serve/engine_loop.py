@@ -8,7 +8,7 @@ import logging
 import time
 
 from spmd_worker.engine.between_steps import patience_s
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
 from spmd_worker.frontends.openai.pooled_rows import admit_pooled
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """`drain_s` is how long requests that are there may go on once the exchange ends."""
 
-    def __init__(self, engine: LLMEngine, exchange: RequestExchange, drain_s: float) -> None:
+    def __init__(self, engine: Engine, exchange: RequestExchange, drain_s: float) -> None:
         self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
         self._requests: dict[RequestId, OpenRequest] = {}
         # Of a row that is pooled one for each text, in their order.

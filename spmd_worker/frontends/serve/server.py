@@ -11,7 +11,7 @@ from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.chat.chat_format import model_chat_format
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.frontends.serve.app import ServerApp
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
@@ -61,7 +61,7 @@ def serve(
     resolved = read_run(config)
     if environment.is_launched:
         check_world_size(resolved.layout, environment.world_size)
-    engine: LLMEngine = start_engine(resolved, environment, watchdog)
+    engine: Engine = start_engine(resolved, environment, watchdog)
     try:
         if listener is None:
             engine.follow()
@@ -74,7 +74,7 @@ def serve(
         engine.shutdown()
 
 
-def answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
+def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
     """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
     chat_format = model_chat_format(config.model, engine.tokenizer)

@@ -14,9 +14,9 @@ JOB = f"""
 import sys, time
 import launch
 from spmd_worker.frontends.batch import job
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 
-write, close_followers = job._write_output, LLMEngine.close_followers
+write, close_followers = job._write_output, Engine.close_followers
 
 def take_time():
     # Busy all the while, not asleep.
@@ -33,7 +33,7 @@ def close_slowly(engine):
     take_time()
 
 if sys.argv.pop(1) == "while others wait":
-    LLMEngine.close_followers = close_slowly
+    Engine.close_followers = close_slowly
 else:
     job._write_output = write_slowly
 sys.exit(launch.main())

@@ -27,7 +27,7 @@ from spmd_worker.base.config.schema import (
     SchedulerConfig,
 )
 from spmd_worker.base.errors import ConfigError, JobError
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch import job_rows
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobInput
@@ -119,13 +119,13 @@ def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
     config = ended_job(tmp_path, num_rows)
     assert not (tmp_path / "out.jsonl").exists()
     asked: list[str | None] = []
-    admit_request = LLMEngine.admit_request
+    admit_request = Engine.admit_request
 
-    def noting(engine: LLMEngine, *arguments: Any, **named: Any) -> Any:
+    def noting(engine: Engine, *arguments: Any, **named: Any) -> Any:
         asked.append(named["custom_id"])
         return admit_request(engine, *arguments, **named)
 
-    monkeypatch.setattr(LLMEngine, "admit_request", noting)
+    monkeypatch.setattr(Engine, "admit_request", noting)
     metrics = run(config)
     output, expected = whole
     assert (tmp_path / "out.jsonl").read_bytes() == output
@@ -148,14 +148,14 @@ def test_a_job_interrupted_while_it_takes_its_ranks_down_computes_nothing_again(
 ):
     """Its output is complete, but it has said that the same command goes on."""
     write_rows(tmp_path)
-    config, shutdown = config_of(tmp_path), LLMEngine.shutdown
+    config, shutdown = config_of(tmp_path), Engine.shutdown
 
-    def shutdown_and_interrupt(engine: LLMEngine) -> None:
+    def shutdown_and_interrupt(engine: Engine) -> None:
         shutdown(engine)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(LLMEngine, "shutdown", shutdown_and_interrupt)
+        interrupted.setattr(Engine, "shutdown", shutdown_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     assert run(config)["resumed_rows"] == NUM_ROWS
@@ -270,16 +270,16 @@ def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
             super().__init__(*given)
             made.append(self)
 
-    step = LLMEngine.step
+    step = Engine.step
 
-    def noting(engine: LLMEngine) -> Any:
+    def noting(engine: Engine) -> Any:
         if not made[0].keys:
             action(made[0].num_rows)
         return step(engine)
 
     monkeypatch.setattr(job_module, "JobInput", Noted)
     monkeypatch.setattr(job_module, "patience_s", lambda timeout_s: 0.0)
-    monkeypatch.setattr(LLMEngine, "step", noting)
+    monkeypatch.setattr(Engine, "step", noting)
 
 
 def test_steps_are_taken_while_rows_that_were_done_are_passed(

@@ -20,7 +20,7 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ReplicaDivergedError
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
@@ -267,15 +267,15 @@ class WatchedScheduler(Scheduler):
 
 def new_engine(
     control: ThreadControl, channel: LeaderChannel | FollowerChannel, delays: tuple[int, ...], digest_every: int
-) -> LLMEngine:
+) -> Engine:
     config = RunConfig(
         model=ModelOptions(str(MODEL), max_model_len=64), executor=ExecutorConfig(digest_every=digest_every)
     )
     lockstep = Lockstep(channel, digest_every)
-    return LLMEngine(resolve_run(config, "cpu"), None, MadeUpExecutor(delays), control, lockstep, WatchedScheduler())
+    return Engine(resolve_run(config, "cpu"), None, MadeUpExecutor(delays), control, lockstep, WatchedScheduler())
 
 
-def run_rank(engine: LLMEngine) -> LLMEngine:
+def run_rank(engine: Engine) -> Engine:
     """Three prompts over and over, in a cache that holds one at a time: each evicts the others, and is brought back."""
     if not engine.is_leader:
         engine.follow()
@@ -289,7 +289,7 @@ def run_rank(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-def run_engines(delays: tuple[tuple[int, ...], ...], digest_every: int) -> list[LLMEngine]:
+def run_engines(delays: tuple[tuple[int, ...], ...], digest_every: int) -> list[Engine]:
     """One engine a rank, after the run; `delays` by rank."""
     controls = thread_controls(len(delays))
     # Channels are closed first, or an error of one rank would leave the others waiting.
@@ -300,7 +300,7 @@ def run_engines(delays: tuple[tuple[int, ...], ...], digest_every: int) -> list[
         return [future.result(LONG_S) for future in futures]
 
 
-def check_transfers(engines: list[LLMEngine], digest_every: int) -> None:
+def check_transfers(engines: list[Engine], digest_every: int) -> None:
     """Every replica was told of every transfer in one step, the next possible one after its last rank had said so."""
     told = [engine.scheduler.told for engine in engines]
     assert told[0] == told[1] == told[2]
@@ -356,13 +356,13 @@ def test_a_book_that_believes_one_rank_does_not_pass(monkeypatch, believe: Calla
 
 def test_ranks_that_listen_to_their_own_device_diverge(monkeypatch):
     """Negative control: completion acted on where it is seen, not where every rank is told of it."""
-    right = LLMEngine._run_step
+    right = Engine._run_step
 
-    def run_step(self: LLMEngine) -> list[SequenceGroup]:
+    def run_step(self: Engine) -> list[SequenceGroup]:
         self.scheduler.handle(FinishTransfers(self._finished_transfers))
         return right(self)
 
     monkeypatch.setattr(TransferBook, "add", lambda self, rank, numbers: None)
-    monkeypatch.setattr(LLMEngine, "_run_step", run_step)
+    monkeypatch.setattr(Engine, "_run_step", run_step)
     with pytest.raises(ReplicaDivergedError, match="rank"):
         run_engines(DELAYS, 1)

@@ -7,21 +7,21 @@ import logging
 from pathlib import Path
 
 from spmd_worker.base.version import code_fingerprint
-from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLogHeader, StepLogWriter
 from spmd_worker.replica.lockstep.wire.codec import Encoder
 
 logger = logging.getLogger(__name__)
 
 
-def open_step_log(engine: LLMEngine, run_dir: Path) -> StepLogWriter:
+def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
     """Write every step message from now on to `steps.log`; the caller closes it. Rank 0, before the first step."""
     writer = StepLogWriter(run_dir / STEP_LOG_NAME, step_log_header(engine))
     engine.lockstep.on_message = writer.write
     return writer
 
 
-def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
+def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
     """This rank's own records of the last steps, as `records.rank<N>.log`; None where the run directory is not here.
 
     A disk that takes nothing is warned of and no more: what is being reported is worse.
@@ -40,7 +40,7 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
     return path
 
 
-def step_log_header(engine: LLMEngine) -> StepLogHeader:
+def step_log_header(engine: Engine) -> StepLogHeader:
     """What a replay needs besides the messages."""
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
     tokens = config.model.classifier_from_token
