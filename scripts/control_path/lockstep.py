@@ -24,7 +24,7 @@ from spmd_worker.ranks.transport.connect import open_step_channel
 from spmd_worker.replica.lockstep.channel import FollowerChannel, LeaderChannel
 from spmd_worker.replica.lockstep.difference import Record
 from spmd_worker.replica.lockstep.digest import ChainedDigest
-from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.replica.lockstep.wire.message import StepMessage
 from spmd_worker.replica.mirror.mirror import Mirror
@@ -33,6 +33,7 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.sequence.events import Admit, Event
 from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
@@ -103,7 +104,7 @@ class Replica:
     def step(self, events: tuple[Event, ...] = ()) -> StepPlan:
         """As the engine does it, the model left out."""
         plan = self.scheduler.schedule()
-        agreed = self.lockstep.agree(plan, self.sampled, events)
+        agreed = self.lockstep.agree(plan, StepReport(SampledIds(self.sampled), events=events))
         self.mirror.apply(agreed.plan)
         self._apply(plan)
         for event in agreed.events:
@@ -119,7 +120,7 @@ class Replica:
         payload = times.measure("encode", lambda: times.encoder.encode(message))
         times.num_bytes.append(len(payload))
         times.measure("decode", lambda: times.decoder.decode(payload))
-        agreed = self.lockstep.agree(plan, sampled, ())
+        agreed = self.lockstep.agree(plan, StepReport(SampledIds(sampled)))
         times.measure("mirror", lambda: self.mirror.apply(agreed.plan))
         times.measure("apply", lambda: self._apply(plan))
 

@@ -43,7 +43,7 @@ from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
-from spmd_worker.replica.lockstep.lockstep import AgreedStep, Lockstep
+from spmd_worker.replica.lockstep.lockstep import AgreedStep, Lockstep, StepReport
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import end_step, must_end_oldest
@@ -683,16 +683,15 @@ class Engine:
             taken, self._events = self._events, []
             events = (*taken, *self._interrupt_events())
         self.times.end("schedule")
-        agreed = self.lockstep.agree(
-            plan,
-            self._sampled.token_ids,
-            events,
+        report = StepReport(
+            self._sampled,
+            self._mask_checksums,
             self._finished_transfers,
             self._worker_events.problem,
-            self._sampled.num_ids,
-            self._mask_checksums,
             "" if self._interruption is None else self._interruption.own_text,
+            events,
         )
+        agreed = self.lockstep.agree(plan, report)
         self._sampled, self._mask_checksums, self._finished_transfers = SampledIds(), (), ()
         self.weight_updates.check_agreed(agreed.events)
         self.times.end("lockstep")

@@ -26,12 +26,34 @@ from spmd_worker.replica.lockstep.transfers import (
 from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder, decode_message, encode_message
 from spmd_worker.replica.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.replica.sequence.events import Event, WorkerEvent
+from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan
 
 NUM_KEPT_RECORDS: Final = 64
 """Records of the last steps that each rank keeps, to be written down when the replicas diverge."""
 
+NO_IDS: Final = SampledIds()
+
 _REPORTED: Final = (ReplicaDivergedError, RankFailedError, AbortedError)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One rank's report to the agreement of a step: results of the steps that ended since the last agreement, and what
+    it asks for.
+
+    `sampled` and `mask_checksums` enter the digest. `finished_transfers` are this rank's own. `event_problem` says why
+    it did not prepare the worker event of the step before, "" where it did or there was none. `interrupt` is the text
+    of what a signal's handler raised here, for rank 0 (`Lockstep.take_interrupt`). `events` are rank 0's to raise;
+    those of other ranks are ignored.
+    """
+
+    sampled: SampledIds = NO_IDS
+    mask_checksums: tuple[int, ...] = ()
+    finished_transfers: tuple[int, ...] = ()
+    event_problem: str = ""
+    interrupt: str = ""
+    events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +95,19 @@ class Lockstep:
         """The digest of everything agreed on so far."""
         return self._digest.value
 
-    def agree(
-        self,
-        plan: StepPlan,
-        sampled_token_ids: tuple[int, ...],
-        events: tuple[Event, ...],
-        finished_transfers: tuple[int, ...] = (),
-        event_problem: str = "",
-        num_sampled_ids: tuple[int, ...] = (),
-        mask_checksums: tuple[int, ...] = (),
-        interrupt: str = "",
-    ) -> AgreedStep:
-        """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own, and so is
-        `event_problem`: why it did not prepare the worker event of the step before, "" where it did or there was none.
-        `num_sampled_ids` shares out the ids, and `mask_checksums` are of what they were sampled under, as in
-        `StepMessage`. `interrupt` is what a signal's handler raised on this rank, for rank 0 (`take_interrupt`).
+    def agree(self, plan: StepPlan, report: StepReport) -> AgreedStep:
+        """The step that every rank runs: rank 0's plan and events.
 
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
         """
-        record = Record(plan, self._last_events, sampled_token_ids, num_sampled_ids, mask_checksums)
-        digest = self._digest.update(record)
-        shared = (num_sampled_ids, mask_checksums)
-        own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest, *shared)
+        (token_ids, num_ids), mask_checksums = report.sampled, report.mask_checksums
+        digest = self._digest.update(Record(plan, self._last_events, token_ids, num_ids, mask_checksums))
+        own = StepMessage(plan.step, self._last_events, plan, token_ids, digest, num_ids, mask_checksums)
         self.records.append(own)
-        self._finished_transfers += finished_transfers
+        self._finished_transfers += report.finished_transfers
         try:
-            if self._follower is None:
-                message = self._lead(own, events, event_problem)
-            else:
-                message = self._follow(own, self._follower, event_problem, interrupt)
+            message = self._lead(own, report) if self._follower is None else self._follow(own, self._follower, report)
         except LostMessageError as error:
             raise ReplicaDivergedError(self._did_not_run(own.step, str(error))) from None
         self._last_events = message.events
@@ -155,11 +160,11 @@ class Lockstep:
         if self._channel is not None:
             self._channel.close()
 
-    def _lead(self, own: StepMessage, events: tuple[Event, ...], event_problem: str) -> StepMessage:
-        message = replace(own, events=events)
+    def _lead(self, own: StepMessage, report: StepReport) -> StepMessage:
+        message = replace(own, events=report.events)
         self._transfers.add(0, self._take_own_finished())
         if self._is_event_answered:
-            self._event_problems = [event_problem]
+            self._event_problems = [report.event_problem]
         if self._leader is None and self.on_message is None:
             return message
         # Packed before the answers are waited for, and sent only after they agree.
@@ -172,11 +177,13 @@ class Lockstep:
             self._leader.send(payload)
         return message
 
-    def _follow(self, own: StepMessage, channel: FollowerChannel, event_problem: str, interrupt: str) -> StepMessage:
+    def _follow(self, own: StepMessage, channel: FollowerChannel, report: StepReport) -> StepMessage:
         if self._is_compared(own.step):
             channel.offer_record(partial(encode_message, own))
-            answer = pack_answer(own.digest, self._take_own_finished(), interrupt)
-            channel.answer(own.step, pack_event_answer(answer, event_problem) if self._is_event_answered else answer)
+            answer = pack_answer(own.digest, self._take_own_finished(), report.interrupt)
+            if self._is_event_answered:
+                answer = pack_event_answer(answer, report.event_problem)
+            channel.answer(own.step, answer)
         payload = channel.receive()
         try:
             message = self._decoder.decode(payload)

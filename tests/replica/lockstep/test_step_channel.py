@@ -26,10 +26,11 @@ from spmd_worker.ranks.transport.frames import (
     send_frame,
 )
 from spmd_worker.ranks.transport.step_channel import Abort, GlooStepChannel, TcpFollower, TcpLeader
-from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.scheduler.scheduler import Scheduler, SchedulerLimits
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.sequence.events import Close
+from spmd_worker.replica.sequence.sampled import SampledIds
 
 LONG_S = 600.0
 """A timeout that a test must not reach."""
@@ -384,7 +385,7 @@ def outcome(lockstep: Lockstep, sampled: tuple[int, ...] = (), num_steps: int = 
     scheduler = new_scheduler()
     for _ in range(num_steps):
         try:
-            lockstep.agree(scheduler.schedule(), sampled, ())
+            lockstep.agree(scheduler.schedule(), StepReport(SampledIds(sampled)))
         except Exception as error:
             return lockstep.explain(error)
     return num_steps
@@ -395,7 +396,10 @@ def test_three_ranks_agree_step_after_step_and_events_come_from_rank_0():
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         plans = [new_scheduler().schedule() for _ in replicas]
         events = [(Close(),), (), ()]
-        futures = [pool.submit(replica.agree, plans[rank], (), events[rank]) for rank, replica in enumerate(replicas)]
+        futures = [
+            pool.submit(replica.agree, plans[rank], StepReport(events=events[rank]))
+            for rank, replica in enumerate(replicas)
+        ]
         assert [future.result(LONG_S).events for future in futures] == [(Close(),)] * 3
         assert len({replica.chain_head for replica in replicas}) == 1
 

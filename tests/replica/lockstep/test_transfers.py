@@ -26,7 +26,7 @@ from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
 from spmd_worker.replica.lockstep.channel import FollowerChannel, LeaderChannel
 from spmd_worker.replica.lockstep.digest import NUM_DIGEST_BYTES
-from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.lockstep.transfers import TransferBook, pack_answer, unpack_answer
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
@@ -133,7 +133,7 @@ def agree_by_script(
     def rank_loop(rank: int, channel: LeaderChannel | FollowerChannel) -> dict[int, tuple[int, ...]]:
         lockstep, taken = Lockstep(channel, digest_every), {}
         for step in range(1, num_steps + 1):
-            lockstep.agree(StepPlan(step), (), (), script[rank].get(step, ()))
+            lockstep.agree(StepPlan(step), StepReport(finished_transfers=script[rank].get(step, ())))
             finished = lockstep.take_finished_transfers()
             if finished:
                 taken[step] = finished
@@ -169,7 +169,7 @@ def test_without_digests_no_follower_is_heard_which_is_why_the_configuration_ref
 
 def test_a_replica_of_one_needs_nobody_else():
     lockstep = Lockstep(None, digest_every=1)
-    lockstep.agree(StepPlan(1), (), (), (4, 5))
+    lockstep.agree(StepPlan(1), StepReport(finished_transfers=(4, 5)))
     assert lockstep.take_finished_transfers() == (4, 5)
     assert lockstep.take_finished_transfers() == ()
 
@@ -179,7 +179,7 @@ def test_transfers_are_no_part_of_what_replicas_must_agree_on():
     with star(1) as (leader, followers), ThreadPoolExecutor() as pool:
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         futures = [
-            pool.submit(each.agree, StepPlan(1), (), (), finished)
+            pool.submit(each.agree, StepPlan(1), StepReport(finished_transfers=finished))
             for each, finished in zip(replicas, [(), (1, 2)], strict=True)
         ]
         assert [future.result(LONG_S).plan for future in futures] == [StepPlan(1)] * 2
@@ -193,7 +193,7 @@ def test_an_answer_of_a_byte_too_many_ends_every_rank(monkeypatch):
         def outcome(channel: LeaderChannel | FollowerChannel) -> BaseException:
             lockstep = Lockstep(channel, digest_every=1)
             try:
-                lockstep.agree(StepPlan(1), (), ())
+                lockstep.agree(StepPlan(1), StepReport())
             except Exception as error:
                 return lockstep.explain(error)
             raise AssertionError("the step ran")

@@ -13,7 +13,7 @@ from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
 from spmd_worker.replica.lockstep.channel import FollowerChannel, LeaderChannel
 from spmd_worker.replica.lockstep.digest import NUM_DIGEST_BYTES
-from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.lockstep.transfers import pack_answer, pack_event_answer, unpack_answer, unpack_event_answer
 from spmd_worker.replica.sequence.events import EndWorkerEvent, WorkerEvent, concern_workers
 from spmd_worker.replica.sequence.step import StepPlan
@@ -32,7 +32,8 @@ def agree(channels: list[LeaderChannel | FollowerChannel], digest_every: int) ->
         for step in range(1, 8):
             events = (EVENTS[step],) if step in EVENTS else ()
             problem = PROBLEMS[step][rank] if step in PROBLEMS else "never asked for"
-            assert lockstep.agree(StepPlan(step), (), events, (step,), problem).events == events
+            report = StepReport(finished_transfers=(step,), event_problem=problem, events=events)
+            assert lockstep.agree(StepPlan(step), report).events == events
             heard.append(lockstep.event_problem)
         return heard
 
@@ -52,8 +53,8 @@ def test_rank_0_hears_the_lowest_rank_that_refused_one_step_after_the_event(dige
 
 def test_a_replica_of_one_answers_itself():
     lockstep = Lockstep(None, digest_every=0)
-    lockstep.agree(StepPlan(1), (), (EVENTS[2],))
-    lockstep.agree(StepPlan(2), (), (), (), "rank 0: no")
+    lockstep.agree(StepPlan(1), StepReport(events=(EVENTS[2],)))
+    lockstep.agree(StepPlan(2), StepReport(event_problem="rank 0: no"))
     assert lockstep.event_problem == "rank 0: no"
 
 
