@@ -55,6 +55,7 @@ GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "worker_cls": "",
         "worker_extension_cls": "",
         "enforce_eager": "",
+        "device_backend": "",
         "argmax_screen": "",
     },
     CacheConfig: {

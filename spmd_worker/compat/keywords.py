@@ -143,7 +143,7 @@ _ROWS: Final = (
     _same(
         "enforce_eager",
         False,
-        "CUDA graphs are `TritonWorker`'s, on a GPU; elsewhere every kernel is launched by itself in any case",
+        "CUDA graphs are those of `device_backend` triton, on a GPU; elsewhere every kernel is launched by itself",
     ),
     _renamed("num_gpu_blocks_override", "num_blocks", "a cache of a fixed number of blocks"),
     _renamed("expert_placement_strategy", "expert_placement", "which rank has which experts"),
@@ -155,6 +155,7 @@ _ROWS: Final = (
     _ours("expert_placement", "linear", "`linear`, `round_robin` or a JSON file with the rank of each expert"),
     _ours("invariant_experts", False, "what experts give does not depend on the number of ranks"),
     _ours("timeout_s", None, "seconds that a rank waits for another"),
+    _ours("device_backend", "auto", "`cpu`, `torch` or `triton`, or a `DeviceBackend` class by its qualified name"),
     _ours(
         "argmax_screen",
         True,

@@ -18,6 +18,7 @@ from spmd_worker.base.errors import ConfigError
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "dummy")
 EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
+DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
@@ -198,7 +199,9 @@ class ExecutorConfig:
     The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
     than `timeout_s` seconds. `worker_cls` is the qualified name of another worker class, `worker_extension_cls` of one
     whose methods every worker gets beside its own. `enforce_eager` has every kernel launched by itself where a worker
-    would launch whole steps as CUDA graphs (`TritonWorker` on a GPU): the same bits, and nothing is recorded.
+    would launch whole steps as CUDA graphs (`device_backend` triton on a GPU): the same bits, and nothing is recorded.
+    `device_backend` is what a device computes with: `cpu` (compiled kernels), `torch`, `triton`, or the qualified name
+    of a `DeviceBackend`; `auto` is cpu on a CPU, else torch.
     With `argmax_screen` a copy of the head in int8 finds the few logits of a greedy row that may be its largest, where
     that is faster (bfloat16 on a CPU with AVX-512 VNNI and without AMX): the same bits, for vocabulary x hidden bytes.
     """
@@ -209,6 +212,7 @@ class ExecutorConfig:
     worker_cls: str | None = None
     worker_extension_cls: str | None = None
     enforce_eager: bool = False
+    device_backend: str = "auto"
     argmax_screen: bool = True
 
     def __post_init__(self) -> None:
@@ -216,6 +220,9 @@ class ExecutorConfig:
         _check_types(self, "executor")
         if "." not in self.backend:
             _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS, "nor the qualified name of a class")
+        if "." not in self.device_backend:
+            choices = (DEVICE_BACKENDS, "nor the qualified name of a class")
+            _check_choice("executor.device_backend", self.device_backend, *choices)
         _check_at_least("executor.digest_every", self.digest_every, 0)
         if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"executor.timeout_s={self.timeout_s:g} must be from 1 to {MAX_TIMEOUT_S} seconds")
