@@ -198,7 +198,7 @@ class StepWatch:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
         from spmd_worker.worker.runner import model_runner
 
-        runner, self._kernels, self._layers = worker.model_runner, worker._kernels, cached_layers(worker)
+        runner, self._kernels, self._layers = worker.model_runner, worker._operations.kernels, cached_layers(worker)
         self._block_size = worker.get_kv_cache_spec().block_size
         # All layers in one call have no parts to time.
         worker._model.model.joined_layers = None
@@ -213,10 +213,10 @@ class StepWatch:
         worker._model.forward = self._within_model(worker._model.forward)
         worker._model.compute_logits = self._within_model(worker._model.compute_logits)
         worker._model.argmax_logits = self._within_model(worker._model.argmax_logits)
-        if runner._sampler is not None:
-            runner._sampler.launch = self._within_model(self.timed("sample", runner._sampler.launch))
-            largest = self.timed("sample", runner._sampler.launch_argmax)
-            runner._sampler.launch_argmax = self._within_model(largest)
+        if runner.sampler is not None:
+            runner.sampler.launch = self._within_model(self.timed("sample", runner.sampler.launch))
+            largest = self.timed("sample", runner.sampler.launch_argmax)
+            runner.sampler.launch_argmax = self._within_model(largest)
         model_runner.build_batch = self._noting_rows(self.timed("prepare", model_runner.build_batch))
 
     def _noting_rows(self, build: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache.block import num_blocks_for
-from kv_cache.cache_engine import CacheEngine
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.sampling import read_back
-from spmd_worker.worker.runner.model_runner import ModelRunner
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.worker.backends.cpu import CpuDevice
+from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.runner.step_graphs import StepGraphs
-from spmd_worker.worker.worker import Worker
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
-WORKER = f"{__name__}.HollowWorker"
+BACKEND = f"{__name__}.HollowDevice"
 _NUM_WARM_UP_STEPS = 4
 
 
@@ -72,27 +72,25 @@ class HollowGraph:
         return
 
 
-class HollowWorker(Worker):
+class HollowDevice(CpuDevice):
     """Keeps batches on the device, which here is the CPU: an operation on 256 numbers takes what its launch would. What
     graphs read is filled for each step, attention's plan too.
     """
 
     keeps_state = True
 
-    def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
+    def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs:
         # Triton is optional, and other benchmarks of this script do without.
         from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 
-        runner = super()._new_runner(engine, clock)
-        model = HollowModel(runner.model)
-        runner.model = model
-        scheduler, spec, block_size = self.config.scheduler, engine.spec, self.config.cache.block_size
-        most, max_seqs, length = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.max_model_len
-        attention = TritonFixedAttention(most, max_seqs, num_blocks_for(length, block_size), block_size, self.device)
-        shape = TritonBackend().block_shape(spec.num_kv_heads, block_size, spec.head_size)
-        model.plan = partial(attention.plan, torch.empty(1, *shape), self.model_config.num_heads, 0)
-        runner.graphs = StepGraphs(model, attention, HollowGraph, most, max_seqs)
-        return runner
+        scheduler, spec = self.resolved.config.scheduler, cache_spec_of(self.resolved, 0)
+        most, max_seqs, length = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.resolved.max_model_len
+        num_blocks = num_blocks_for(length, spec.block_size)
+        attention = TritonFixedAttention(most, max_seqs, num_blocks, spec.block_size, self.device)
+        shape = TritonBackend().block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        hollow: Any = HollowModel(model)
+        hollow.plan = partial(attention.plan, torch.empty(1, *shape), model.model_config.num_heads, 0)
+        return StepGraphs(hollow, attention, HollowGraph, most, max_seqs)
 
 
 def bench_host(options: argparse.Namespace) -> int:
@@ -125,7 +123,7 @@ def _steps(options: argparse.Namespace, *, is_async: bool) -> list[float]:
     with (
         # As on a GPU, where a look at a value waits.
         mock.patch.object(read_back, "_FREE_ON", ()),
-        LLM(MODEL, dtype="float32", device="cpu", worker_cls=WORKER, async_scheduling=is_async, **settings) as llm,
+        LLM(MODEL, dtype="float32", device="cpu", device_backend=BACKEND, async_scheduling=is_async, **settings) as llm,
     ):
         engine, seconds = llm.llm_engine, []
         engine.lockstep.on_message = lambda payload: None

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,10 @@ from spmd_worker.model.weights.loader import load_weights, load_whole
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.native.library import TeamCounters, thread_waits
 from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
-from spmd_worker.ops.attention.backend import AttentionBackend
-from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.groups import ParallelGroups, join_groups
-from spmd_worker.ranks.shared_memory import share_memory
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.step_masks import GrammarMasks
@@ -51,7 +48,8 @@ from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
-from spmd_worker.worker.backends import arithmetic_of, choose_backends, computes_alone
+from spmd_worker.worker.backends.backend import DeviceBackend, Operations
+from spmd_worker.worker.backends.choice import new_backend
 from spmd_worker.worker.device import choose_device, gpu_identity
 from spmd_worker.worker.inspection import describe_model, describe_slices
 from spmd_worker.worker.memory import host
@@ -73,6 +71,7 @@ from spmd_worker.worker.memory.plan import (
 )
 from spmd_worker.worker.runner.largest_step import largest_step, longest_chunk, prepared_step
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
+from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WakingUp, WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
 from spmd_worker.worker.worker_base import WorkerBase
@@ -83,9 +82,6 @@ logger = logging.getLogger(__name__)
 class Worker(WorkerBase):
     """See `WorkerBase` for what each call does and in which order they come."""
 
-    keeps_state: ClassVar[bool | None] = None
-    """Of its model runners: see `ModelRunner`."""
-
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
         self.config, self.model_config, self.layout = resolved.config, resolved.model_config, resolved.layout
@@ -93,8 +89,9 @@ class Worker(WorkerBase):
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
         self._free_at_start = self._reserved_at_start = 0
-        self._kernels: Kernels | None = None
-        self._attention: AttentionBackend | None = None
+        self.backend: DeviceBackend | None = None
+        self._operations: Operations | None = None
+        self._graphs: StepGraphs | None = None
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
         self._tier_engine: HostTierEngine | None = None
@@ -121,15 +118,13 @@ class Worker(WorkerBase):
             if self.device.type == "cuda":
                 self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
                 self._reserved_at_start = torch.cuda.memory_reserved(self.device)
-            self.groups = join_groups(self.layout, self.environment, self.device, timeout_s)
-        if self.device.type == "cpu":
+            self.backend = new_backend(self.resolved, self.device)
+            groups = join_groups(self.layout, self.environment, self.device, timeout_s)
             try:
-                self.groups = replace(self.groups, tensor=share_memory(self.groups.tensor, timeout_s))
-                self.groups = replace(self.groups, pipeline=share_memory(self.groups.pipeline, timeout_s))
+                self.groups = self.backend.wrap_groups(groups)
             except BaseException:
                 # A caller who goes on has what there was before.
-                self.groups.destroy()
-                self.groups = None
+                groups.destroy()
                 raise
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -164,15 +159,16 @@ class Worker(WorkerBase):
         """With what the checkpoint has, or with dummy weights, not packed yet."""
         assert self.groups is not None, "init_device comes first"
         self._check_memory()
-        self._kernels, self._attention, quantised = self._choose_backends()
+        assert self.backend is not None, "init_device comes first"
+        operations = self._operations = self.backend.operations()
         context = LayerContext(
             tensor_group=self.groups.tensor,
-            kernels=self._kernels,
-            attention=self._attention,
+            kernels=operations.kernels,
+            attention=operations.attention,
             dtype=getattr(torch, self.resolved.dtype),
             device=self.device,
             expert_layout=self.layout.experts,
-            quantised=quantised,
+            quantised=operations.quantised,
             screens_head=self.config.executor.argmax_screen,
         )
         stage = stage_of(self.layout, self.model_config, self.environment.rank)
@@ -243,7 +239,11 @@ class Worker(WorkerBase):
         engine.allocate(host_reserve.offered())
         host_reserve.offer(None)
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size, self.resolved.num_steps_ahead)
-        self.model_runner = self._new_runner(engine, self._clock)
+        assert self.backend is not None, "init_device comes first"
+        assert self.groups is not None, "init_device comes first"
+        assert self._model is not None, "load_model comes first"
+        self._graphs = self.backend.new_graphs(self._model, self.groups.tensor)
+        self.model_runner = self._new_runner(engine, self._clock, self._graphs)
         # What was measured met experts too.
         self._forget_expert_loads()
         self._waits_before = thread_waits() if self.device.type == "cpu" else None
@@ -257,6 +257,21 @@ class Worker(WorkerBase):
         assert self._cache_engine is not None, "initialize_cache comes first"
         self._num_tier_slots = num_slots
         self._tier_engine = HostTierEngine(self._cache_engine, num_slots)
+
+    def compile_or_warm_up_model(self) -> None:
+        """See `WorkerBase.compile_or_warm_up_model`: `DeviceBackend.warm_up`."""
+        engine = self._cache_engine
+        assert self.backend is not None, "init_device comes first"
+        assert engine is not None, "initialize_cache comes first"
+        self.backend.warm_up(
+            lambda graphs: self._new_runner(engine, graphs=graphs), self._graphs, engine.num_device_blocks
+        )
+        self._forget_expert_loads()
+
+    def _look_at_addresses(self) -> None:
+        """Weights may be elsewhere than where graphs read them."""
+        if self._graphs is not None:
+            self._graphs.look_at_addresses()
 
     def expect_step(self, num_tokens: int) -> None:
         """See `WorkerBase.expect_step`."""
@@ -318,10 +333,9 @@ class Worker(WorkerBase):
 
     def _threads(self) -> contextlib.AbstractContextManager[None]:
         """Around what a step computes: torch's threads must not spin beside the kernels'."""
-        assert self._kernels is not None, "load_model comes first"
-        assert self._attention is not None, "load_model comes first"
-        is_native = computes_alone(self._kernels, self._attention, getattr(torch, self.resolved.dtype))
-        return torch_alone() if is_native and not torchs_threads_sleep() else contextlib.nullcontext()
+        assert self._operations is not None, "load_model comes first"
+        is_alone = self._operations.is_native and not torchs_threads_sleep()
+        return torch_alone() if is_alone else contextlib.nullcontext()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """See `WorkerBase.get_supported_tasks`."""
@@ -354,8 +368,9 @@ class Worker(WorkerBase):
 
     def get_arithmetic(self) -> str:
         """See `WorkerBase.get_arithmetic`."""
-        assert self._attention is not None, "load_model comes first"
-        return arithmetic_of(self._attention, self.device)
+        assert self.backend is not None, "init_device comes first"
+        assert self._operations is not None, "load_model comes first"
+        return self.backend.arithmetic(self._operations.attention)
 
     def prepare_start_profile(self, folder: str) -> Path:
         """Worker event `start_profile`: see `TraceProfiler`."""
@@ -378,7 +393,9 @@ class Worker(WorkerBase):
         return self._asleep.prepare_sleep(level)
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
-        """See `WorkerSleep.commit_sleep`."""
+        """See `WorkerSleep.commit_sleep`. Graphs go: what wakes up is elsewhere in the device's memory."""
+        if self._graphs is not None:
+            self._graphs.forget()
         return self._asleep.commit_sleep(staged)
 
     def prepare_wake_up(self, tags: list[str]) -> WakingUp:
@@ -400,7 +417,8 @@ class Worker(WorkerBase):
             raise RuntimeError(f"rank {self.environment.rank}: {self.device} adds 1 and 1 to {probe}")
 
     def get_model(self) -> nn.Module:
-        """See `WorkerBase.get_model`."""
+        """See `WorkerBase.get_model`. Who has it may put weights elsewhere."""
+        self._look_at_addresses()
         assert self._model is not None, "load_model comes first"
         return self._model
 
@@ -409,8 +427,11 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         if self._sleep is not None:
             self._sleep.check_weights_awake()
-        with self._model.as_checkpoint() as view:
-            return function(view)
+        try:
+            with self._model.as_checkpoint() as view:
+                return function(view)
+        finally:
+            self._look_at_addresses()
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """See `WorkerBase.watch_requests`."""
@@ -431,6 +452,7 @@ class Worker(WorkerBase):
         """See `WorkerBase.end_weight_update`."""
         assert self._model is not None, "load_model comes first"
         self._model.weight_update.end()
+        self._look_at_addresses()
 
     def reload_weights(self, folder: str | None = None) -> None:
         """Load all weights again from safetensors files: the model's own, or those of `folder`. Raises CheckpointError,
@@ -447,6 +469,7 @@ class Worker(WorkerBase):
                 ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
                 tied=model.tied_tensors(),
             )
+        self._look_at_addresses()
 
     def _open_checkpoint(self, folder: Path, model: DecoderForCausalLM) -> Checkpoint | DequantisedCheckpoint:
         """With the names that the model's table has, also where the files leave a prefix out or stack what the model
@@ -483,7 +506,7 @@ class Worker(WorkerBase):
         """Idempotent. The caller's own groups stay."""
         self.model_runner = self._mirror = self._model = self._tier_engine = self._sleep = None
         # They keep tensors of the last step.
-        self._attention = self._kernels = None
+        self._operations = self._graphs = self.backend = None
         if self._cache_engine is not None:
             self._cache_engine.release()
             self._cache_engine = None
@@ -497,8 +520,8 @@ class Worker(WorkerBase):
         """Made with the first event: few engines ever sleep."""
         if self._sleep is None:
             assert self._model is not None, "load_model comes first"
-            assert self._kernels is not None, "load_model comes first"
-            weights = WeightMemory(self._model, self._kernels)
+            assert self._operations is not None, "load_model comes first"
+            weights = WeightMemory(self._model, self._operations.kernels)
             num_local_ranks = self.environment.local_world_size
             self._sleep = WorkerSleep(self._model, weights, self._cache_memory(), self.device, num_local_ranks)
         return self._sleep
@@ -535,11 +558,6 @@ class Worker(WorkerBase):
     def _take_finished_transfers(self) -> tuple[int, ...]:
         return self._tier_engine.finished() if self._tier_engine is not None else ()
 
-    def _choose_backends(self) -> tuple[Kernels, AttentionBackend, QuantisedKernels | None]:
-        dtype, head_size = getattr(torch, self.resolved.dtype), self.model_config.head_size
-        quantization = self.config.model.quantization
-        return choose_backends(self.device, dtype, head_size, self.config.cache.block_size, quantization)
-
     def _num_loading_threads(self) -> int:
         """Of this rank's share of the cores; on the CPU those that it computes with."""
         if self.device.type == "cpu":
@@ -558,6 +576,15 @@ class Worker(WorkerBase):
         check_memory(self.resolved, rank, num_local_ranks, total)
 
     def _measure(self) -> MemoryMeasurement:
+        """What graphs hold beside: the memory of the largest step that is recorded, at most as much as was measured."""
+        measurement = self._measure_step()
+        assert self.backend is not None, "init_device comes first"
+        assert self.groups is not None, "init_device comes first"
+        if not self.backend.can_record(self.groups.tensor):
+            return measurement
+        return replace(measurement, activation_bytes=2 * measurement.activation_bytes)
+
+    def _measure_step(self) -> MemoryMeasurement:
         model = self.get_model()
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
         if self.device.type == "cuda":
@@ -604,19 +631,24 @@ class Worker(WorkerBase):
         spec = self.get_kv_cache_spec()
         if max_layers is not None:
             spec = replace(spec, num_layers=min(max_layers, spec.num_layers))
-        assert self._attention is not None, "load_model comes first"
-        block_shape = self._attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        assert self._operations is not None, "load_model comes first"
+        block_shape = self._operations.attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
         dtype = getattr(torch, self.resolved.dtype)
         return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.device)
 
-    def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
+    def _new_runner(
+        self, engine: CacheEngine, clock: StageClock | None = None, graphs: StepGraphs | None = None
+    ) -> ModelRunner:
+        assert self.backend is not None, "init_device comes first"
         assert self._model is not None, "load_model comes first"
         assert self.groups is not None, "init_device comes first"
         samples = self._model.stage.is_last and self._model.pooler is None
         sampler = self._new_sampler(self._model, self.groups) if samples else None
         pipeline, grammars = self.groups.pipeline, None if sampler is None else self._new_grammars()
-        block_size, keeps_state = self.config.cache.block_size, self.keeps_state
-        return ModelRunner(self._model, engine, sampler, block_size, pipeline, clock, grammars, keeps_state=keeps_state)
+        block_size, keeps_state = self.config.cache.block_size, self.backend.keeps_state
+        return ModelRunner(
+            self._model, engine, sampler, block_size, pipeline, clock, grammars, graphs, keeps_state=keeps_state
+        )
 
     def _new_grammars(self) -> GrammarMasks:
         """Reads nothing before the first row that needs it."""
@@ -631,5 +663,5 @@ class Worker(WorkerBase):
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,
             self.config.model.logprobs_mode,
-            self._kernels,
+            None if self._operations is None else self._operations.kernels,
         )

@@ -18,10 +18,7 @@ import pytest
 import ranks
 import torch
 
-import spmd_worker.worker.worker as worker_module
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 
 Answer = list[tuple[list[int], list[float]]]
@@ -220,9 +217,8 @@ def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
 
 @pytest.mark.control("A row depends on no batch, chunks, preemption")
 @pytest.mark.control("Nor on company, order, what ran before")
-def test_torch_attention_does_not_keep_the_contract_so_the_matrix_can_fail(checkpoint, monkeypatch):
-    monkeypatch.setattr(worker_module, "choose_backends", lambda *_: (ReferenceKernels(), SdpaBackend(), None))
-    with make(checkpoint, "float32") as llm:
+def test_torch_attention_does_not_keep_the_contract_so_the_matrix_can_fail(checkpoint):
+    with make(checkpoint, "float32", device_backend="torch") as llm:
         whole = answers(llm)
-    with make(checkpoint, "float32", **CASES["chunks of 7"]) as llm:
+    with make(checkpoint, "float32", device_backend="torch", **CASES["chunks of 7"]) as llm:
         assert answers(llm) != whole

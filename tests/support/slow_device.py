@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.sampling import read_back
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.backends.choice import with_device_backend
+from spmd_worker.worker.backends.plain_torch import TorchDevice
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.worker import Worker
 
@@ -44,13 +46,17 @@ class SlowDevice(Worker):
         return super()._noted(result)
 
 
-class StatefulDevice(SlowDevice):
+class StatefulBackend(TorchDevice):
     """Keeps block tables and layouts between steps (`batch_state.py`), which takes plain kernels."""
 
     keeps_state = True
 
-    def _choose_backends(self) -> tuple[Any, Any, None]:
-        return ReferenceKernels(), SdpaBackend(), None
+
+class StatefulDevice(SlowDevice):
+    """Computes with `StatefulBackend`."""
+
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        super().__init__(with_device_backend(resolved, "slow_device.StatefulBackend"), environment)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from spmd_worker.ranks import groups
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import worker as worker_module
-from spmd_worker.worker.backends import arithmetic_of
+from spmd_worker.worker.backends.choice import new_backend
 from spmd_worker.worker.memory import device as device_memory
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WorkerSleep
 from spmd_worker.worker.worker import Worker
@@ -102,18 +102,22 @@ def test_the_process_gets_the_device_for_good_only_where_the_world_is_ours(
 def test_ranks_on_other_devices_or_versions_have_another_arithmetic(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     FakeCuda().install(monkeypatch)
-    here = arithmetic_of(SdpaBackend(), GPU)
+
+    def arithmetic_of(device: torch.device) -> str:
+        return new_backend(new_worker().resolved, device).arithmetic(SdpaBackend())
+
+    here = arithmetic_of(GPU)
     assert here.startswith(f"torch {torch.__version__} on H200 (sm_90)")
     assert "cuDNN 91900" in here
-    assert arithmetic_of(SdpaBackend(), GPU) == here
+    assert arithmetic_of(GPU) == here
     FakeCuda((8, 0), "A100").install(monkeypatch)
-    other_device = arithmetic_of(SdpaBackend(), GPU)
+    other_device = arithmetic_of(GPU)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    assert len({here, other_device, arithmetic_of(SdpaBackend(), GPU)}) == 3
-    own = arithmetic_of(SdpaBackend(), torch.device("cpu"))
+    assert len({here, other_device, arithmetic_of(GPU)}) == 3
+    own = arithmetic_of(torch.device("cpu"))
     assert own == f"torch, {torch.backends.cpu.get_cpu_capability()}"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
-    assert arithmetic_of(SdpaBackend(), torch.device("cpu")) == "torch, another"
+    assert arithmetic_of(torch.device("cpu")) == "torch, another"
 
 
 def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch):
@@ -171,10 +175,10 @@ def test_what_was_freed_goes_back_also_what_was_pinned_once_no_copy_reads_it(mon
     calls.clear()
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(("pinned",)), raising=False)
     worker = new_worker()
-    worker.device, worker._kernels, worker._attention = GPU, object(), object()
+    worker.device, worker._operations = GPU, object()
     worker.shutdown()
     assert calls == expected
-    assert (worker._kernels, worker._attention) == (None, None), "they keep tensors of the last step"
+    assert worker._operations is None, "they keep tensors of the last step"
 
 
 def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_other():

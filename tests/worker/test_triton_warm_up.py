@@ -1,5 +1,5 @@
-"""What TritonWorker compiles before the first request, counted: kernels that compute nothing note in which form Triton
-would compile them for sm_90, by Triton's own rules.
+"""The forms that the triton backend compiles before the first request, counted: kernels that compute nothing note in
+which form Triton would compile them for sm_90, by Triton's own rules.
 """
 
 import inspect
@@ -16,12 +16,12 @@ from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton import attention_kernels, draw_kernels, matmul_kernels, row_kernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
-from spmd_worker.worker import triton_worker
-from spmd_worker.worker.triton_worker import TritonWorker
+from spmd_worker.worker.backends import triton as triton_backend
+from spmd_worker.worker.backends.backend import Operations
+from spmd_worker.worker.backends.triton import TritonDevice
 
 pytestmark = pytest.mark.matrix
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
-WORKER = "spmd_worker.worker.triton_worker.TritonWorker"
 OUTPUTS = {"out": 0, "sums": 1, "ids": 0, "counts": 0}
 """And what a kernel that computes nothing leaves there: `sums` are masses, of which a row has some."""
 
@@ -55,7 +55,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
             if not name.startswith("_"):
                 monkeypatch.setattr(module, name, Counted(kernel, found))
     # On the CPU it wants the interpreter.
-    monkeypatch.setattr(TritonWorker, "_choose_backends", lambda self: (TritonKernels(), TritonBackend(), None))
+    monkeypatch.setattr(TritonDevice, "operations", lambda self: Operations(TritonKernels(), TritonBackend()))
     # Of which the model's rows pass several.
     monkeypatch.setattr(attention_kernels, "SEGMENT", 64)
     return found
@@ -84,7 +84,7 @@ def mixed_steps(llm: LLM) -> None:
 
 def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
     """What the mixed steps compile beside what was there before the first request."""
-    with LLM(MODEL, device="cpu", dtype=dtype, num_blocks=512, worker_cls=WORKER, **settings) as llm:
+    with LLM(MODEL, device="cpu", dtype=dtype, num_blocks=512, device_backend="triton", **settings) as llm:
         before = set(forms)
         mixed_steps(llm)
         return forms - before
@@ -99,18 +99,18 @@ def test_no_step_compiles_anything_once_the_worker_is_warm(forms: set[tuple], dt
 
 def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypatch: pytest.MonkeyPatch):
     """Control, and how it was."""
-    monkeypatch.setattr(TritonWorker, "compile_or_warm_up_model", lambda self: None)
+    monkeypatch.setattr(TritonDevice, "warm_up", lambda self, *arguments: None)
     compiled = {form[0] for form in new_forms(forms, "bfloat16")}
     assert compiled >= {"attend", "join_partials", "linear", "gated_linear", "masses", "forbid", "cut", "find_mass"}
 
 
 @pytest.mark.parametrize("missing", ["few rows", "keys of two segments"])
 def test_a_warm_up_that_leaves_something_out_is_found(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, missing: str):
-    right = triton_worker.warm_up_steps
+    right = triton_backend.warm_up_steps
     if missing == "few rows":
-        monkeypatch.setattr(triton_worker, "warm_up_steps", lambda *sizes: right(*sizes)[:1])
+        monkeypatch.setattr(triton_backend, "warm_up_steps", lambda *sizes: right(*sizes)[:1])
     else:
-        monkeypatch.setattr(triton_worker, "warm_up_steps", lambda tokens, keys, *sizes: right(tokens, 1, *sizes))
+        monkeypatch.setattr(triton_backend, "warm_up_steps", lambda tokens, keys, *sizes: right(tokens, 1, *sizes))
     # Of linear few rows are met with the masks.
     expected = {"gated_linear"} if missing == "few rows" else {"join_partials"}
     assert {form[0] for form in new_forms(forms, "bfloat16")} == expected
@@ -118,7 +118,7 @@ def test_a_warm_up_that_leaves_something_out_is_found(forms: set[tuple], monkeyp
 
 @pytest.mark.parametrize("name", ["mean", "last"])
 def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
-    with LLM(pooling_folder(name), device="cpu", dtype="float32", num_blocks=64, worker_cls=WORKER) as llm:
+    with LLM(pooling_folder(name), device="cpu", dtype="float32", num_blocks=64, device_backend="triton") as llm:
         before = set(forms)
         assert "linear" in {form[0] for form in before}
         llm.embed([[5] * 20, [7], [9] * 30], use_tqdm=False)
@@ -127,7 +127,7 @@ def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
 
 def test_what_a_warm_up_sends_to_experts_is_not_counted(forms: set[tuple]):
     folder = expert_folder("qwen3_moe")
-    with LLM(folder, device="cpu", dtype="float32", load_format="dummy", num_blocks=64, worker_cls=WORKER) as llm:
+    with LLM(folder, device="cpu", dtype="float32", load_format="dummy", num_blocks=64, device_backend="triton") as llm:
         before = set(forms)
         assert "gated_linear" in {form[0] for form in before}
         (loads,) = llm.collective_rpc("get_expert_loads")

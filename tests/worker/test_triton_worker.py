@@ -1,4 +1,4 @@
-"""What TritonWorker refuses, on GPUs that are not there: torch.cuda only tells of them."""
+"""The triton backend on GPUs that are not there, which torch.cuda only tells of; and TritonWorker, its earlier name."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,38 +19,42 @@ from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.resolved import resolve_run
-from spmd_worker.worker import triton_worker as triton_worker_module
 from spmd_worker.worker import worker as worker_module
+from spmd_worker.worker.backends import triton as triton_backend
+from spmd_worker.worker.backends.backend import Operations
+from spmd_worker.worker.backends.triton import TritonDevice
 from spmd_worker.worker.triton_worker import TritonWorker
 from spmd_worker.worker.worker import Worker
 
 pytestmark = pytest.mark.matrix
+DEMO = REPOSITORY / "scripts" / "demo" / "model"
 KIB = 1024
 H200, RTX_4090, T4 = 227 * KIB, 99 * KIB, 64 * KIB
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, shared_bytes: int = H200, dtype: str = "bfloat16", **changes: object):
-    """What a worker of the demo's model chooses on a GPU with so much shared memory; `head_size` is of every layer."""
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int = H200, dtype: str = "bfloat16", **changes: object
+) -> Operations:
+    """What computes the demo's model on a GPU with so much shared memory; `head_size` is of every layer."""
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
-    worker = TritonWorker(resolve_run(RunConfig(model=model, device="cuda"), "cuda"), RankEnvironment(world_size=1))
-    worker.device = torch.device("cuda", 0)
-    config = worker.model_config
+    resolved = resolve_run(RunConfig(model=model, device="cuda"), "cuda")
+    config = resolved.model_config
     if head_size := changes.pop("head_size", None):
         changes["layers"] = tuple(replace(layer, head_size=head_size) for layer in config.layers)
-    worker.model_config = replace(config, **changes)
-    return worker._choose_backends()
+    resolved = replace(resolved, model_config=replace(config, **changes))
+    return TritonDevice(resolved, torch.device("cuda", 0)).operations()
 
 
 def test_an_encoder_is_refused_because_attention_is_causal(monkeypatch: pytest.MonkeyPatch):
     """Its rows were computed causally, in silence."""
     with pytest.raises(
-        ConfigError, match=r"is an encoder, whose tokens see those behind.*leave executor\.worker_cls at null"
+        ConfigError, match=r"is an encoder, whose tokens see those behind.*leave executor\.device_backend at auto"
     ):
         chosen(monkeypatch, is_encoder=True)
-    assert isinstance(chosen(monkeypatch)[1], TritonBackend)
+    assert isinstance(chosen(monkeypatch).attention, TritonBackend)
     sees_later = AttentionMetadata(*(None,) * 5, sees_later=True)
     for call, arguments in (("attend", (torch.zeros(1, 1, 16),)), ("attend_projected", (None, None))):
         with pytest.raises(AssertionError, match="causal"):
@@ -94,8 +98,8 @@ def test_ranks_add_up_in_their_order_and_say_so(monkeypatch: pytest.MonkeyPatch)
         groups = ParallelGroups(worker.layout, pair if num_ranks > 1 else alone, alone, alone, alone)
         monkeypatch.setattr(worker_module, "join_groups", lambda *arguments, groups=groups: groups)
         worker.init_device()
-        worker._attention = TritonBackend()
-        found.append((worker.groups.tensor.adds_in_order, "sums in the order of ranks" in worker.get_arithmetic()))
+        arithmetic = worker.backend.arithmetic(TritonBackend())
+        found.append((worker.groups.tensor.adds_in_order, "sums in the order of ranks" in arithmetic))
     # A group of one adds up nothing. Control: another worker leaves its sums to NCCL.
     assert found == [(True, True), (True, False), (False, False)]
 
@@ -110,7 +114,7 @@ def test_a_rank_that_finds_no_memory_keeps_no_other_in_the_exchange(
     class Memory:
         def __init__(self, group: object, own: torch.Tensor) -> None:
             asked.append("exchange")
-            self.views = [own]
+            self.views = [own, own]
 
         @staticmethod
         def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -120,11 +124,12 @@ def test_a_rank_that_finds_no_memory_keeps_no_other_in_the_exchange(
     def is_on_any_rank(control: GroupHandle, flag: bool) -> bool:
         return flag or asked[-1] == failing
 
-    monkeypatch.setattr(triton_worker_module, "SymmetricMemory", Memory)
-    monkeypatch.setattr(triton_worker_module, "is_on_any_rank", is_on_any_rank)
+    monkeypatch.setattr(triton_backend, "SymmetricMemory", Memory)
+    monkeypatch.setattr(triton_backend, "is_on_any_rank", is_on_any_rank)
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype="float32")
-    worker = TritonWorker(resolve_run(RunConfig(model=model, device="cpu"), "cpu"), RankEnvironment(world_size=1))
-    sums = worker._peer_sums(GroupHandle(ranks=(0,), rank=0, group=object()), single_group())
+    resolved, alone = resolve_run(RunConfig(model=model, device="cuda"), "cuda"), single_group()
+    groups = ParallelGroups(resolved.layout, GroupHandle((0, 1), 0, object()), alone, alone, alone)
+    sums = TritonDevice(resolved, torch.device("cuda", 0)).wrap_groups(groups).tensor.fast
     assert (sums is not None) == (failing == "neither")
     assert asked == (["allocate"] if failing == "allocate" else ["allocate", "exchange"])
     assert ("sums go through NCCL (another rank)" in caplog.text) == (failing != "neither")
@@ -147,7 +152,22 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
         config = RunConfig(model=model, executor=executor, device="cpu")
         worker = TritonWorker(resolve_run(config, "cpu"), RankEnvironment(world_size=1))
         worker.groups = ParallelGroups(worker.layout, tensor, alone, alone, alone)
-        assert worker._can_record() == can_record, (folder, tensor, is_eager)
+        worker.backend = TritonDevice(worker.resolved, torch.device("cpu"))
+        assert worker.backend.can_record(tensor) == can_record, (folder, tensor, is_eager)
         # What graphs hold beside is set aside.
-        monkeypatch.setattr(Worker, "_measure", lambda self: MemoryMeasurement(100, 10, 7, 1))
+        monkeypatch.setattr(Worker, "_measure_step", lambda self: MemoryMeasurement(100, 10, 7, 1))
         assert worker._measure().activation_bytes == 7 * (1 + can_record)
+
+
+def test_the_earlier_name_gives_the_backend_and_says_its_successor(caplog: pytest.LogCaptureFixture):
+    resolved = resolve_run(RunConfig(model=ModelOptions(path=str(DEMO), dtype="float32"), device="cpu"), "cpu")
+    worker = TritonWorker(resolved, RankEnvironment(world_size=1))
+    worker.init_device()
+    assert isinstance(worker.backend, TritonDevice)
+    TritonWorker(resolved, RankEnvironment(rank=1, world_size=2))
+    (said,) = [record.getMessage() for record in caplog.records if "TritonWorker" in record.getMessage()]
+    assert "is executor.device_backend=triton now" in said
+    # Control: a worker of the default class takes the CPU's.
+    plain = Worker(resolved, RankEnvironment(world_size=1))
+    plain.init_device()
+    assert not isinstance(plain.backend, TritonDevice)

@@ -100,8 +100,9 @@ class ModelRunner:
     `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
     and go to the one behind; only the last stage has a sampler and samples, or a pooler and pools. `clock` is told when
     this stage computes. `model` takes new weights between steps. `grammars` has the states of the rows whose answers
-    have a form, where this stage samples. `keeps_state`: the device keeps what the next step has in common with this
-    one (`batch_state.py`); None: where copies to it are not free, so everywhere but on the CPU.
+    have a form, where this stage samples. `graphs` launch the steps that they take; others, and all without them, are
+    launched kernel by kernel. `keeps_state`: the device keeps what the next step has in common with this one
+    (`batch_state.py`).
     """
 
     def __init__(
@@ -113,21 +114,20 @@ class ModelRunner:
         pipeline: GroupHandle,
         clock: StageClock | None = None,
         grammars: GrammarMasks | None = None,
+        graphs: StepGraphs | None = None,
         *,
-        keeps_state: bool | None = None,
+        keeps_state: bool = False,
     ) -> None:
         self._grammars = grammars
         self._clock = clock or StageClock(pipeline.rank)
-        self.model, self._cache_engine, self._sampler = model, cache_engine, sampler
+        self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
-        is_kept = self._device.type != "cpu" if keeps_state is None else keeps_state
-        self._state = BatchState(block_size, self._device) if is_kept and not model.model_config.is_encoder else None
+        has_state = keeps_state and not model.model_config.is_encoder
+        self._state = BatchState(block_size, self._device) if has_state else None
         self._leaves_out = self._state is None and self._pooling is None and model.takes_wanted
         self._chosen = ChosenTokens(self._device)
-        self.graphs: StepGraphs | None = None
-        """What steps are launched by, where it is there; None: kernel by kernel."""
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
@@ -177,7 +177,7 @@ class ModelRunner:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, None, None, (), pooled)
             return
-        if self._sampler is None:
+        if self.sampler is None:
             # A graph's own is the next step's too, which may come before the tensor has left.
             self._send(hidden if graphs is None else hidden.clone())
             self._clock.end()
@@ -208,14 +208,14 @@ class ModelRunner:
         pending, self._pending = self._pending, None
         assert pending is not None, "launch follows forward"
         sample, masks = None, None
-        if self._sampler is not None and self._pooling is None and len(pending.batch.sample_rows):
+        if self.sampler is not None and self._pooling is None and len(pending.batch.sample_rows):
             if pending.largest is not None:
-                sample = self._sampler.launch_argmax(*pending.largest, pending.read_back)
+                sample = self.sampler.launch_argmax(*pending.largest, pending.read_back)
             else:
                 assert pending.logits is not None, pending.step
                 masks = self._grammars.end() if self._grammars is not None else None
                 token_masks = TokenMasks.of_step(masks, self._device)
-                sample = self._sampler.launch(pending.logits, list(pending.batch.rows), token_masks, pending.read_back)
+                sample = self.sampler.launch(pending.logits, list(pending.batch.rows), token_masks, pending.read_back)
             self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
         pending.read_back.launch()
         return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
@@ -252,6 +252,6 @@ class ModelRunner:
     def _report(
         self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_likeliest: int
     ) -> list[Awaited[list[TokenLogprobs]]]:
-        assert self._sampler is not None, "log-probabilities are the last stage's"
+        assert self.sampler is not None, "log-probabilities are the last stage's"
         logits = self.model.compute_logits(hidden)
-        return self._sampler.launch_report(logits, token_ids, num_likeliest, read_back)
+        return self.sampler.launch_report(logits, token_ids, num_likeliest, read_back)

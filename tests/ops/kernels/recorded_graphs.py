@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
+from spmd_worker.worker.backends.triton import TritonDevice
 from spmd_worker.worker.runner.step_graphs import StepGraph
-from spmd_worker.worker.triton_worker import TritonWorker
 
 _launch_interpreted = GridExecutor.__call__
 
@@ -89,8 +89,8 @@ def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         target.copy_(source)
 
 
-class GraphWorker(TritonWorker):
+class RecordedDevice(TritonDevice):
     """Steps are replayed, though kernels are interpreted."""
 
-    def _new_graph(self) -> Callable[[], StepGraph]:
+    def graph_maker(self) -> Callable[[], StepGraph]:
         return RecordedGraph

@@ -18,14 +18,14 @@ from unittest import mock
 
 import torch
 from recorded_graphs import RecordedGraph
-from triton_engine import CONFIG, WORKER
+from triton_engine import CONFIG
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.ops.attention.triton import TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
-from spmd_worker.worker import triton_worker
+from spmd_worker.worker.backends import triton as triton_backend
 from spmd_worker.worker.runner import step_graphs
-from spmd_worker.worker.triton_worker import TritonWorker
+from spmd_worker.worker.worker import Worker
 
 SMALL = {
     "num_hidden_layers": 1,
@@ -35,7 +35,7 @@ SMALL = {
     "intermediate_size": 48,
     "vocab_size": 64,
 }
-GRAPHS = "recorded_graphs.GraphWorker"
+EAGER, GRAPHS = "triton", "recorded_graphs.RecordedDevice"
 SETTINGS = {"num_blocks": 24, "block_size": 8, "max_num_batched_tokens": 20, "max_num_seqs": 4, "max_model_len": 96}
 
 
@@ -50,9 +50,9 @@ def rows() -> tuple[list[dict], list[SamplingParams]]:
     return prompts, [SamplingParams(max_tokens=4 - row % 3, ignore_eos=True, **way) for row, way in enumerate(chosen)]
 
 
-def open_llm(folder: Path, worker: str, **settings: object) -> LLM:
+def open_llm(folder: Path, backend: str, **settings: object) -> LLM:
     settings = SETTINGS | settings
-    return LLM(folder, dtype="float32", device="cpu", load_format="dummy", worker_cls=worker, **settings)
+    return LLM(folder, dtype="float32", device="cpu", load_format="dummy", device_backend=backend, **settings)
 
 
 def answers(llm: LLM) -> list:
@@ -79,7 +79,7 @@ def scale_weights(model: torch.nn.Module) -> None:
         parameter.data.mul_(1.01)
 
 
-def move_weights(worker: TritonWorker) -> None:
+def move_weights(worker: Worker) -> None:
     """As code of somebody's does that assigns tensors."""
     for parameter in worker.get_model().parameters():
         parameter.data = parameter.data * 1.01
@@ -103,13 +103,13 @@ def main() -> None:
     matmul.FLOAT32 = matmul.Tile(64, 64, 64, 4, 2)
     step_graphs._SMALL_SIZES = (3, 8)
     # Nothing is compiled here.
-    TritonWorker._warm_up_masks = lambda self: None
-    triton_worker.warm_up_steps = lambda *arguments: ()
+    triton_backend.TritonDevice.warm_up_masks = lambda self, runner: None
+    triton_backend.warm_up_steps = lambda *arguments: ()
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(CONFIG | SMALL))
-        with open_llm(folder, WORKER) as llm:
+        with open_llm(folder, EAGER) as llm:
             eager = answers(llm)
             llm.apply_model(scale_weights)
             scaled = answers(llm)

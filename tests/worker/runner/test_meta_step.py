@@ -40,7 +40,7 @@ class ReadingKernels(ReferenceKernels):
         return super().rms_norm(x, weight, eps)
 
 
-def new_runner(kernels: ReferenceKernels, folder: Path = MODEL, *, keeps_state: bool | None = None) -> ModelRunner:
+def new_runner(kernels: ReferenceKernels, folder: Path = MODEL, *, keeps_state: bool = True) -> ModelRunner:
     resolved = resolve_run(RunConfig(model=ModelOptions(path=str(folder), dtype="float32"), device="cpu"), "cpu")
     config, attention = resolved.model_config, SdpaBackend()
     context = LayerContext(single_group(), kernels, attention, torch.float32, META)
