@@ -52,8 +52,8 @@ _OPTIONS: Final = "--help, --cfg job, --config-dir DIR, --input PATH, --output P
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
 
-usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help] [--cfg job] [--config-dir DIR] [--version]
-                [--input PATH] [--output PATH]
+usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help | --help=all] [--cfg job] [--config-dir DIR]
+                [--version] [--input PATH] [--output PATH]
        {alone} KEY=VALUE...
 
   {alone} plan=true model.path=DIR
@@ -65,6 +65,7 @@ usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help] [--cfg job] [--
   --input PATH       is job.input=PATH, and --output PATH job.output=PATH
   plan=true          prints ranks, bytes and blocks, and exits without loading weights
   families           prints which models run, and which do not and why, and exits
+  --help             prints this and the keys that people set; --help=all every key
   --cfg job          prints the configuration that the command line comes to, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
@@ -108,15 +109,16 @@ def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
     if command.version:
         return write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:
-        return write_report(lambda: _help(config, command.config_dir), environment)
+        return write_report(lambda: _help(config, command), environment)
     if command.cfg:
         return write_report(lambda: as_yaml(config).rstrip(), environment)
     return _plan(config, environment) if config.plan else _run(config, environment)
 
 
-def _help(config: RunConfig, config_dir: Path | None) -> str:
+def _help(config: RunConfig, command: argparse.Namespace) -> str:
     ranks, alone = _program()
-    return describe_keys(_USAGE.format(ranks=ranks, alone=alone), config, config_dir)
+    usage = _USAGE.format(ranks=ranks, alone=alone)
+    return describe_keys(usage, config, command.config_dir, command.help == "all")
 
 
 def _program() -> tuple[str, str]:

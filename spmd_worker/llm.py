@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import torch
 
@@ -21,9 +21,10 @@ from spmd_worker.base.names import explain_keywords, hint
 from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
-from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.engine_args import EngineArgs, run_config, with_own_keywords
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import speaks_keywords
+from spmd_worker.compat.llm_keywords import LLMKeywords
 from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
@@ -92,108 +93,17 @@ class LLM:
     forgotten, or open when the interpreter ends, is closed then. One thread at a time calls it: while one is in a call,
     those of others raise RuntimeError that says who is in which.
 
-    `model` is a folder, or a name on the hub, `revision` of it; see `model.path` in the README. Arguments are named and
-    mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
-    `host_tier_gib` are GiB of host memory a rank. vLLM's other keywords are taken too: docs/vllm.md says what each does
-    here, and why some are refused. Arguments are checked as a command line's are: ConfigError names the keyword, the
-    value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError
-    before anything is computed, TypeError for a keyword that nobody knows.
+    `model` is a folder, or a name on the hub, `revision` of it; see `model.path` in docs/reference/configuration.md,
+    which has every keyword too. Arguments are named and mean what they mean in vLLM; vLLM's other keywords are accepted
+    too: docs/vllm.md says what each does here, and why some are refused. Arguments are checked as a
+    command line's are: ConfigError names the keyword, the value and the rule. Raises ConfigError, ModelConfigError,
+    TokenizerError or CheckpointError before anything is computed, TypeError for an unknown keyword.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        revision: str | None = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        data_parallel_size: int = 1,
-        pipeline_layers: list[int] | None = None,
-        enable_expert_parallel: bool = False,
-        expert_placement: str = "linear",
-        invariant_experts: bool = False,
-        dtype: Any = "auto",
-        seed: int | None = 0,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        swap_space: float | None = None,
-        host_tier_gib: float | None = None,
-        enable_prefix_caching: bool | None = True,
-        preemption_mode: str | None = None,
-        enable_chunked_prefill: bool | None = True,
-        async_scheduling: bool | None = None,
-        load_format: str = "auto",
-        quantization: str | None = None,
-        logprobs_mode: str = "raw_logprobs",
-        allow_nonfinite: bool = False,
-        runner: str | None = "auto",
-        pooling_type: str | None = None,
-        classifier_from_token: list[str] | None = None,
-        default_prompt_name: str | None = None,
-        allow_any_dimensions: bool = False,
-        distributed_executor_backend: str | type | None = "auto",
-        worker_cls: str | type | None = None,
-        worker_extension_cls: str | type | None = None,
-        enforce_eager: bool = False,
-        device_backend: str = "auto",
-        argmax_screen: bool = True,
-        timeout_s: float | None = None,
-        device: str = "auto",
-        generation_config: str = "auto",
-        override_generation_config: Mapping[str, Any] | None = None,
-        chat_template: str | Path | None = None,
-        **others: Any,
-    ) -> None:
-        arguments = {
-            "model": model,
-            "revision": revision,
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "data_parallel_size": data_parallel_size,
-            "pipeline_layers": pipeline_layers,
-            "enable_expert_parallel": enable_expert_parallel,
-            "expert_placement": expert_placement,
-            "invariant_experts": invariant_experts,
-            "dtype": dtype,
-            "seed": seed,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "swap_space": swap_space,
-            "host_tier_gib": host_tier_gib,
-            "enable_prefix_caching": enable_prefix_caching,
-            "preemption_mode": preemption_mode,
-            "enable_chunked_prefill": enable_chunked_prefill,
-            "async_scheduling": async_scheduling,
-            "load_format": load_format,
-            "quantization": quantization,
-            "logprobs_mode": logprobs_mode,
-            "allow_nonfinite": allow_nonfinite,
-            "runner": runner,
-            "pooling_type": pooling_type,
-            "classifier_from_token": classifier_from_token,
-            "default_prompt_name": default_prompt_name,
-            "allow_any_dimensions": allow_any_dimensions,
-            "distributed_executor_backend": distributed_executor_backend,
-            "worker_cls": worker_cls,
-            "worker_extension_cls": worker_extension_cls,
-            "enforce_eager": enforce_eager,
-            "device_backend": device_backend,
-            "argmax_screen": argmax_screen,
-            "timeout_s": timeout_s,
-            "device": device,
-            "generation_config": generation_config,
-            "override_generation_config": override_generation_config,
-        }
-        resolved = read_run(run_config({**arguments, **others}))
-        self._chat_template = load_template(chat_template, resolved.tokenizer)
+    @with_own_keywords
+    def __init__(self, model: str | Path, **keywords: Unpack[LLMKeywords]) -> None:
+        resolved = read_run(run_config({"model": model, **keywords}))
+        self._chat_template = load_template(keywords.get("chat_template"), resolved.tokenizer)
         self.llm_engine = start_engine(resolved, engine_class=LLMEngine)
         self._open()
 

@@ -16,6 +16,8 @@ import ranks
 from bad_rows import BAD_ROWS
 
 import launch
+from spmd_worker.base.config.options import command_text, keys_of
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.frontends import rank_program
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
@@ -104,7 +106,8 @@ def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tm
     for text in (
         "usage: torchrun --nproc-per-node N launch.py",
         "experiment  demo",
-        "# The paged KV cache.",
+        "# The paged KV cache, and host memory for blocks that leave it.",
+        " keys: --help=all prints every key\n",
         "num_blocks: 77",
         "model      LlamaForCausalLM, 8,030,261,248 parameters",
         "0-1        32     16         4    7,168      64,128  7.7 GiB",
@@ -146,6 +149,7 @@ ALONE = [
     (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
     (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR, --input"),
+    (["--help=some"], "argument --help/-h: ignored explicit argument 'some': give KEY=VALUE, --help, --cfg job,"),
     (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
     (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one that holds GROUP/NAME.yaml"),
     (["model.dtype=float8"], "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
@@ -158,6 +162,34 @@ def test_an_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str], argu
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert (captured.err.count("\n"), captured.out) == (1, "")
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, str], str]:
+    """Keys that are printed with their values, and the entire text."""
+    assert launch.main(list(arguments)) == 0
+    text = capsys.readouterr().out
+    return dict(re.findall(r"(?m)^  ([a-z_.]+)=(.*)$", text.split("keys, with the values")[1])), text
+
+
+def test_help_prints_keys_that_people_set(capsys: pytest.CaptureFixture[str]):
+    keys = keys_of(RunConfig)
+    printed, text = help_of(capsys, "--help")
+    assert list(printed) == [name for name, key in keys.items() if key.option.is_common]
+    assert 25 <= len(printed) <= 35
+    assert text.splitlines()[-1] == f"{len(printed)} of {len(keys)} keys: --help=all prints every key"
+    # Others where the command line sets them.
+    others, _ = help_of(capsys, "--help", "cache.block_size=32", "seed=3")
+    assert others == {**printed, "cache.block_size": "32", "seed": "3"}
+
+
+def test_help_all_prints_every_key_and_its_meaning(capsys: pytest.CaptureFixture[str]):
+    keys = keys_of(RunConfig)
+    printed, text = help_of(capsys, "seed=3", "--help=all", "sampling.stop=[a,b]")
+    values = {name: command_text(key.default) for name, key in keys.items()}
+    assert printed == {**values, "seed": "3", "sampling.stop": "[a,b]"}
+    assert text.splitlines()[-1] == f"{len(keys)} of {len(keys)} keys"
+    words = " ".join(text.split())
+    assert [name for name, key in keys.items() if key.option.meaning not in words] == []
 
 
 def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]):

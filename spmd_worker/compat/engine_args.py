@@ -6,84 +6,28 @@ import inspect
 import json
 import os
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
-from spmd_worker.base.config.schema import (
-    CacheConfig,
-    ExecutorConfig,
-    ModelOptions,
-    ParallelConfig,
-    RunConfig,
-    SamplingConfig,
-    SchedulerConfig,
-    checked_value,
-)
+from spmd_worker.base.config.options import checked_value, groups_of, keys_of
+from spmd_worker.base.config.schema import RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.names import hint
-from spmd_worker.compat.keywords import KEYWORDS, Keyword, own_arguments
+from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, own_arguments
+from spmd_worker.compat.llm_keywords import LLMKeywords
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
-GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
-    ModelOptions: {
-        "revision": "",
-        "dtype": "",
-        "max_model_len": "",
-        "load_format": "",
-        "quantization": "",
-        "logprobs_mode": "",
-        "allow_nonfinite": "",
-        "runner": "",
-        "pooling_type": "",
-        "classifier_from_token": "",
-        "default_prompt_name": "",
-        "allow_any_dimensions": "",
-    },
-    ParallelConfig: {
-        "tensor_parallel_size": "",
-        "pipeline_parallel_size": "",
-        "data_parallel_size": "",
-        "pipeline_layers": "",
-        "enable_expert_parallel": "",
-        "expert_placement": "",
-        "invariant_experts": "",
-    },
-    ExecutorConfig: {
-        "distributed_executor_backend": "backend",
-        "timeout_s": "",
-        "worker_cls": "",
-        "worker_extension_cls": "",
-        "enforce_eager": "",
-        "device_backend": "",
-        "argmax_screen": "",
-    },
-    CacheConfig: {
-        "block_size": "",
-        "num_blocks": "",
-        "gpu_memory_utilization": "",
-        "swap_space": "swap_space_gib",
-        "host_tier_gib": "",
-        "enable_prefix_caching": "",
-    },
-    SchedulerConfig: {
-        "max_num_seqs": "",
-        "max_num_batched_tokens": "",
-        "enable_chunked_prefill": "",
-        "preemption_mode": "",
-        "async_scheduling": "",
-    },
-    RunConfig: {"device": "", "seed": ""},
-}
-"""Which arguments each group of the configuration has; "" where it has them under the same name."""
+_Function = TypeVar("_Function", bound=Callable[..., None])
 
 _VLLM_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition_penalty")
 """What a model's generation_config.json could say of sampling parameters."""
 
 
 def run_config(arguments: Mapping[str, Any]) -> RunConfig:
-    """What `LLM(**arguments)` runs; None keeps the configuration's default. Raises ConfigError, naming the key as a
-    command line has it, the value and the rule; TypeError for a keyword that nobody knows.
+    """The configuration that `LLM(**arguments)` runs; None keeps the configuration's default. Raises ConfigError,
+    naming the key as a command line has it, the value and the rule; TypeError for a keyword that nobody knows.
     """
     model = arguments.get("model")
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
@@ -93,19 +37,13 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
     max_num_seqs = checked_value("scheduler.max_num_seqs", own.get("max_num_seqs"), int | None)
     if max_num_seqs is not None and own.get("max_num_batched_tokens") is None:
         own["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
-    return RunConfig(
-        model=ModelOptions(model, **_of_group(ModelOptions, own)),
-        parallel=ParallelConfig(**_of_group(ParallelConfig, own)),
-        executor=ExecutorConfig(**_of_group(ExecutorConfig, own)),
-        cache=CacheConfig(**_of_group(CacheConfig, own)),
-        scheduler=SchedulerConfig(**_of_group(SchedulerConfig, own)),
-        sampling=_default_sampling(own.get("generation_config"), own.get("override_generation_config")),
-        **_of_group(RunConfig, own),
-    )
-
-
-def _of_group(group: type, own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key or name: own[name] for name, key in GROUPS[group].items() if own.get(name) is not None}
+    values: dict[str, dict[str, Any]] = {"model": {"path": model}}
+    for key in keys_of(RunConfig).values():
+        if key.keyword is not None and own.get(key.keyword) is not None:
+            values.setdefault(key.group, {})[key.field] = own[key.keyword]
+    groups = {name: kind(**values[name]) for name, kind in groups_of(RunConfig).items() if name in values}
+    sampling = _default_sampling(own.get("generation_config"), own.get("override_generation_config"))
+    return RunConfig(**groups, sampling=sampling, **values.get("", {}))
 
 
 def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:
@@ -134,6 +72,20 @@ def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:
     return SamplingConfig(**{**values, **given})
 
 
+def with_own_keywords(init: _Function) -> _Function:
+    """A constructor whose signature, as `help` and `inspect` read it, names every keyword that has an effect."""
+    own = [row for row in KEYWORDS.values() if row.effect in (Effect.SAME, Effect.OURS)]
+    first, model, *_, rest = inspect.signature(init).parameters.values()
+    parameters = [first, model, *(_parameter(row, inspect.Parameter.KEYWORD_ONLY) for row in own)]
+    parameters.append(rest.replace(name="others", annotation=Any))
+    vars(init)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    return init
+
+
+def _parameter(row: Keyword, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(row.name, kind, default=row.default, annotation=row.annotation)
+
+
 _SHORT_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
@@ -156,14 +108,11 @@ def _help(row: Keyword) -> str:
 
 def _with_fields(made: Any) -> Any:
     """A dataclass with `model` and every keyword of the table, so that scripts can list them and take them apart."""
-    made.__annotations__ = {"model": str, **dict.fromkeys(KEYWORDS, Any)}
+    made.__annotations__ = {"model": str, **{row.name: row.annotation for row in KEYWORDS.values()}}
     for row in KEYWORDS.values():
         setattr(made, row.name, row.default)
     parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
-    parameters += [
-        inspect.Parameter(row.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=row.default, annotation=Any)
-        for row in KEYWORDS.values()
-    ]
+    parameters += [_parameter(row, inspect.Parameter.POSITIONAL_OR_KEYWORD) for row in KEYWORDS.values()]
     made.__signature__ = inspect.Signature(parameters)
     return dataclass(init=False)(made)
 
@@ -203,7 +152,7 @@ class EngineArgs:
             """For names that are not here only."""
             raise AttributeError(f"EngineArgs has no attribute {name!r}{hint(name, KEYWORDS, _NOT_HERE)}")
 
-    def __init__(self, model: Any, **arguments: Any) -> None:
+    def __init__(self, model: str | Path, **arguments: Unpack[LLMKeywords]) -> None:
         """Raises TypeError for a keyword that nobody knows, naming the nearest."""
         own_arguments(dict.fromkeys(arguments), model)
         defaults = {row.name: row.default for row in KEYWORDS.values()}

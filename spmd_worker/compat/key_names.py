@@ -4,18 +4,17 @@ Checks are made once, for a command line and for `LLM`, and name keys as a comma
 is called in a call.
 """
 
-import dataclasses
 import inspect
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeVar
 
+from spmd_worker.base.config.options import Key, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import SpmdError
-from spmd_worker.compat.engine_args import GROUPS, EngineArgs
-from spmd_worker.compat.keywords import KEYWORDS, Effect
+from spmd_worker.compat.engine_args import EngineArgs
+from spmd_worker.compat.keywords import KEYWORDS, Effect, is_given
 
 _Made = TypeVar("_Made", bound=type)
 
@@ -23,30 +22,28 @@ _OF_ROWS: Final = "sampling"
 _PYTHONIC: Final = {"true": "True", "false": "False", "null": "None"}
 
 
-def _names() -> dict[str, str]:
-    """Key of the configuration -> the keyword of `LLM`, or words where there is none."""
-    own = {(kind, key or name): name for kind, names in GROUPS.items() for name, key in names.items()}
-    # The last two are arguments of `chat` and `chat_messages`.
-    own_names = ("tool_call_format", "reasoning_format")
-    names = {"model.path": "model", **{f"model.{name}": name for name in own_names}}
-    for group, hint in typing.get_type_hints(RunConfig).items():
-        if not dataclasses.is_dataclass(hint):
-            continue
-        for spec in dataclasses.fields(hint):
-            is_default = group == _OF_ROWS
-            without = f"override_generation_config[{spec.name!r}]" if is_default else f"the configured {spec.name}"
-            names.setdefault(f"{group}.{spec.name}", own.get((typing.cast(type, hint), spec.name), without))
-    return names
+# Arguments of `LLM(...)`, and of `chat` and `chat_messages`.
+_ARGUMENTS: Final = {
+    "model.path": "model",
+    "model.tool_call_format": "tool_call_format",
+    "model.reasoning_format": "reasoning_format",
+}
 
 
-KEY_NAMES: Final[Mapping[str, str]] = _names()
+def _name_of(key: Key) -> str:
+    """The keyword of `LLM`, or words where there is none."""
+    without = f"override_generation_config[{key.field!r}]" if key.group == _OF_ROWS else f"the configured {key.field}"
+    return key.keyword or _ARGUMENTS.get(key.name, without)
+
+
+KEY_NAMES: Final[Mapping[str, str]] = {key.name: _name_of(key) for key in keys_of(RunConfig).values() if key.group}
+"""Key of the configuration -> its name in a call. Keys without a group have the same name in both."""
 _KEYS: Final = "|".join(map(re.escape, KEY_NAMES))
 _KEY: Final = re.compile(rf"(?<![\w/.-])({_KEYS})(?![\w/])(?!\.\w)(=(?:true|false|null)\b)?")
-_WITH_TWO_NAMES: Final = ("timeout_s",)
 _VLLM_NAMES: Final = {
-    row.ours: row.name for row in KEYWORDS.values() if row.effect is Effect.RENAMED and row.ours not in _WITH_TWO_NAMES
+    key.keyword: key.option.vllm_names[0] for key in keys_of(RunConfig).values() if len(key.option.vllm_names) == 1
 }
-"""Our keyword -> vLLM's for it, which an error uses unless ours was given."""
+"""Our keyword -> vLLM's for it where it has one, which an error uses unless ours was given."""
 
 
 def in_keywords(text: str, given: Iterable[str] = ()) -> str:
@@ -78,8 +75,10 @@ def speaks_keywords(made: _Made) -> _Made:
 def _spoken(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        arguments = [kwargs, *(vars(each) for each in (*args, *kwargs.values()) if isinstance(each, EngineArgs))]
-        given = [name for each in arguments for name, value in each.items() if value is not None]
+        given = [name for name, value in kwargs.items() if value is not None]
+        for made in (*args, *kwargs.values()):
+            if isinstance(made, EngineArgs):
+                given += [name for name, row in KEYWORDS.items() if is_given(row, getattr(made, name))]
         try:
             result = method(*args, **kwargs)
         except (SpmdError, ValueError, TypeError, RuntimeError) as error:

@@ -10,15 +10,16 @@ import inspect
 import logging
 import os
 import sys
+import textwrap
 import threading
 import traceback
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from spmd_worker.base.config.compose import as_plain, as_yaml, named_sets
+from spmd_worker.base.config.compose import named_sets
+from spmd_worker.base.config.options import command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
@@ -51,7 +52,9 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, program: str, way_out: str) -> None:
         super().__init__(prog=program, add_help=False, allow_abbrev=False)
         self._way_out = way_out
-        self.add_argument("--help", "-h", action="store_true")
+        self.add_argument("--help", "-h", action="store_const", const="common")
+        # An option by itself: as a value of --help, the override behind it would be one too.
+        self.add_argument("--help=all", dest="help", action="store_const", const="all")
         self.add_argument("--version", action="store_true")
         self.add_argument("--cfg", "-c", choices=("job",))
         self.add_argument("--config-dir", "-cd", type=Path)
@@ -79,19 +82,29 @@ def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
     return 0
 
 
-def describe_keys(usage: str, config: RunConfig, config_dir: Path | None) -> str:
-    """`usage`, the named sets of values, and the configuration as YAML, each group under what its dataclass says."""
+def describe_keys(usage: str, config: RunConfig, config_dir: Path | None, shows_all: bool) -> str:
+    """`usage`, the named sets of values, and the keys with the values of `config`: those that people set and those that
+    have another value than the default, or all.
+    """
     sets = named_sets([CONF, *([config_dir] if config_dir else [])])
     width = max(len(group) for group in sets)
     lines = [usage, "", "named sets of values (GROUP=NAME)", ""]
     lines += [f"  {group:<{width}}  {', '.join(names) or '(none)'}" for group, names in sets.items()]
-    lines += ["", "keys, with the values of this command line", ""]
-    hints = typing.get_type_hints(RunConfig)
-    for name, value in as_plain(config).items():
-        if isinstance(value, dict):
-            lines += [f"  # {line}".rstrip() for line in (inspect.getdoc(hints[name]) or "").splitlines()]
-        lines += [f"  {line}" for line in as_yaml({name: value}).splitlines()]
-    return "\n".join(lines)
+    lines += ["", "keys, with the values of this command line"]
+    keys, groups = keys_of(RunConfig), groups_of(RunConfig)
+    num_shown, group = 0, ""
+    for key in keys.values():
+        value = getattr(getattr(config, key.group) if key.group else config, key.field)
+        if not (shows_all or key.option.is_common or value != key.default):
+            continue
+        if not num_shown or key.group != group:
+            group = key.group
+            lines += ["", *([f"  # {inspect.getdoc(groups[group])}"] if group else [])]
+        meaning = textwrap.fill(key.option.meaning, 106, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += [f"  {key.name}={command_text(value)}", meaning]
+        num_shown += 1
+    rest = "" if num_shown == len(keys) else ": --help=all prints every key"
+    return "\n".join([*lines, "", f"{num_shown} of {len(keys)} keys{rest}"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The README says what is: every key with its default, every folder, rows that parse."""
+"""The README and the reference page say what is: every key with its default, every folder, rows that parse."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, Sampling
 
 ANSWERS = REPOSITORY / "scripts" / "demo" / "answers.jsonl"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
 
 
 def as_typed(value: object) -> str:
@@ -25,44 +26,43 @@ def as_typed(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
-@pytest.mark.guarantee("The README's table has every key and its default")
+@pytest.mark.guarantee("The reference page has every key and its default")
 def test_every_key_stands_in_the_table_with_its_default():
-    check_table(README, RunConfig())
+    check_table(PAGE, RunConfig())
+    assert "(docs/reference/configuration.md)" in README.split("## Configuration")[1]
 
 
-def check_table(readme: str, config: RunConfig) -> None:
-    """That the table of `readme` is of these keys and values."""
-    rows = re.finditer(r"(?m)^\| `([a-z_.*]+)` \| (\S+) \|", readme.split("## Configuration")[1])
+def check_table(page: str, config: RunConfig) -> None:
+    """That the tables of `page` are of these keys and values."""
+    rows = re.finditer(r"(?m)^\| (?:\*\*)?`([a-z_.*]+)`(?:\*\*)? \| (\S+) \|", page)
     table = {match[1]: match[2] for match in rows}
     expected = {}
     for name, value in dataclasses.asdict(config).items():
-        if name == "sampling":
-            expected["sampling.*"] = "null"
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             expected |= {f"{name}.{key}": as_typed(default) for key, default in value.items()}
         else:
             expected[name] = as_typed(value)
     assert expected == table
 
 
-@pytest.mark.control("The README's table has every key and its default")
+@pytest.mark.control("The reference page has every key and its default")
 @pytest.mark.parametrize(
     ("row", "broken"),
     [
-        ("\n| `seed` | 0 |", "\n| `seed` | 1 |"),
-        ("\n| `model.dtype` | auto |", "\n| `model.data_type` | auto |"),
-        ("\n| `cache.num_blocks` | null |", "\n| cache.num_blocks | null |"),
-        ("\n| `seed` | 0 |", "\n| `sead` | 0 | |\n| `seed` | 0 |"),
+        ("\n| **`seed`** | 0 |", "\n| **`seed`** | 1 |"),
+        ("\n| **`model.dtype`** | auto |", "\n| **`model.data_type`** | auto |"),
+        ("\n| **`cache.num_blocks`** | null |", "\n| cache.num_blocks | null |"),
+        ("\n| **`seed`** | 0 |", "\n| `sead` | 0 | |\n| **`seed`** | 0 |"),
     ],
     ids=["another default", "another name", "no row", "a row too many"],
 )
 def test_the_comparison_sees_a_table_that_is_another(row: str, broken: str, control):
-    """Negative control: of the README's and of the code's."""
-    assert README.count(row) == 1
+    """Negative control: of the page's and of the code's."""
+    assert PAGE.count(row) == 1
     with control():
-        check_table(README.replace(row, broken), RunConfig())
+        check_table(PAGE.replace(row, broken), RunConfig())
     with control():
-        check_table(README, RunConfig(seed=1))
+        check_table(PAGE, RunConfig(seed=1))
 
 
 def test_the_models_are_those_of_the_command(capsys):
@@ -71,10 +71,8 @@ def test_the_models_are_those_of_the_command(capsys):
 
 
 def test_every_sampling_key_is_named():
-    rows, configuration = README.split("## Rows")[1], README.split("## Configuration")[1]
+    rows = README.split("## Rows")[1]
     assert [key for key in SAMPLING_KEYS if not re.search(rf"[` \n]{key}[` \n]", rows)] == []
-    keys = [spec.name for spec in dataclasses.fields(RunConfig().sampling)]
-    assert [key for key in keys if not re.search(rf"[` ]{key}[` ]", configuration)] == []
 
 
 def test_every_folder_has_its_line_in_the_tree():

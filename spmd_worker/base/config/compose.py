@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import os
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -22,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from spmd_worker.base.config.schema import RunConfig, type_words
+from spmd_worker.base.config.options import groups_of, keys_of, type_words
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 
 SCHEMA_NAME: Final = "run_schema"
@@ -32,7 +32,9 @@ EXPERIMENT: Final = "experiment"
 _PLAN: Final = "plan.enabled="
 _SHORT_PLAN: Final = re.compile(r"\Aplan=")
 
-PATH_KEYS: Final = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
+_GROUPS: Final = groups_of(RunConfig)
+_KEYS: Final = keys_of(RunConfig)
+PATH_KEYS: Final = tuple(name for name, key in _KEYS.items() if key.option.is_path)
 _READ_KEYS: Final = ("model.path", "job.input")
 
 
@@ -92,7 +94,7 @@ def _with_files_of_checkout(config: RunConfig, given: Mapping[str, str], config_
 
 def named_sets(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
     """Group -> the names that can be chosen in it, both sorted."""
-    groups = sorted([*_groups(), EXPERIMENT])
+    groups = sorted([*_GROUPS, EXPERIMENT])
     return {
         group: sorted(path.stem for folder in config_dirs for path in (folder / group).glob("*.yaml"))
         for group in groups
@@ -137,22 +139,6 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
 def as_yaml(values: Any) -> str:
     """Plain values, or a complete RunConfig, as YAML in the order of declaration."""
     return OmegaConf.to_yaml(OmegaConf.create(as_plain(values) if isinstance(values, RunConfig) else values))
-
-
-def _groups() -> dict[str, type]:
-    """Group -> the dataclass of its keys, in the order of declaration."""
-    hints = typing.get_type_hints(RunConfig)
-    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
-
-
-def _keys() -> dict[str, Any]:
-    """Dotted key -> its type."""
-    groups = _groups()
-    top = {name: hint for name, hint in typing.get_type_hints(RunConfig).items() if name not in groups}
-    inner = {
-        f"{group}.{name}": hint for group, kind in groups.items() for name, hint in typing.get_type_hints(kind).items()
-    }
-    return {**inner, **top}
 
 
 def _quoted(text: str) -> str:
@@ -220,28 +206,28 @@ def _parse(parser: OverridesParser, text: str) -> Override:
 
 def _check_known(override: Override, text: str) -> None:
     key = override.key_or_group
-    if key in _groups() or key == EXPERIMENT:
-        # A group needs a name; Hydra reports a name that does not exist.
+    if key in _GROUPS or key == EXPERIMENT:
+        # A group takes a name; Hydra speaks of a name that does not exist.
         if not isinstance(override.value(), str):
             way_out = f"choose a named set, as in {key}=NAME (--help lists them), or leave it out"
             raise ConfigError(f"{text} names no set of values: {way_out}")
-    elif key not in _keys():
+    elif key not in _KEYS:
         _refuse_unknown_key(key, text)
 
 
 def _refuse_unknown_key(key: str, where: str) -> NoReturn:
     nearest = _nearest_keys(key)
     hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
-    group = next(iter(difflib.get_close_matches(key.partition(".")[0], _groups(), n=1)), None)
+    group = next(iter(difflib.get_close_matches(key.partition(".")[0], _GROUPS, n=1)), None)
     if "." in key and group is not None:
-        names = [each.partition(".")[2] for each in _keys() if each.startswith(f"{group}.")]
+        names = [each.partition(".")[2] for each in _KEYS if each.startswith(f"{group}.")]
         raise ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
-    raise ConfigError(f"{where}: there is no key {key}; {hint}--help lists all")
+    raise ConfigError(f"{where}: there is no key {key}; {hint}--help=all lists all")
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """The nearest three keys: the same last word in any group, then similar ones."""
-    known = [*_keys(), *_groups(), EXPERIMENT]
+    """At most three: the same last word in any group, then what is spelled alike."""
+    known = [*_KEYS, *_GROUPS, EXPERIMENT]
     same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
     # High enough that keys which merely share their group's name do not count.
     alike = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
@@ -257,7 +243,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     found = re.search(r"full_key: (\S+)", text)
     if found is None:
         return ConfigError(" ".join(text.split()))
-    key = found[1]
+    # An entry of a list is a value of the key.
+    key = re.sub(r"\[\d+\]$", "", found[1])
     file = re.search(r"In '([^']+)'", text)
     # The override as typed; for a value in a file only the file's name is known.
     given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
@@ -267,8 +254,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
             _refuse_unknown_key(key, where)
         except ConfigError as error_result:
             return error_result
-    reason = "" if key in _keys() and given and "$" not in given else f" ({_reason(text)})"
-    return ConfigError(f"{where} must be {type_words(_keys().get(key))}{reason}")
+    reason = "" if key in _KEYS and given and "$" not in given else f" ({_reason(text)})"
+    return ConfigError(f"{where} must be {type_words(_KEYS[key].hint) if key in _KEYS else 'keys and values'}{reason}")
 
 
 def _reason(text: str) -> str:

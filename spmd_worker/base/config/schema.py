@@ -1,186 +1,179 @@
-"""Every key of a run, typed, checked and frozen.
+"""Schema of a run: every key, typed, checked and frozen. One record a key says everything about it.
 
 The defaults stand here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line,
-and `config_compose.py` turns the result into a `RunConfig`. Knows nothing about Hydra, files, models or ranks: rules
-that need a model or a world (a tensor-parallel size that must divide the heads) live where those are known.
+and `compose.py` turns the result into a `RunConfig`. Knows nothing about Hydra, files, models or ranks: rules that need
+a model or a world (a tensor-parallel size that must divide the heads) live where those are known.
+
+To add an option, add its field here and run `python scripts/reference_pages.py`.
 """
 
 import dataclasses
-import math
-import types
-import typing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from spmd_worker.base.config.plain_values import plain_bool, plain_float, plain_int, plain_text, shown
+from spmd_worker.base.config.options import check_options, command_option, option
 from spmd_worker.base.errors import ConfigError
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS: Final = ("auto", "dummy")
-EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
-DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
-PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
-POLICIES: Final = ("fcfs",)
-RESUME_MODES: Final = ("auto", "never", "force")
-DEVICES: Final = ("auto", "cpu", "cuda")
-MAX_TIMEOUT_S: Final = 7 * 24 * 3600
-QUANTIZATIONS: Final = ("int8",)
-RUNNERS: Final = ("auto", "generate", "pooling")
-POOLING_TYPES: Final = ("last", "mean", "cls")
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
-TOOL_CALL_FORMATS: Final = ("auto", "none", "hermes", "llama3_json", "mistral", "harmony")
-REASONING_FORMATS: Final = ("auto", "none", "think", "mistral", "harmony")
-
-
-def checked_value(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type that `hint`, a field's annotation, wants: int, float, bool, str, list[...], one of the groups
-    below, or `X | None` of these.
-
-    A whole number is whatever Python takes as an index (numpy's and torch's integers too), a number any real one, and
-    neither is true or false. What is kept is Python's own int or float: ranks compare configurations as text. Raises
-    ConfigError: the key, the value, and what it must be.
-    """
-    for kind in _alternatives(hint):
-        try:
-            return _as_type(value, kind)
-        except TypeError:
-            continue
-        except OverflowError:
-            raise ConfigError(f"{key}={shown(value)} must fit 64 bits") from None
-    raise ConfigError(f"{key}={shown(value, _MOST_SHOWN)} must be {type_words(hint)}")
-
-
-def type_words(hint: Any) -> str:
-    """What a field's annotation says, for people."""
-    return " or ".join(_TYPE_WORDS.get(kind) or f"a {kind.__name__}" for kind in _alternatives(hint))
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _as_type(value: Any, kind: Any) -> Any:
-    """Raises TypeError, for an integer that no float can hold too; OverflowError for one of more than 64 bits."""
-    if kind in _PLAIN:
-        plain = _PLAIN[kind](value)
-        if plain is None or (plain in (math.inf, -math.inf) and plain_int(value) is not None):
-            raise TypeError
-        if kind is int and not -(2**63) <= plain < 2**64:
-            raise OverflowError
-        return plain
-    if typing.get_origin(kind) is list and isinstance(value, list | tuple):
-        return [_as_type(each, *typing.get_args(kind)) for each in value]
-    if typing.get_origin(kind) or not isinstance(value, kind):
-        raise TypeError
-    return value
-
-
-_PLAIN: Final[dict[Any, Any]] = {int: plain_int, float: plain_float, bool: plain_bool, str: plain_text}
-_TYPE_WORDS: Final[dict[Any, str]] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[int]: "a list of whole numbers, such as [10,8]",
-    list[str]: "a list of texts, such as [a,b]",
-    types.NoneType: "null",
-}
-
-
-def _check_types(record: Any, group: str = "") -> None:
-    """First in every `__post_init__`: each field is of its annotated type, or can be made so."""
-    for name, hint in typing.get_type_hints(type(record)).items():
-        value = checked_value(f"{group}.{name}" if group else name, getattr(record, name), hint)
-        # Frozen, and nobody has seen it yet.
-        object.__setattr__(record, name, value)
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+_EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
+_DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
+_MAX_MEMORY_GIB: Final = 2**20
+_MAX_NESTING: Final = 256
+"""Nesting that every reader of JSON, whose stacks end somewhere, accepts."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model: a Hugging Face folder, or a name on the hub (ORG/NAME), of which `revision` is a branch, tag or
-    commit; null is main. `max_model_len` null takes the model's own length (tokens).
+    """The model: its folder, dtype and length, and what rows get of it."""
 
-    `logprobs_mode` says of which logits log-probabilities are: as the model gave them (`raw_logprobs`), those divided
-    by the row's temperature (`tempered_logprobs`, what a trainer computes of a completion), or after penalties,
-    temperature and filters, as they were drawn from (`processed_logprobs`).
-
-    `quantization` int8 quantises weights when they are loaded, and what they multiply as it comes (W8A8): answers are
-    then the same bits for every tensor-parallel size too.
-
-    Weights that are NaN or infinite, new ones too, are refused unless `allow_nonfinite`.
-
-    `runner` is what rows get: tokens (generate) or vectors and scores (pooling); auto is what the folder is for.
-    `pooling_type` (last, mean or cls) replaces the folder's, and `default_prompt_name` the name of its prompt that is
-    put before each text ('' for none). `classifier_from_token`, such as [no,yes], makes a
-    generating model one that scores: by how much likelier the second token is than the first. Vectors are cut to
-    `dimensions` that config.json does not name only with `allow_any_dimensions`.
-    `tool_call_format` (hermes, llama3_json, mistral, harmony) and `reasoning_format` (think, mistral, harmony) say how
-    the model writes tool calls and reasoning, which chat rows get back as `tool_calls` and `reasoning_content`; auto
-    goes by its chat template, none leaves them in the content.
-    """
-
-    path: str | None = None
-    revision: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    load_format: str = "auto"
-    quantization: str | None = None
-    logprobs_mode: str = "raw_logprobs"
-    allow_nonfinite: bool = False
-    runner: str = "auto"
-    pooling_type: str | None = None
-    classifier_from_token: list[str] | None = None
-    default_prompt_name: str | None = None
-    allow_any_dimensions: bool = False
-    tool_call_format: str = "auto"
-    reasoning_format: str = "auto"
+    path: str | None = command_option(
+        None,
+        "Hugging Face folder, or a name on the hub (`org/name`): found in its local cache (`HF_HOME`, `HF_HUB_CACHE`), "
+        "else downloaded (`pip install 'spmd-worker[hub]'`) unless `HF_HUB_OFFLINE=1`; the hub is asked once for the "
+        "files about pooling where the cache lacks them; a folder of that name comes first",
+        is_path=True,
+        is_common=True,
+    )
+    revision: str | None = option(
+        None,
+        "branch, tag or commit of a name on the hub, without effect for a folder; null: main",
+        is_vllms=True,
+        is_common=True,
+    )
+    dtype: str = option(
+        "auto",
+        "`auto` (the checkpoint's, never shortened; float32 where config.json names none of these), `float32`, "
+        "`bfloat16` or `float16` (GPU only); `LLM` accepts a `torch.dtype` too",
+        is_vllms=True,
+        vllm_values={"half": "float16", "float": "float32"},
+        accepts=Any,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        is_common=True,
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest sequence in tokens, at most the model's own; null: the model's own",
+        is_vllms=True,
+        vllm_values={-1: None, "auto": None},
+        least=1,
+        is_common=True,
+    )
+    load_format: str = option(
+        "auto",
+        "`auto` reads safetensors, `dummy` makes deterministic random weights",
+        is_vllms=True,
+        vllm_values={"safetensors": "auto", "hf": "auto"},
+        choices=("auto", "dummy"),
+    )
+    quantization: str | None = option(
+        None,
+        "`int8` (CPU) is W8A8: static per-output-channel weight scales, dynamic per-token activation scales; about "
+        "half the memory of bfloat16, and the same bits for every tensor-parallel size; not for models with experts, "
+        "nor for rows that are pooled; null: as the checkpoint's config.json says, which is read in any case",
+        is_vllms=True,
+        choices=("int8",),
+        is_common=True,
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "`raw_logprobs` of the model's logits; `processed_logprobs` after penalties, temperature and filters; "
+        "`tempered_logprobs` of the logits divided by the temperature alone, as trainers compute them",
+        is_vllms=True,
+        choices=LOGPROBS_MODES,
+    )
+    allow_nonfinite: bool = option(
+        False,
+        "accept NaN or infinite weights, new ones too (rejected by default); a row whose logits are not finite is an "
+        "error row (`non_finite_logits`) either way",
+    )
+    runner: str = option(
+        "auto",
+        "`generate`: rows get tokens; `pooling`: vectors or scores, also of a model that generates; `auto`: what the "
+        "folder is for",
+        is_vllms=True,
+        choices=("auto", "generate", "pooling"),
+        is_common=True,
+    )
+    pooling_type: str | None = option(
+        None, "`last`, `mean` or `cls` instead of the folder's", choices=("last", "mean", "cls")
+    )
+    classifier_from_token: list[str] | None = option(
+        None,
+        "two tokens, such as `[no,yes]`, make a generating model one that scores: a row's score says how much more "
+        "probable the second is than the first",
+    )
+    default_prompt_name: str | None = option(
+        None,
+        "name of the prompt in `config_sentence_transformers.json` that is put before each text that is pooled; null: "
+        "the folder's own `default_prompt_name`, `''`: none",
+    )
+    allow_any_dimensions: bool = option(False, "cut vectors to `dimensions` that config.json does not name")
+    tool_call_format: str = command_option(
+        "auto",
+        "syntax of the model's tool calls, which chat rows get back as `tool_calls`: `hermes`, `llama3_json`, "
+        "`mistral`, `harmony`, or `none`, which leaves them in the content; auto goes by the chat template",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "harmony"),
+    )
+    reasoning_format: str = command_option(
+        "auto",
+        "syntax of the model's reasoning, which chat rows get back as `reasoning_content`: `think`, `mistral`, "
+        "`harmony`, or `none`, which leaves it in the content; auto goes by the chat template",
+        choices=("auto", "none", "think", "mistral", "harmony"),
+    )
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_types(self, "model")
-        _check_choice("model.runner", self.runner, RUNNERS)
-        if self.pooling_type is not None:
-            _check_choice("model.pooling_type", self.pooling_type, POOLING_TYPES)
+        check_options(self, "model")
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(
                 f"model.classifier_from_token={self.classifier_from_token} must be two tokens, such as [no,yes]"
             )
-        _check_choice("model.dtype", self.dtype, DTYPES)
-        _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
-        if self.quantization is not None:
-            _check_choice("model.quantization", self.quantization, QUANTIZATIONS, "nor null")
-        _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
-        _check_choice("model.tool_call_format", self.tool_call_format, TOOL_CALL_FORMATS)
-        _check_choice("model.reasoning_format", self.reasoning_format, REASONING_FORMATS)
-        _check_at_least("model.max_model_len", self.max_model_len, 1)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks divide the work: world size = data x pipeline x tensor.
+    """How ranks divide the work: world size = data x pipeline x tensor."""
 
-    `pipeline_layers` is the number of layers of each stage, such as [10,8]; null shares the weights out evenly.
-
-    With `enable_expert_parallel` each rank of a tensor-parallel group has some experts whole, else columns of all.
-    `expert_placement` says which: linear (the first ranks the first experts), round_robin, or a JSON file
-    {"owners": [...]} with the rank of each expert, or such a list for each layer. `invariant_experts`: what experts
-    give does not depend on the number of ranks, for more traffic.
-    """
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    pipeline_layers: list[int] | None = None
-    enable_expert_parallel: bool = False
-    expert_placement: str = "linear"
-    invariant_experts: bool = False
+    tensor_parallel_size: int = option(
+        1, "ranks that share each layer; must divide the heads", is_vllms=True, least=1, is_common=True
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages of ranks that share the layers; as many steps in flight as stages",
+        is_vllms=True,
+        least=1,
+        is_common=True,
+    )
+    data_parallel_size: int = option(
+        1,
+        "replicas of the model, which share the rows; every rank gets every output",
+        is_vllms=True,
+        least=1,
+        is_common=True,
+    )
+    pipeline_layers: list[int] | None = option(
+        None, "layers of each stage, such as `[10,8]`; null: about equally many bytes of weights"
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "true: each rank of a tensor-parallel group has some experts entirely, and no tokens are exchanged; false: "
+        "columns of all; replicas (`data_parallel_size`) share none, each has all, which is logged",
+        is_vllms=True,
+    )
+    expert_placement: str = option(
+        "linear",
+        "ranks of the experts: `linear` (the first ranks the first experts), `round_robin`, or a JSON file "
+        '`{"owners": [...]}` with the rank of each expert, or such a list for each layer',
+        vllm_names=("expert_placement_strategy",),
+    )
+    invariant_experts: bool = option(
+        False, "expert outputs are bit-identical for any number of ranks; costs top-k times the communication"
+    )
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
-        _check_types(self, "parallel")
-        _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_at_least("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _check_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
+        """Check each key alone, and that nothing is said of experts that no rank has."""
+        check_options(self, "parallel")
         for key in ("expert_placement", "invariant_experts"):
             value = getattr(self, key)
             if value not in ("linear", False) and not self.enable_expert_parallel:
@@ -190,72 +183,116 @@ class ParallelConfig:
                 )
 
 
+def _check_class_or_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if "." not in value and value not in choices:
+        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}, nor the qualified name of a class")
+
+
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """Who starts the workers: `auto` is external_launcher under torchrun, else uniproc for one rank and multiproc for
-    more; multiproc starts them on this node without a launcher, and the qualified name of a class
-    (`package.module.Class`) is imported.
+    """The executor: who starts the workers, and how ranks wait for and check each other."""
 
-    The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
-    than `timeout_s` seconds. `worker_cls` is the qualified name of another worker class, `worker_extension_cls` of one
-    whose methods every worker gets beside its own. `enforce_eager` has every kernel launched by itself where a worker
-    would launch whole steps as CUDA graphs (`device_backend` triton on a GPU): the same bits, and nothing is recorded.
-    `device_backend` is what a device computes with: `cpu` (compiled kernels), `torch`, `triton`, or the qualified name
-    of a `DeviceBackend`; `auto` is cpu on a CPU, else torch.
-    With `argmax_screen` a copy of the head in int8 finds the few logits of a greedy row that may be its largest, where
-    that is faster (bfloat16 on a CPU with AVX-512 VNNI and without AMX): the same bits, for vocabulary x hidden bytes.
-    """
-
-    backend: str = "auto"
-    digest_every: int = 1
-    timeout_s: float = 300.0
-    worker_cls: str | None = None
-    worker_extension_cls: str | None = None
-    enforce_eager: bool = False
-    device_backend: str = "auto"
-    argmax_screen: bool = True
+    backend: str = option(
+        "auto",
+        "`external_launcher` (under torchrun), `uniproc` (one rank), `multiproc` (starts a process per rank on this "
+        "node without torchrun), or the qualified name of an `Executor` class (`LLM` accepts the class too); auto: "
+        "external_launcher under torchrun, else uniproc for one rank and multiproc for more",
+        keyword="distributed_executor_backend",
+        is_vllms=True,
+        vllm_values={None: "auto", "mp": "multiproc", "uni": "uniproc"},
+        accepts=str | type | None,
+    )
+    digest_every: int = command_option(
+        1, "compare the ranks' plans every N steps; 0: never, and nothing at the start either", least=0
+    )
+    timeout_s: float = option(
+        300.0,
+        "seconds that no rank waits longer for another",
+        vllm_names=("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+    )
+    worker_cls: str | None = option(
+        None,
+        "qualified name of another worker class, a `WorkerBase`, whose `init_device` joins groups where there are "
+        "other ranks (`LLM` accepts the class too)",
+        is_vllms=True,
+        vllm_values={"auto": None, "": None},
+        accepts=str | type | None,
+    )
+    worker_extension_cls: str | None = option(
+        None,
+        "qualified name of a class whose methods every worker gets in addition to its own (`LLM` accepts the class "
+        "too)",
+        is_vllms=True,
+        vllm_values={"": None},
+        accepts=str | type | None,
+    )
+    enforce_eager: bool = option(
+        False,
+        "true: launch every kernel by itself, where `device_backend` triton on a GPU would launch complete steps as "
+        "CUDA graphs, with the same bits; elsewhere there are no graphs in any case",
+        is_vllms=True,
+    )
+    device_backend: str = option(
+        "auto",
+        "`cpu` (compiled kernels), `torch`, `triton`, or the qualified name of a `DeviceBackend` class; auto: cpu on a "
+        "CPU, else torch",
+    )
+    argmax_screen: bool = option(
+        True,
+        "on a CPU with AVX-512 VNNI and without AMX, an int8 copy of a bfloat16 head pre-filters the logits that may "
+        "be a greedy row's argmax, and these alone are computed: the same bits, for a byte per element of the head",
+    )
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_types(self, "executor")
-        if "." not in self.backend:
-            _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS, "nor the qualified name of a class")
-        if "." not in self.device_backend:
-            choices = (DEVICE_BACKENDS, "nor the qualified name of a class")
-            _check_choice("executor.device_backend", self.device_backend, *choices)
-        _check_at_least("executor.digest_every", self.digest_every, 0)
+        check_options(self, "executor")
+        _check_class_or_choice("executor.backend", self.backend, _EXECUTOR_BACKENDS)
+        _check_class_or_choice("executor.device_backend", self.device_backend, _DEVICE_BACKENDS)
         if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"executor.timeout_s={self.timeout_s:g} must be from 1 to {MAX_TIMEOUT_S} seconds")
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it.
+    """The paged KV cache, and host memory for blocks that leave it."""
 
-    `swap_space_gib` is host memory a rank for sequences that are preempted; null is 4, and 0 where the cache takes all
-    of the host's memory that it can use: on the CPU without `num_blocks`. `host_tier_gib` is host memory a rank for
-    prefix blocks that lost their place.
-    """
-
-    block_size: int = 16
-    num_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    swap_space_gib: float | None = None
-    enable_prefix_caching: bool = True
-    host_tier_gib: float = 0.0
+    block_size: int = option(16, "tokens in a block, a power of two", is_vllms=True)
+    num_blocks: int | None = option(
+        None,
+        "blocks of the KV cache; null: measured, `gpu_memory_utilization` of the memory",
+        vllm_names=("num_gpu_blocks_override",),
+        least=1,
+        is_common=True,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of the device's (or this rank's share of the host's) memory to use",
+        is_vllms=True,
+        is_common=True,
+    )
+    swap_space_gib: float | None = option(
+        None,
+        "GiB of host memory per rank for preempted sequences, never more than they can use; null: 4, and 0 on the CPU "
+        "without `num_blocks`, where the cache itself is host memory",
+        keyword="swap_space",
+        is_vllms=True,
+        least=0,
+        is_common=True,
+    )
+    enable_prefix_caching: bool = option(
+        True, "find full blocks again by what they hold", is_vllms=True, is_common=True
+    )
+    host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
-        _check_types(self, "cache")
+        """Check each key alone, and that a host tier has prefix blocks to keep."""
+        check_options(self, "cache")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"cache.block_size={self.block_size} must be a power of two, such as 16")
-        _check_at_least("cache.num_blocks", self.num_blocks, 1)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"cache.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, such as 0.9"
             )
-        _check_at_least("cache.swap_space_gib", self.swap_space_gib, 0)
-        _check_at_least("cache.host_tier_gib", self.host_tier_gib, 0)
         if self.host_tier_gib and not self.enable_prefix_caching:
             raise ConfigError(
                 f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
@@ -265,27 +302,44 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """How much runs at once: sequences in a step, tokens in a step.
+    """The scheduler: how much runs at once, and what happens where the cache does not suffice."""
 
-    Where the cache does not suffice, `preemption_mode` swap copies a sequence's blocks to the host, recompute drops
-    them, and auto takes the cheaper way by counting. With `async_scheduling` a step is decided and launched before the
-    token ids of the one before it are read; null does so on a GPU where the pipeline has one stage.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    enable_chunked_prefill: bool = True
-    preemption_mode: str = "auto"
-    policy: str = "fcfs"
-    async_scheduling: bool | None = None
+    max_num_seqs: int = option(
+        256,
+        "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue",
+        is_vllms=True,
+        least=1,
+        is_common=True,
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        "tokens in a step; `LLM` raises it to `max_num_seqs` where it is not given",
+        is_vllms=True,
+        is_open=True,
+        least=1,
+        is_common=True,
+    )
+    enable_chunked_prefill: bool = option(
+        True, "cut long prompts into pieces that share steps with decoding", is_vllms=True
+    )
+    preemption_mode: str = option(
+        "auto",
+        "what happens to a preempted sequence: `swap` copies its blocks to the host, `recompute` drops them, `auto` is "
+        "the cheaper by counting",
+        is_vllms=True,
+        choices=("auto", "swap", "recompute"),
+    )
+    policy: str = command_option("fcfs", "first come, first served", choices=("fcfs",))
+    async_scheduling: bool | None = option(
+        None,
+        "decide and launch a step before the token ids of the one before it are read; null: on a GPU where the "
+        "pipeline has one stage",
+        is_vllms=True,
+    )
 
     def __post_init__(self) -> None:
         """Check each key alone, and that every running sequence can have its token."""
-        _check_types(self, "scheduler")
-        _check_at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
-        _check_at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _check_choice("scheduler.preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        _check_choice("scheduler.policy", self.policy, POLICIES)
+        check_options(self, "scheduler")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is below "
@@ -298,24 +352,30 @@ class SchedulerConfig:
 class SamplingConfig:
     """Defaults for rows. Null takes the model's generation_config.json where it has the key, else vLLM's default."""
 
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: list[str] | None = None
-    ignore_eos: bool | None = None
-    logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: int | None = command_option(None, "samples of a row", is_common=True)
+    best_of: int | None = command_option(None, "samples to run, of which the `n` most probable are returned")
+    temperature: float | None = command_option(None, "divides the logits; 0: argmax", is_common=True)
+    top_p: float | None = command_option(
+        None, "sample from the most probable tokens whose probabilities add up to it", is_common=True
+    )
+    top_k: int | None = command_option(None, "sample from the k most probable tokens; 0 or -1: all", is_common=True)
+    min_p: float | None = command_option(None, "least probability of a token, as a share of the most probable one's")
+    max_tokens: int | None = command_option(None, "limit of a row's output tokens", is_common=True)
+    min_tokens: int | None = command_option(None, "output tokens before which no row ends")
+    stop: list[str] | None = command_option(None, "texts that end a row, such as `[a,b]`", is_common=True)
+    ignore_eos: bool | None = command_option(None, "go on after the end-of-sequence token")
+    logprobs: int | None = command_option(None, "log-probabilities per output token; -1: of the entire vocabulary")
+    presence_penalty: float | None = command_option(None, "subtracted from logits of tokens that the output has")
+    frequency_penalty: float | None = command_option(
+        None, "subtracted once for each time that the output has the token"
+    )
+    repetition_penalty: float | None = command_option(
+        None, "divides positive and multiplies negative logits of tokens that prompt or output have"
+    )
 
     def __post_init__(self) -> None:
         """Check types; `SamplingParams` has the rules."""
-        _check_types(self, "sampling")
+        check_options(self, "sampling")
 
     def given(self) -> dict[str, Any]:
         """The keys that are set, in declaration order."""
@@ -328,91 +388,103 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What a single row may be and ask for: one that goes beyond is an error row. Null is no limit but the model's.
+    """Limits of a single row: one that goes beyond is an error row. Null is no limit but the model's."""
 
-    `max_line_bytes` of its line, `max_nesting` levels of JSON, `max_prompt_tokens`, `max_n` samples (best_of too),
-    `max_tokens` of output (of rows that name no number, the most they get), `max_stop_strings` (stop token ids too),
-    `max_logit_bias` entries (of the lists of allowed tokens and bad words too).
-    """
-
-    max_line_bytes: int = 16 * 1024 * 1024
-    max_nesting: int = 64
-    max_prompt_tokens: int | None = None
-    max_n: int = 1024
-    max_tokens: int | None = None
-    max_stop_strings: int = 64
-    max_logit_bias: int = 1024
+    max_line_bytes: int = command_option(16 * 1024 * 1024, "bytes of a row's line", least=1)
+    max_nesting: int = command_option(64, f"levels of JSON in a row, at most {_MAX_NESTING}", least=1)
+    max_prompt_tokens: int | None = command_option(
+        None, "tokens of a prompt; null: what the model's length leaves", least=1
+    )
+    max_n: int = command_option(1024, "samples of a row, `n` or `best_of`", least=1)
+    max_tokens: int | None = command_option(
+        None, "limit and default of a row's `max_tokens`; null: what the model's length leaves", least=1
+    )
+    max_stop_strings: int = command_option(64, "entries of `stop`, and of `stop_token_ids`", least=0)
+    max_logit_bias: int = command_option(
+        1024, "entries of `logit_bias`, and of the lists of allowed tokens and bad words", least=0
+    )
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_types(self, "limits")
-        for spec in dataclasses.fields(self):
-            _check_at_least(f"limits.{spec.name}", getattr(self, spec.name), 0 if spec.name in _MAY_BE_NONE else 1)
+        check_options(self, "limits")
         if self.max_nesting > _MAX_NESTING:
             raise ConfigError(f"limits.max_nesting={self.max_nesting} must be at most {_MAX_NESTING}")
 
 
-_MOST_SHOWN: Final = 500
-_MOST_MEMORY_GIB: Final = 2**20
-_MAY_BE_NONE: Final = ("max_stop_strings", "max_logit_bias")
-_MAX_NESTING: Final = 256
-"""What readers of JSON, whose stacks end somewhere, take everywhere."""
-
-
 @dataclass(frozen=True)
 class JobConfig:
-    """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output.
+    """A batch job: rows in, rows out."""
 
-    A job that was ended goes on where it was (`resume` auto; force: although it has changed; never: refuses a run
-    directory that holds a run). Finished rows are made durable every `commit_rows` rows or `commit_s` seconds.
-    `step_log` writes the stream of step messages to `steps.log` in the run directory, for `spmd-worker-replay`.
-    `prometheus_file` is rewritten while the job runs, for node_exporter's textfile collector; it needs the extra
-    `metrics`. With `private` only the user can read what the job writes.
-    """
-
-    input: str | None = None
-    output: str | None = None
-    run_dir: str | None = None
-    resume: str = "auto"
-    max_rows: int | None = None
-    max_error_rows: int | None = None
-    commit_rows: int = 256
-    commit_s: float = 5.0
-    step_log: bool = False
-    prometheus_file: str | None = None
-    private: bool = False
+    input: str | None = command_option(
+        None,
+        "rows: JSONL (also `.gz`, `.zst`), Parquet, a pattern such as `'rows/*.jsonl'`; `-`, a FIFO or `/dev/stdin` is "
+        "read once, as it comes",
+        is_path=True,
+        is_common=True,
+    )
+    output: str | None = command_option(
+        None, "the file to write: JSONL, `.gz`, `.zst` or `.parquet`", is_path=True, is_common=True
+    )
+    run_dir: str | None = command_option(
+        None,
+        "metrics, step statistics and logs of the run; null: `<output>.run`, next to the output",
+        is_path=True,
+        is_common=True,
+    )
+    resume: str = command_option(
+        "auto",
+        "`auto`: continue a run that has not ended, if it is the same job; `force`: although it has changed; `never`: "
+        "reject a run directory that holds a run",
+        choices=("auto", "never", "force"),
+        is_common=True,
+    )
+    max_rows: int | None = command_option(None, "only the first N rows", least=0, is_common=True)
+    max_error_rows: int | None = command_option(
+        None, "more error rows than this fail the job (its output is complete)", least=0, is_common=True
+    )
+    commit_rows: int = command_option(256, "finished rows are made durable every N rows", least=1)
+    commit_s: float = command_option(5.0, "and every N seconds", least=0)
+    step_log: bool = command_option(
+        False, "write every step's message to `steps.log` in the run directory, for `spmd-worker-replay`"
+    )
+    prometheus_file: str | None = command_option(
+        None,
+        "rewritten every few seconds, for node_exporter's textfile collector (a name that ends in `.prom`); needs the "
+        "extra `metrics`",
+        is_path=True,
+    )
+    private: bool = command_option(False, "only the user can read what the job writes (files 0600, folders 0700)")
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_types(self, "job")
-        _check_choice("job.resume", self.resume, RESUME_MODES)
-        _check_at_least("job.max_rows", self.max_rows, 0)
-        _check_at_least("job.max_error_rows", self.max_error_rows, 0)
-        _check_at_least("job.commit_rows", self.commit_rows, 1)
-        _check_at_least("job.commit_s", self.commit_s, 0)
+        check_options(self, "job")
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """The server (`python -m spmd_worker.serve`), on rank 0: where it listens (port 0: any that is free).
+    """The server (`python -m spmd_worker.serve`), on rank 0. Its API key is not part of the configuration."""
 
-    `max_queued` sequences may wait beside the `scheduler.max_num_seqs` that run; one more is refused with 429. When the
-    server is asked to end, requests have `drain_s` to be answered. A client that leaves what it is sent unread for
-    `reader_timeout_s` is cut off. Its key is no part of the configuration.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_queued: int = 1024
-    drain_s: float = 10.0
-    reader_timeout_s: float = 60.0
+    host: str = command_option(
+        "127.0.0.1", "address where the server listens; another than loopback needs a key of your own"
+    )
+    port: int = command_option(8000, "port where the server listens; 0: any that is free")
+    max_queued: int = command_option(
+        1024,
+        "sequences that may wait in addition to the `scheduler.max_num_seqs` that run; one more is rejected with 429",
+        least=0,
+    )
+    drain_s: float = command_option(
+        10.0, "seconds, at most a week, that requests have to be answered when the server is asked to end"
+    )
+    reader_timeout_s: float = command_option(
+        60.0, "seconds, at most a week, after which a client that does not read its response is disconnected"
+    )
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_types(self, "serve")
+        check_options(self, "serve")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve.port={self.port} must be from 0 (any that is free) to 65535")
-        _check_at_least("serve.max_queued", self.max_queued, 0)
         if not 0 <= self.drain_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"serve.drain_s={self.drain_s:g} must be from 0 to {MAX_TIMEOUT_S} seconds")
         if not 0 < self.reader_timeout_s <= MAX_TIMEOUT_S:
@@ -423,22 +495,27 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """`plan=true`, which is `plan.enabled=true`, prints the layout and the memory plan and exits: with 1 where they
-    cannot run. `memory_gib` plans for another machine: GiB of memory of the machine that all ranks share, with
-    device=cuda of each rank's GPU; null is this machine's, and GPUs of common sizes.
-    """
+    """The plan: layout and memory of a run, printed without running it. `plan=true` is `plan.enabled=true`."""
 
-    enabled: bool = False
-    memory_gib: float | None = None
+    enabled: bool = command_option(
+        False,
+        "`plan=true`: print ranks, bytes and blocks, and exit; with 1 where they cannot run",
+        is_common=True,
+    )
+    memory_gib: float | None = command_option(
+        None,
+        "GiB of memory that a plan is made for: of the machine, which all ranks share, with `device=cuda` of each GPU; "
+        "null: this machine's, and GPUs of common sizes",
+    )
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_types(self, "plan")
+        check_options(self, "plan")
         if self.memory_gib is None:
             return
-        if not 0 < self.memory_gib <= _MOST_MEMORY_GIB:
+        if not 0 < self.memory_gib <= _MAX_MEMORY_GIB:
             raise ConfigError(
-                f"plan.memory_gib={self.memory_gib:g} must be above 0 and at most {_MOST_MEMORY_GIB}, such as 64"
+                f"plan.memory_gib={self.memory_gib:g} must be above 0 and at most {_MAX_MEMORY_GIB}, such as 64"
             )
         if not self.enabled:
             raise ConfigError(
@@ -452,7 +529,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run."""
+    """A run."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -463,16 +540,21 @@ class RunConfig:
     limits: RowLimits = field(default_factory=RowLimits)
     job: JobConfig = field(default_factory=JobConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    device: str = "auto"
-    seed: int = 0
+    device: str = option("auto", "`auto`, `cpu` or `cuda`", choices=("auto", "cpu", "cuda"), is_common=True)
+    seed: int = option(
+        0,
+        "names the randomness of rows that have no seed of their own; no generator of the process is set",
+        is_vllms=True,
+        vllm_values={None: 0},
+        is_common=True,
+    )
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         """Check the top keys, and rules between groups."""
         if isinstance(self.plan, bool):
             object.__setattr__(self, "plan", PlanConfig(self.plan))
-        _check_types(self)
-        _check_choice("device", self.device, DEVICES)
+        check_options(self)
         _check_defaults(self.sampling, self.limits)
         if self.cache.host_tier_gib and not self.executor.digest_every:
             raise ConfigError(
@@ -494,14 +576,3 @@ def _check_defaults(sampling: SamplingConfig, limits: RowLimits) -> None:
             raise ConfigError(
                 f"{key} asks for {value}, more than limits.{name}={most}: lower the one or raise the other"
             )
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...], but: str = "") -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{but and ', ' + but}")
-
-
-def _check_at_least(key: str, value: float | None, least: int) -> None:
-    # Written so that NaN fails. What is infinite could not be written into a manifest, which is JSON.
-    if value is not None and not least <= value < math.inf:
-        raise ConfigError(f"{key}={value} must be {least} or more{'' if value != math.inf else ', and finite'}")

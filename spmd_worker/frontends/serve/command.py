@@ -44,7 +44,7 @@ _USAGE: Final = """\
 An OpenAI-shaped API over the engine of all ranks: rank 0 answers clients, the others follow its steps.
 
 usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOST] [--port PORT] [--api-key KEY]
-                [--help] [--cfg job] [--config-dir DIR] [--version]
+                [--help | --help=all] [--cfg job] [--config-dir DIR] [--version]
        python -m spmd_worker.serve KEY=VALUE...
 
   torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
@@ -54,6 +54,7 @@ usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOS
   --host HOST        is serve.host=HOST, and --port PORT serve.port=PORT
   --api-key KEY      what clients must show (Authorization: Bearer KEY); other users see it in the list of processes, so
                      the environment's SPMD_WORKER_API_KEY is better; without either a random one is printed once
+  --help             prints this and the keys that people set; --help=all every key
   --cfg job          prints the configuration that the command line comes to, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
@@ -93,7 +94,8 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
     if command.version:
         return write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:
-        return write_report(lambda: describe_keys(_USAGE, config, command.config_dir), environment)
+        shows_all = command.help == "all"
+        return write_report(lambda: describe_keys(_USAGE, config, command.config_dir, shows_all), environment)
     if command.cfg:
         return write_report(lambda: as_yaml(config).rstrip(), environment)
     return _run(config, environment, command.api_key or variables.get(KEY_VARIABLE) or None)

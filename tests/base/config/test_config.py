@@ -145,11 +145,11 @@ MISSPELLED = [
     ),
     (
         "temperature=0.5",
-        "temperature=0.5: there is no key temperature; did you mean sampling.temperature? --help lists all",
+        "temperature=0.5: there is no key temperature; did you mean sampling.temperature? --help=all lists all",
     ),
-    ("plann=true", "plann=true: there is no key plann; did you mean plan? --help lists all"),
-    ("modle=demo", "modle=demo: there is no key modle; did you mean model? --help lists all"),
-    ("+foo=3", "foo=3: there is no key foo; --help lists all"),
+    ("plann=true", "plann=true: there is no key plann; did you mean plan? --help=all lists all"),
+    ("modle=demo", "modle=demo: there is no key modle; did you mean model? --help=all lists all"),
+    ("+foo=3", "foo=3: there is no key foo; --help=all lists all"),
     ("model._target_=os.system", "model._target_=os.system: there is no key model._target_; model has path,"),
 ]
 
@@ -208,6 +208,13 @@ REFUSED = [
         "parallel.pipeline_layers=x",
         "parallel.pipeline_layers=x must be a list of whole numbers, such as [10,8] or null",
     ),
+    # They were an AttributeError: OmegaConf names the entry of the list.
+    (
+        "parallel.pipeline_layers=[1,x]",
+        "parallel.pipeline_layers=[1,x] must be a list of whole numbers, such as [10,8] or null",
+    ),
+    ("model.quantization=fp8", "model.quantization=fp8 is not one of int8, nor null"),
+    ("model.pooling_type=sum", "model.pooling_type=sum is not one of last, mean, cls, nor null"),
     ("plan=maybe", "plan=maybe must be true or false"),
     ("plan.memory_gib=64", "plan.memory_gib=64 is the memory that a plan is made for, and a run measures its own: add"),
     ("plan.memory_gib=0", "plan.memory_gib=0 must be above 0 and at most 1048576, such as 64"),
@@ -349,11 +356,12 @@ FILES = [
     ),
     ("sampling:\n  temperature: hot\n", "experiment/bad.yaml: sampling.temperature must be a number or null (Value "),
     ("defaults:\n  - override /model: gone\n", "model=gone is not one of demo"),
+    ("cache: null\n", "experiment/bad.yaml: cache must be keys and values (field 'cache' is not Optional)"),
     ("seed: [\n", "while parsing a flow node expected the node content, but found '<stream end>' in "),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), FILES, ids=["key", "value", "set", "yaml"])
+@pytest.mark.parametrize(("text", "message"), FILES, ids=["key", "value", "set", "group", "yaml"])
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\n{text}")

@@ -569,7 +569,7 @@ def test_help_has_the_options_and_the_keys_and_a_port_that_is_taken_is_said_at_o
     assert command.main(["--help", "--port", "77"], {}) == 0
     text = capsys.readouterr().out
     assert "usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE..." in text
-    assert "  port: 77\n" in text
+    assert "  serve.port=77\n" in text
     assert "# The server (`python -m spmd_worker.serve`), on rank 0" in text
     port = server.client.port
     assert command.main([f"serve.port={port}"], {}) == 1
