@@ -1,8 +1,9 @@
-"""A run resolved: what its configuration and its model's files come to, made once per process and passed down.
+"""A resolved run: model config, rank layout, dtype, maximum length and default sampling parameters, made once per
+process.
 
-Whoever needs the model config, the layout of ranks, the dtype, the longest sequence or the default sampling parameters
-takes them from here: constructors assign, and read no file. Knows files' contents and rules; needs no torch, so that a
-plan needs none. Memory is resolved later, by those who measure it (`worker/memory/plan.py`).
+They follow from the configuration and the model's files, and are passed down: constructors assign, and read no file.
+Knows files' contents and rules; needs no torch, so that a plan needs none. Memory is resolved later, where it is
+measured (`worker/memory/plan.py`).
 """
 
 import logging
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
-    """Use `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` is of the
-    bytes of config.json and generation_config.json, `location` says where the files are. `tokenizer` is the folder's,
-    in the process that has read the run; None in others, in a plan and where the folder has none.
+    """Made by `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` covers the
+    bytes of config.json and generation_config.json, `location` is that of the files. `tokenizer` is the folder's, in
+    the process that has read the run; None in others, in a plan and where the folder has none.
     """
 
     config: RunConfig
@@ -48,13 +49,13 @@ class ResolvedRun:
 
     @property
     def num_steps_ahead(self) -> int:
-        """How many steps are decided before the ids of the oldest of them are read, beyond one for each stage."""
+        """Number of steps decided before the ids of the oldest of them are read, beyond one for each stage."""
         return int(_decides_ahead(self.config, self.model_config, self.device_type))
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that may be decided before what the oldest of them samples is applied: one for each stage of the
-        pipeline, and with one stage those that are decided ahead.
+        """Maximum number of steps decided before the oldest of them is applied: one for each stage of the pipeline, and
+        with one stage those decided ahead.
         """
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
 
@@ -65,8 +66,8 @@ class ResolvedRun:
 
 
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
-    """Find the model, read its files, the tokenizer's too unless it is a plan, and resolve. The tokenizer's own
-    end-of-sequence token ends a row beside those that config.json and generation_config.json name.
+    """Find the model, read its files, including the tokenizer's unless it is a plan, and resolve. The tokenizer's own
+    end-of-sequence token ends a row in addition to those that config.json and generation_config.json name.
 
     Raises ConfigError, ModelConfigError or TokenizerError.
     """
@@ -84,8 +85,8 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
 
 
 def _ended_by_tokenizer(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
-    """With the tokenizer's `eos_token` among the ids that end a row. Chat models are often tuned with a token of their
-    own there while config.json still names the base model's.
+    """The model config with the tokenizer's `eos_token` among the ids that end a row. Chat models are often tuned with
+    a token of their own there while config.json still names the base model's.
     """
     token_id = None if tokenizer is None else tokenizer.eos_token_id
     # An id that the model has no logit for cannot be sampled.
@@ -101,8 +102,8 @@ def _ended_by_tokenizer(model_config: ModelConfig, tokenizer: Tokenizer | None) 
 
 
 def find_model(config: RunConfig) -> ModelLocation:
-    """Where the model's files are; a model of the hub's is downloaded where it is not here. A plan and random weights
-    need none. Raises ModelConfigError.
+    """Location of the model's files; a model of the hub is downloaded if it is not here. A plan and random weights need
+    no weights. Raises ModelConfigError.
     """
     needs_weights = not config.plan and config.model.load_format != "dummy"
     return locate_model(config.model.path or "", config.model.revision, needs_weights=needs_weights)
@@ -111,7 +112,7 @@ def find_model(config: RunConfig) -> ModelLocation:
 def resolve(
     config: RunConfig, files: ModelFiles, device_type: str, location: ModelLocation | None = None
 ) -> ResolvedRun:
-    """As `resolve_run`, of files that were read already. Raises ConfigError."""
+    """`resolve_run` with files that were read already. Raises ConfigError."""
     location = location or ModelLocation(config.model.path or "", config.model.path or "")
     if files.model_config.is_encoder:
         config = _of_encoder(config, _max_model_len(config, files.model_config))
@@ -142,8 +143,8 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
 
 
 def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
-    """`config` for a model whose rows are computed whole and keep nothing for later. The budget of a step is raised to
-    what one row takes: whether a row is answered must not hang on how steps are cut.
+    """`config` for a model whose rows are computed in one step and cache nothing. The budget of a step is raised to
+    that of one row: whether a row is answered must not depend on how steps are cut.
     """
     scheduler, cache = config.scheduler, config.cache
     tokens = max(scheduler.max_num_batched_tokens, max_model_len)
@@ -164,8 +165,8 @@ def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
 
 
 def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> PoolingConfig | None:
-    """What rows get in place of tokens; None for a run that generates. Raises ConfigError, and ModelConfigError for a
-    decoder whose tokens see later ones.
+    """Pooling of the run; None for one that generates. Raises ConfigError, and ModelConfigError for a decoder whose
+    tokens see later ones.
     """
     options, pooling = config.model, files.model_config.pooling
     wants_pooling = options.runner == "pooling" or options.classifier_from_token is not None
@@ -254,7 +255,7 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
 
 
 def _check_quantization(config: RunConfig, model_config: ModelConfig, device_type: str) -> None:
-    """Raises ConfigError for a run whose weights cannot be quantised as they are loaded."""
+    """Raise ConfigError for a run whose weights cannot be quantised as they are loaded."""
     key = f"model.quantization={config.model.quantization}"
     if config.model.quantization is None:
         return
@@ -273,14 +274,14 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
 
 
 def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: str) -> list[str]:
-    """What is set and changes nothing beside what else is set: the key, the value, why, the way out."""
+    """Settings without effect given the others: the key, the value, the reason, the way out."""
     cache, mode, found = config.cache, config.scheduler.preemption_mode, []
     if mode == "recompute" and cache.swap_space_gib:
         found.append(
             f"cache.swap_space_gib={cache.swap_space_gib:g} has no effect with scheduler.preemption_mode=recompute: "
             f"nothing is swapped; leave one of them out"
         )
-    # As `worker/memory/plan.py` has it: such a cache takes all of the host's memory.
+    # As in `worker/memory/plan.py`: such a cache uses all of the host's memory.
     takes_all = cache.swap_space_gib is None and device_type == "cpu" and cache.num_blocks is None
     if mode == "swap" and (takes_all or cache.swap_space_gib == 0) and not model_config.is_encoder:
         space = "a cache that takes all host memory" if takes_all else "cache.swap_space_gib=0"
@@ -305,7 +306,9 @@ def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: s
 
 
 def _decides_ahead(config: RunConfig, model_config: ModelConfig, device_type: str) -> bool:
-    """See `SchedulerConfig`. Rows that are pooled take one step each. Raises ConfigError for what excludes it."""
+    """Whether steps are decided ahead (see `SchedulerConfig`). Pooled rows take one step each. Raises ConfigError for a
+    conflicting setting.
+    """
     wanted, num_stages = config.scheduler.async_scheduling, config.parallel.pipeline_parallel_size
     if wanted and num_stages > 1:
         raise ConfigError(
@@ -318,7 +321,7 @@ def _decides_ahead(config: RunConfig, model_config: ModelConfig, device_type: st
 
 
 def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:
-    """With whose experts are whose. Raises ConfigError."""
+    """The layout, with the owners of experts. Raises ConfigError."""
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
     check_divides(layout, model_config)
     return layout
@@ -334,7 +337,7 @@ def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> st
 
 
 def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
-    """Longest sequence, tokens. Raises ConfigError for more than the model was made for."""
+    """Maximum length of a sequence, tokens. Raises ConfigError for more than the model supports."""
     wanted = config.model.max_model_len
     if wanted is not None and wanted > model_config.max_model_len:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""How the ranks of a node share its cores: threads and cores for each, unless the user has said otherwise.
+"""CPU affinity and threads of the ranks of a node, unless the user has set them.
 
-Without this every rank would compute with as many threads as the node has cores, or, as torchrun sets it, with one. A
-user's own word wins: SPMD_WORKER_THREADS, OMP_NUM_THREADS, OpenMP's variables of binding, or a binding of each rank by
-a wrapper (numactl, srun).
+Without this every rank would compute with as many threads as the node has cores, or, as torchrun sets it, with one. The
+user's own setting wins: SPMD_WORKER_THREADS, OMP_NUM_THREADS, OpenMP's variables of binding, or a binding of each rank
+by a wrapper (numactl, srun).
 """
 
 import os
@@ -18,14 +18,14 @@ THREADS_VARIABLE: Final = "SPMD_WORKER_THREADS"
 _OMP_VARIABLE: Final = "OMP_NUM_THREADS"
 _BINDING_VARIABLES: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _RANK_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
-"""What torchrun gives to each rank, and does not have itself."""
+"""Variable that torchrun sets for each rank, and does not have itself."""
 _WAITING_VARIABLES: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 _TOPOLOGY: Final = "/sys/devices/system/cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """What one rank takes: None leaves a thing as it is. `reason` is for the log."""
+    """One rank's threads and cores; None leaves them unchanged. `reason` is for the log."""
 
     num_threads: int | None
     cores: tuple[int, ...] | None
@@ -34,9 +34,8 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What can be known of this node: the cores this process may run on, those near each other side by side; how many
-    of them the container may use at once (None: all); the cores of the launcher, and the variables that it was started
-    with (None: not known).
+    """This node's cores that the process may run on, neighbours adjacent; the container's quota in cores (None: all);
+    the cores of the launcher, and the environment that it was started with (None: unknown).
     """
 
     cores: tuple[int, ...]
@@ -46,10 +45,11 @@ class Node:
 
 
 def share_cores(node: Node, local_rank: int, num_local_ranks: int, variables: Mapping[str, str]) -> CoreShare:
-    """Cores // ranks threads, at least 1, on a slice of the cores. Raises ConfigError for a variable that is no count.
+    """Cores // ranks threads, at least 1, on a slice of the cores. Raises ConfigError for a variable that is not a
+    count.
 
-    torchrun sets OMP_NUM_THREADS=1 for several ranks where the user had set nothing. What the launcher was started with
-    tells the two apart; where that cannot be read, 1 is taken for torchrun's.
+    torchrun sets OMP_NUM_THREADS=1 for several ranks if the user had set nothing. The launcher's own environment
+    distinguishes the two; if it cannot be read, 1 is assumed to be torchrun's.
     """
     own = variables.get(THREADS_VARIABLE, "")
     if own:
@@ -61,7 +61,7 @@ def share_cores(node: Node, local_rank: int, num_local_ranks: int, variables: Ma
     if num_local_ranks == 1 and (node.quota is None or node.quota >= len(node.cores)):
         return CoreShare(None, None, "one rank on this node: all cores are its own")
     if node.launcher_cores is not None and sorted(node.launcher_cores) != sorted(node.cores):
-        # Each rank was given cores of its own already.
+        # Each rank is already bound to its own cores.
         return CoreShare(len(node.cores), None, f"bound by the user: {_threads(len(node.cores))}")
     usable = len(node.cores) if node.quota is None else min(len(node.cores), int(node.quota))
     num_threads = max(usable // num_local_ranks, 1)
@@ -84,8 +84,8 @@ def _threads(count: int) -> str:
 
 
 def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, binds: bool) -> None:
-    """Before anything computes: threads that exist already keep their cores. `binds` false leaves the cores alone, as
-    where it matters which of them are near a device.
+    """Apply a share before anything computes: existing threads keep their cores. `binds` false leaves the cores alone,
+    for ranks whose cores must be near a device.
     """
     if share.num_threads is not None:
         set_num_threads(share.num_threads)
@@ -93,27 +93,27 @@ def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, bind
         try:
             os.sched_setaffinity(0, share.cores)
         except (OSError, AttributeError):
-            # Forbidden here, or not Linux: the kernel places the threads.
+            # Forbidden here, or not Linux: the kernel schedules the threads.
             return
 
 
 def waiting_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """What to set before torch is imported, unless the user has said how OpenMP's threads wait: torch's sleep between
-    two of its own operations. Spinning, as they do by default, they would take the cores from the kernels' threads.
+    """Variables to set before torch is imported, unless the user has chosen OpenMP's wait policy: torch's threads sleep
+    between two of its operations. Spinning, the default, would take the cores from the kernels' threads.
     """
     return {} if any(variables.get(name) for name in _WAITING_VARIABLES) else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def look_at_node() -> Node:
-    """As this process finds it."""
+    """This node as the process sees it."""
     launcher, variables = _find_launcher()
     cores = _cores_of(0) or tuple(range(os.cpu_count() or 1))
     return Node(tuple(sorted(cores, key=place_of)), _quota(), _cores_of(launcher), variables)
 
 
 def place_of(core: int, topology: str = _TOPOLOGY) -> tuple[int, int, int]:
-    """Its processor, its physical core there, itself: what is near sorts together, whatever the numbers are. Zeros for
-    what the system does not say.
+    """Sort key of a core: its processor, its physical core, itself. Neighbours sort together, whatever their numbers.
+    Zeros for unknown values.
     """
     folder = Path(f"{topology}/cpu{core}/topology")
     return _number_in(folder / "physical_package_id"), _number_in(folder / "core_id"), core
@@ -127,8 +127,8 @@ def _number_in(path: Path) -> int:
 
 
 def _find_launcher() -> tuple[int, dict[str, str] | None]:
-    """The process that started this rank, and the variables that it was started with itself: the first ancestor that is
-    no rank, as a wrapper around each rank is.
+    """The process that started this rank, and its own environment: the first ancestor that is not a rank, as a wrapper
+    around each rank is.
     """
     pid = os.getppid()
     while True:
@@ -165,7 +165,7 @@ def _quota() -> float | None:
 
 
 def parse_quota(quota: str, period: str) -> float | None:
-    """Cores out of a control group's quota and period in microseconds; None for no limit."""
+    """Cores from a control group's quota and period in microseconds; None for no limit."""
     if quota == "max" or int(quota) <= 0:
         return None
     return int(quota) / int(period)

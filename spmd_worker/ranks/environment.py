@@ -1,4 +1,4 @@
-"""What torchrun told this process: its rank, the world, where the store is.
+"""Rank environment from torchrun's variables: this process's rank, the world, the store's address.
 
 Reads the environment once and never writes it.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from spmd_worker.base.errors import ConfigError
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-"""How many ranks this node has: torchrun's word, and those of MPI's launchers."""
+"""Variables with the number of ranks on this node: torchrun's, and those of MPI's launchers."""
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -18,8 +18,8 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class RankEnvironment:
     """This process among the ranks; a process that no launcher started is rank 0 of 1.
 
-    A launcher that does not say how many ranks this node has (`is_local_size_known`) is taken to have one node, unless
-    `world_environment` finds more.
+    A launcher that does not set the number of ranks on this node (`is_local_size_known`) is assumed to have one node,
+    unless `world_environment` finds more.
     """
 
     rank: int = 0
@@ -37,7 +37,7 @@ class RankEnvironment:
 
 
 def read_rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Read torchrun's variables. Raises ConfigError when some are there and others are not."""
+    """Read torchrun's variables. Raises ConfigError when some are missing."""
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return RankEnvironment()
     missing = [name for name in _NEEDED if name not in variables]

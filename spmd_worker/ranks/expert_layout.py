@@ -1,6 +1,7 @@
-"""Which rank of a tensor-parallel group holds which experts whole, where ranks share experts and not their columns.
+"""Expert placement: the rank of a tensor-parallel group that holds each complete expert, where ranks do not share
+columns.
 
-Pure arithmetic, and the one place where a placement is read and checked.
+Pure arithmetic, and the only code that reads and checks a placement.
 """
 
 import logging
@@ -21,8 +22,8 @@ PLACEMENTS: Final = ("linear", "round_robin")
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """`owners` has the rank of each expert, for each layer or once for all. `is_exact`: the results of experts are
-    gathered and added in their order on every rank, so that bits do not depend on who computes what.
+    """`owners` has the rank of each expert, for each layer or once for all. `is_exact`: expert outputs are gathered and
+    added in their order on every rank, so that bits do not depend on the placement.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -34,8 +35,8 @@ class ExpertLayout:
 
 
 def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> ExpertLayout | None:
-    """The layout that a configuration asks for, None where ranks share the columns of each expert, or there are no
-    experts, which is warned of. Raises ConfigError.
+    """The layout of a configuration; None if ranks share the columns of each expert, or if there are no experts, which
+    is warned of. Raises ConfigError.
     """
     counts = {layer.experts.num_experts for layer in model_config.layers if layer.experts is not None}
     if not parallel.enable_expert_parallel:
@@ -51,7 +52,7 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
     size, placement = parallel.tensor_parallel_size, parallel.expert_placement
     _say_where_experts_are(size, parallel.data_parallel_size, count)
     if placement == "linear":
-        # Nearly equal parts, earlier ones larger.
+        # Nearly equal parts, earlier ones bigger.
         base, extra = divmod(count, size)
         owners = [[rank for rank in range(size) for _ in range(base + (rank < extra))]]
     elif placement == "round_robin":
@@ -62,7 +63,7 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
 
 
 def _say_where_experts_are(size: int, num_replicas: int, count: int) -> None:
-    """What another engine's users expect otherwise: there, replicas share experts too."""
+    """Warn of a layout that users of another engine do not expect: there, replicas share experts too."""
     if size > 1 and num_replicas == 1:
         return
     if size == 1:

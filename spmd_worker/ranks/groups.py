@@ -1,7 +1,7 @@
-"""Joining the groups: this rank's tensor-parallel and pipeline-parallel group, and one on the CPU for control.
+"""Joins the groups: this rank's tensor-parallel and pipeline-parallel group, and one on the CPU for control.
 
-When the caller has initialised torch.distributed already, its world is used, sub-groups are made beside its own, and
-only those are destroyed.
+If the caller has initialised torch.distributed already, its world is used, sub-groups are made in addition to its own,
+and only those are destroyed.
 """
 
 import errno
@@ -31,7 +31,7 @@ from spmd_worker.ranks.topology import RankLayout, in_every_engine
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
     """`tensor` and `pipeline` carry device tensors; `control` spans one replica and is gloo on the CPU, and so is
-    `engine`, which spans all replicas of an engine: the same group as `control` where there is one.
+    `engine`, which spans all replicas of an engine: the same group as `control` if there is one replica.
     """
 
     layout: RankLayout
@@ -40,13 +40,13 @@ class ParallelGroups:
     control: GroupHandle
     engine: GroupHandle
     own_world: ProcessGroup | None = None
-    """The world that `join_groups` made and other engines may be in too; None in a caller's."""
+    """The world that `join_groups` made, which other engines may share; None in a caller's."""
     owner: int = field(default_factory=os.getpid)
-    """The process that joined."""
+    """Id of the process that joined."""
 
     def destroy(self) -> None:
-        """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank. Nothing in a process that
-        was forked from the rank's, with which it shares the connections.
+        """Destroy what `join_groups` made and nothing else. Call once, on every rank. Does nothing in a process forked
+        from the rank's, with which it shares the connections.
         """
         if os.getpid() != self.owner:
             return
@@ -62,14 +62,14 @@ class ParallelGroups:
 
 
 class _OurWorld:
-    """The world that `join_groups` made in this process, and how many engines are in it: the last one ends it."""
+    """The world that `join_groups` made in this process, and its number of engines: the last one ends it."""
 
     def __init__(self) -> None:
         self._group: ProcessGroup | None = None
         self._num_engines = 0
 
     def join(self, device: torch.device, timeout: timedelta) -> ProcessGroup | None:
-        """Make a world where there is none. The world there is, if it is ours; None for a caller's."""
+        """Make a world if there is none. Returns the existing one if it is ours; None for a caller's."""
         if not dist.is_initialized():
             _join_world(device, timeout)
             self._group, self._num_engines = dist.group.WORLD, 0
@@ -79,9 +79,9 @@ class _OurWorld:
         return self._group
 
     def leave(self, world: ProcessGroup) -> bool:
-        """`world` is what `join` gave. Whether that was its last engine: then all its groups are gone."""
+        """Leave `world`, which `join` returned. Whether that was its last engine: then all its groups are gone."""
         if world is not self._group:
-            # Somebody else has ended it, and this one is a later engine's.
+            # The world was ended elsewhere, and this one is a later engine's.
             return False
         self._num_engines -= 1
         if self._num_engines:
@@ -96,7 +96,7 @@ _our_world = _OurWorld()
 
 
 def _destroy(group: ProcessGroup) -> None:
-    """Whoever has ended the world has ended every group in it."""
+    """Destroy a group, unless the world was ended, and every group with it."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
 
@@ -106,8 +106,9 @@ def join_groups(
 ) -> ParallelGroups:
     """Make the groups of `layout`; every rank of the world calls this, in the same order.
 
-    In a world of several engines each gets groups of its own, and nothing is compared or waited for between them later.
-    Raises RankFailedError, or what torch.distributed raises, when the other ranks do not come within `timeout_s`.
+    In a world of several engines each gets groups of its own, and engines neither compare nor wait for one another
+    later. Raises RankFailedError, or an error of torch.distributed, when the other ranks do not arrive within
+    `timeout_s`.
     """
     if layout.world_size == 1:
         alone = single_group()
@@ -138,7 +139,7 @@ def _join_all(
             control = join(replicas, "gloo")
             engine = control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo")
     except BaseException:
-        # A caller who goes on has what there was before.
+        # A caller that continues finds the state before the call.
         if own_world is None or not _our_world.leave(own_world):
             for group in made:
                 _destroy(group)
@@ -148,9 +149,10 @@ def _join_all(
 
 @contextmanager
 def _without_splits() -> Iterator[None]:
-    """In a world that is bound to a device torch makes groups by splitting NCCL's communicator, in which the ranks that
-    a group leaves out must take part: for groups of gloo it has these split and the members not, and they wait for each
-    other (torch 2.13, distributed_c10d.py, `_new_process_group_helper`). Unbound, a group is its members' affair.
+    """Unbind the world from its device while groups are made. In a bound world torch makes groups by splitting NCCL's
+    communicator, in which the ranks that a group leaves out must take part: for groups of gloo it has these split and
+    the members not, and they wait for each other (torch 2.13, distributed_c10d.py, `_new_process_group_helper`).
+    Unbound, a group involves its members alone.
     """
     world = distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
@@ -163,15 +165,15 @@ def _without_splits() -> Iterator[None]:
 _CALL_S: Final = 5.0
 
 _hosted: list[Store] = []
-"""Where no launcher keeps a store, that of rank 0 serves every later world of these processes too: whoever comes first
-to the next one still finds it. As under a launcher, a caller's own worlds on this port find what earlier ones left.
+"""Rank 0's store where no launcher keeps one. It serves every later world of these processes too: the first rank of the
+next one still finds it. As under a launcher, a caller's own worlds on this port see the keys of earlier ones.
 """
 
 
 def _join_world(device: torch.device, timeout: timedelta) -> None:
-    """The launcher's store outlives every world, and torch gives each the same keys: a second world in a process, ours
-    or the caller's, would find the addresses of the first. So each of ours has keys of its own, under a name that its
-    ranks agree on. Raises RankFailedError for ranks that do not come, and LauncherGoneError.
+    """Initialise the default group. The launcher's store outlives every world, and torch gives each the same keys: a
+    second world in a process, ours or the caller's, would find the addresses of the first. So each of ours has keys of
+    its own, under a name that its ranks agree on. Raises RankFailedError for missing ranks, and LauncherGoneError.
     """
     _check_launcher()
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -193,7 +195,7 @@ def _join_world(device: torch.device, timeout: timedelta) -> None:
 
 def _check_launcher() -> None:
     """Raise LauncherGoneError where the launcher's store is on this node and nothing listens there: the launcher ended
-    before this process could see that it was its parent, and torch would call until the timeout.
+    before this process could see that it was its parent, and torch would retry until the timeout.
     """
     variables = os.environ
     is_on_node = variables.get("LOCAL_WORLD_SIZE", "") == variables.get("WORLD_SIZE")
@@ -203,7 +205,7 @@ def _check_launcher() -> None:
     try:
         places = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
-        # What is wrong there torch says in its words.
+        # Torch reports an invalid address itself.
         return
     if places and all(_is_refused(family, kind, place) for family, kind, _, _, place in places):
         raise LauncherGoneError(
@@ -217,7 +219,7 @@ def _is_refused(family: int, kind: int, place: Any) -> bool:
             caller.settimeout(_CALL_S)
             return caller.connect_ex(place) == errno.ECONNREFUSED
     except OSError:
-        # A family of addresses that this machine does not have.
+        # An address family that this machine does not have.
         return True
 
 
@@ -229,7 +231,7 @@ def _join_one(
     device: torch.device,
     made: list[ProcessGroup],
 ) -> GroupHandle:
-    """Every rank makes every group (torch.distributed demands it) and keeps the one it is in, in `made` too."""
+    """Every rank makes every group (torch.distributed demands it) and keeps its own, in `made` too."""
     mine = single_group(rank)
     for ranks in groups:
         if len(ranks) == 1:
@@ -245,21 +247,21 @@ def _join_one(
 
 
 def shared_store() -> Store:
-    """The store of the world that these ranks are in: the launcher's, or the caller's own."""
+    """The store of these ranks' world: the launcher's, or the caller's own."""
     assert dist.is_initialized(), "join_groups comes first"
-    # Torch offers no other way to the store of a world that somebody else initialised.
+    # Torch offers no other access to the store of a world that the caller initialised.
     return distributed_c10d._get_default_store()
 
 
 def world_environment(
     environment: RankEnvironment, num_ranks: int, timeout_s: float, node: str | None = None
 ) -> RankEnvironment:
-    """This process's place, asked of torch.distributed where the caller initialised it without torchrun's variables, or
-    without the number of ranks on each node.
+    """This process's rank environment, read from torch.distributed if the caller initialised it without torchrun's
+    variables, or without the number of ranks on each node.
 
-    For an engine of more than one of `num_ranks` every rank of the world calls this, and each says which `node` it is
-    on: RankFailedError names those that have not within `timeout_s`. An engine of one rank may be the only one of a
-    world, so its process asks nobody and takes all to be on its node.
+    For an engine of more than one of `num_ranks` every rank of the world calls this, and each publishes its `node`:
+    RankFailedError names those that have not within `timeout_s`. An engine of one rank may be the only one of a world,
+    so its process asks no other and assumes that all are on its node.
     """
     is_known = environment.is_launched and environment.is_local_size_known
     if is_known or not dist.is_available() or not dist.is_initialized():
@@ -281,12 +283,12 @@ def world_environment(
 
 
 def _nodes(store: Store, rank: int, timeout_s: float, node: str | None) -> list[bytes]:
-    """Of each rank of the world. What a rank says is always the same, however many engines ask."""
+    """Node of each rank of the world. A rank always publishes the same, however many engines ask."""
     store.set(str(rank), own_node() if node is None else node)
     everyone = [str(other) for other in range(dist.get_world_size())]
     try:
         store.wait(everyone, timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # of which the store's own is a kind
+    except RuntimeError as error:  # the base of the store's own
         silent = ", ".join(other for other in everyone if not store.check([other]))
         raise RankFailedError(
             f"rank {silent} has not said in {timeout_s:g} s which node it is on: every rank makes its engine, in the "
@@ -296,15 +298,15 @@ def _nodes(store: Store, rank: int, timeout_s: float, node: str | None) -> list[
 
 
 def _host_of(store: Store) -> str | None:
-    """Where the store of a world is; None for one that is no server, such as a file."""
+    """Host of a world's store; None for one that is not a server, such as a file."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None)
 
 
 def own_node() -> str:
-    """What processes have in common that reach each other by loopback: the kernel's boot and the network namespace; the
-    host's name where the system tells neither.
+    """Id shared by processes that reach each other by loopback: the kernel's boot id and the network namespace; the
+    host's name if these are unknown.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

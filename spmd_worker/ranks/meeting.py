@@ -1,16 +1,16 @@
-"""Meeting in the launcher's store: the ranks of a world agree on a name that no world had before.
+"""Rendezvous in the launcher's store: the ranks of a world agree on a name that no world had before.
 
-The store outlives processes and worlds, so it holds what ranks left there that died, or gave up, while they were
-joining. Numbers that each rank counts for itself differ from then on. Here each arrival has a name of its own: rank 0
-offers the world's to every arrival it finds, and says "go" when the latest arrival of every rank has taken it.
+The store outlives processes and worlds, so it holds keys of ranks that died, or gave up, while they were joining.
+Counters that each rank keeps for itself differ from then on. Here each arrival has a name of its own: rank 0 offers the
+world's to every arrival it finds, and publishes "go" when the latest arrival of every rank has accepted it.
 
     rank 0                                  rank R
                                             at/R = arrival
     offer/arrival = world, for each
                                             taken/world/arrival, once offer/arrival is there
-    go/world, once all have taken it        returns world, once go/world is there
+    go/world, once all have accepted it     returns world, once go/world is there
 
-A rank 0 that comes again offers anew, to whoever still waits; a rank that comes again is offered the same world.
+A restarted rank 0 makes a new offer to all ranks that still wait; a restarted rank is offered the same world.
 """
 
 import time
@@ -22,17 +22,17 @@ from typing import Final, Protocol
 from spmd_worker.base.errors import RankFailedError
 
 WAITS_FOR_RANKS: Final = True
-"""For the watchdog, which finds it in the module of a frame."""
+"""Marker for the watchdog, which finds it in the module of a frame."""
 
 _FIRST_POLL_S: Final = 0.001
 _LONGEST_POLL_S: Final = 0.02
 
 
 class MeetingStore(Protocol):
-    """The methods of torch's stores that are used here."""
+    """Methods of torch's stores in use."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Make a key exist."""
+        """Set the value of a key."""
 
     def get(self, key: str, /) -> bytes:
         """The value of a key that exists."""
@@ -44,7 +44,7 @@ class MeetingStore(Protocol):
 def meet(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> str:
     """The world's name, the same on the `world_size` ranks that are in this call.
 
-    Raises RankFailedError when they are not all here within `timeout`; rank 0's names those that are missing.
+    Raises RankFailedError when they are not all here within `timeout`; rank 0's names the missing ones.
     """
     return _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
 
@@ -60,7 +60,7 @@ def _lead(store: MeetingStore, world_size: int, timeout: timedelta) -> str:
                 store.set(f"offer/{arrival}", world)
                 offered.add(arrival)
         missing = [rank for rank, arrival in arrivals.items() if not _has_taken(store, world, arrival)]
-        # Looked at together, and now: one that had taken it may have died since, and come again.
+        # Read again, all at once: a rank that had accepted it may have died since, and arrived again.
         if not missing:
             missing = [
                 rank for rank in range(1, world_size) if not _has_taken(store, world, _read(store, f"at/{rank}"))
@@ -97,11 +97,11 @@ def _follow(store: MeetingStore, rank: int, timeout: timedelta) -> str:
 
 
 def _give_up(store: MeetingStore, rank: int) -> None:
-    """Nobody is to wait for this arrival: without it the world does not begin."""
+    """Withdraw the arrival: without it the world does not begin."""
     try:
         store.set(f"at/{rank}", "")
     except RuntimeError:
-        # The store is gone, and everyone who waits there with it.
+        # The store is gone, and with it all ranks that wait there.
         return
 
 
@@ -110,7 +110,7 @@ def _has_taken(store: MeetingStore, world: str, arrival: str) -> bool:
 
 
 def _read(store: MeetingStore, key: str) -> str:
-    """Empty where there is none."""
+    """Value of a key; empty if it does not exist."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -119,7 +119,7 @@ def _new_name() -> str:
 
 
 def _polls(timeout: timedelta) -> Iterator[None]:
-    """Once at least, then less and less often, until the time is over."""
+    """Yield at least once, then less and less often, until the time is over."""
     deadline_s = time.monotonic() + timeout.total_seconds()
     wait_s = _FIRST_POLL_S
     while True:

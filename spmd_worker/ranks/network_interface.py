@@ -1,6 +1,6 @@
-"""Which network interface ranks talk over: loopback on one node, else the one that reaches the launcher's store.
+"""Network interface between ranks: loopback on one node, else the one that reaches the launcher's store.
 
-Left to itself gloo takes the interface that the host's name resolves to, which may lead outside, or nowhere.
+By default gloo uses the interface that the host's name resolves to, which may lead outside, or nowhere.
 """
 
 import os
@@ -29,13 +29,13 @@ def own_address(master_address: str | None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this IPv4 address; None where there is none, or the system does not tell."""
+    """Interface that has this IPv4 address; None if none has, or it is unknown."""
     return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
 
 
 @contextmanager
 def named_interface(environment: RankEnvironment) -> Iterator[None]:
-    """Groups made meanwhile use this node's right interface; what the user's own variables say stays."""
+    """Context in which new groups use this node's right interface; the user's own variables win."""
     is_one_node = environment.local_world_size == environment.world_size
     try:
         name = interface_of(own_address(None if is_one_node else environment.master_address))
@@ -51,9 +51,9 @@ def named_interface(environment: RankEnvironment) -> Iterator[None]:
 
 
 def _address_of(name: str) -> str | None:
-    """An interface's IPv4 address, asked of the kernel; None where it has none, and on systems other than Linux."""
+    """An interface's IPv4 address, from the kernel; None if it has none, and on systems other than Linux."""
     try:
-        import fcntl  # not there on every system
+        import fcntl  # missing on some systems
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", name.encode()[:_MAX_NAME_BYTES])

@@ -1,8 +1,7 @@
-"""The watchdog of a rank among those that a launcher started: where its heartbeat store is, and which groups it may
-abort.
+"""Watchdog of a launched rank: the connection to its heartbeat store, and the groups it may abort.
 
-The heartbeat store is the store that torchrun's agent keeps, in a connection of its own; in ranks that were started
-otherwise, with torchrun's variables, a store in rank 0's process.
+The heartbeat store is the store of torchrun's agent, in a connection of its own; for ranks that were started otherwise,
+with torchrun's variables, a store in rank 0's process.
 """
 
 import logging
@@ -23,14 +22,14 @@ from spmd_worker.ranks.environment import RankEnvironment
 logger = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 60.0
-"""Ranks start when their imports are done, which may be far apart."""
+"""Time limit for connecting: ranks start when their imports are done, which may be far apart."""
 
 _ANSWER_S: Final = 5.0
 _LOOK_S: Final = 2.0
 
 
 def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path | None, *, spins: bool) -> Watchdog:
-    """For a program of ours, which owns its process and its world. Not started yet."""
+    """The watchdog of a program of ours, which owns its process and its world. Not started yet."""
     has_agent = _has_agent()
     watched = Watched(
         environment.rank,
@@ -46,7 +45,7 @@ def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path 
 
 
 def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, *, spins: bool) -> Watchdog:
-    """For an engine of `num_ranks` ranks in somebody else's process. Not started yet."""
+    """The watchdog of an engine of `num_ranks` ranks in a caller's process. Not started yet."""
     first = environment.rank // num_ranks * num_ranks
     ranks = tuple(range(first, first + num_ranks))
     watched = Watched(environment.rank, ranks, timeout_s, spins=spins)
@@ -54,18 +53,18 @@ def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, 
 
 
 def _connector(watched: Watched, *, may_host: bool) -> Callable[[], HeartbeatStore] | None:
-    """None where there is no other rank, or no store but one of the user's program."""
+    """Opens the store; None if there is no other rank, or no store but one of the user's program."""
     if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
         return None
     return _Connector(watched.rank, watched.ranks, is_host=watched.rank == 0 and not _has_agent())
 
 
 class _Connector:
-    """Opens the heartbeat store; again, under the same name, after it was lost."""
+    """Opens the heartbeat store, and reopens it under the same name after it was lost."""
 
     def __init__(self, rank: int, ranks: Sequence[int], *, is_host: bool) -> None:
         self._rank, self._ranks, self._is_host = rank, ranks, is_host
-        # The user's program may set others later, and the store stays where it is.
+        # The user's program may set others later, and the store's address stays the same.
         self._variables = dict(os.environ)
         self._prefix: str | None = None
 
@@ -80,7 +79,7 @@ class _Connector:
 
 
 def _look_for_store(variables: Mapping[str, str] = os.environ) -> None:
-    """Raises OSError where nobody listens: torch would ask for long, and print that it does, each time."""
+    """Raise OSError where nothing listens: torch would retry for long, and print that it does, each time."""
     address = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"]))
     socket.create_connection(address, _LOOK_S).close()
 
@@ -98,9 +97,9 @@ def open_heartbeat_store(
     variables: Mapping[str, str] = os.environ,
     prefix: str | None = None,
 ) -> HeartbeatStore:
-    """Connect. The store outlives every run in it, a restart too, so each has keys of its own, and so has each engine
-    of a world with several. `prefix` is that of a store which was lost; without one every rank counts its own runs, and
-    passes over those that an earlier attempt has used: a first name, until the ranks have agreed on theirs.
+    """Connect to the store. It outlives every run in it, a restart too, so each run has keys of its own, and so has
+    each engine of a world with several. `prefix` is that of a lost store; without one every rank counts its own runs,
+    and skips those that an earlier attempt has used: a first name, until the ranks have agreed on theirs.
 
     Raises RuntimeError when there is no store.
     """
@@ -126,7 +125,7 @@ def open_heartbeat_store(
 
 
 def _abort_groups() -> None:
-    """End what the main thread may be waiting for, where torch can: NCCL's groups."""
+    """Abort the collectives that the main thread may wait for, where torch can: NCCL's groups."""
     if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
         return
     try:

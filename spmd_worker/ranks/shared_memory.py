@@ -1,9 +1,9 @@
-"""Collectives between the ranks of one node through memory that all of them map: several times as fast as gloo's.
+"""Collectives between the ranks of one node through shared memory: several times as fast as gloo's.
 
-The memory has no name: the first rank makes it, the others open it through that rank's process, and it is gone when the
-last of them is, however they end. Where ranks are on several nodes, or the system does not let them, they keep gloo. A
-rank that waits for one that has gone learns so within a moment. Knows processes and memory; what is exchanged is in
-`shared_memory.cpp`.
+The memory has no name: the first rank makes it, the others open it through that rank's process, and it is freed when
+the last of them ends, in whatever way. Where ranks are on several nodes, or the system does not let them, they keep
+gloo. A rank that waits for one that has gone learns so within a moment. Knows processes and memory; the exchange itself
+is in `shared_memory.cpp`.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from spmd_worker.ranks.communicator import GroupHandle
 logger = logging.getLogger(__name__)
 
 WAITS_FOR_RANKS: Final = True
-"""For the watchdog, which finds it in the module of a frame."""
+"""Marker for the watchdog, which finds it in the module of a frame."""
 
 SLOT_BYTES: Final = 32 << 20
-"""Of a rank's part in one round: larger tensors take several rounds. What was never written takes no memory."""
+"""A rank's slot in one round: bigger tensors take several rounds. Pages never written use no memory."""
 
 _SPIN_NS: Final = 200_000
-"""How long a rank that has a core to itself waits before it sleeps: about as long as ranks are apart in a layer."""
+"""Spinning time before a rank with its own core sleeps: about as long as ranks are apart in a layer."""
 
 _MOST_RANKS: Final = 64
 
@@ -41,15 +41,15 @@ _INTRODUCTION: Final = struct.Struct("<16sqq")
 _SUMS: Final = {torch.float32: "shared_sum_float32", torch.bfloat16: "shared_sum_bfloat16"}
 _SUM_WITH_NORM: Final = "shared_sum_add_rms_norm"
 _FEW_ELEMENTS: Final = 32768
-"""Of a sum with its norm: below this, sharing out its rows costs more than it saves."""
+"""Minimum elements of a sum with its norm: below this, splitting its rows among ranks costs more than it saves."""
 _TIMED_OUT: Final = -1
 
 
 class SharedMemoryGroup:
-    """Implements `process_group.Collectives` for tensors in host memory. Use `open_shared_memory`.
+    """Implements `communicator.Collectives` for tensors in host memory. Use `open_shared_memory`.
 
     Every rank of the group makes the same calls in the same order, with equal shapes. Raises PeerLostError when a rank
-    has gone, or was not heard of for `timeout_s`.
+    has gone, or was silent for `timeout_s`.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class SharedMemoryGroup:
         )
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether sums of such tensors can be made here."""
+        """Whether it can sum such tensors."""
         return tensor.dtype in _SUMS
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the group, in place, in the order of the ranks; returns its argument, or, of a part in its room, a
-        tensor of its own.
+        """Sum over the group, in place, in the order of the ranks; returns its argument, or a new tensor if it is in a
+        slot.
         """
         if self._holds(tensor):
             tensor = tensor.clone()
@@ -93,14 +93,14 @@ class SharedMemoryGroup:
         return tensor if values is tensor else tensor.copy_(values)
 
     def room_for_part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """See `Collectives`. Empty memory [T, H], until the next exchange."""
+        """Empty memory [T, H], until the next exchange (`Collectives.room_for_part`)."""
         if dtype not in _SUMS:
             return None
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         return self._at(self._functions["shared_next_part"](*self._group, num_bytes), shape, dtype)
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Collectives`. Equal bits on every rank."""
+        """Implements `Collectives.all_reduce_add_rms_norm`. Equal bits on every rank."""
         assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
         assert x.shape == residual.shape, (x.shape, residual.shape)
         assert weight.shape == x.shape[1:], (weight.shape, x.shape)
@@ -118,12 +118,11 @@ class SharedMemoryGroup:
         return normal
 
     def addresses(self) -> tuple[int, ...]:
-        """As `layers.cpp` takes a group."""
+        """The group's arguments of `layers.cpp`."""
         assert self._anchor is not None, "the group is open"
         return self._group
 
     def gather_rows(self, residual: Tensor) -> Tensor:
-        """See `Collectives`."""
         if self._common_norms(residual) is None:
             return residual
         num_rows, size, rank = len(residual), len(self._ranks), self._rank
@@ -140,7 +139,7 @@ class SharedMemoryGroup:
         return 0 <= tensor.data_ptr() - ctypes.addressof(self._anchor) < len(self._memory)
 
     def _common_norms(self, x: Tensor) -> Tensor | None:
-        """Where the norms of sums of such tensors are put together; None where each rank makes all of them."""
+        """Slot that collects the norms of sums of such tensors; None where each rank computes all of them."""
         place = self._functions["shared_common_norms"](*self._group, x.numel(), x.element_size())
         return self._at(place, (x.shape[0], x.shape[1]), x.dtype)
 
@@ -156,19 +155,18 @@ class SharedMemoryGroup:
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """The rank at place `source` of the group decides, in place; returns its argument."""
+        """Copy the tensor of the rank at index `source` of the group to all, in place; returns its argument."""
         data = tensor.contiguous()
         num_bytes = data.numel() * data.element_size()
         self.check(self._functions["shared_broadcast"](*self._group, source, data.data_ptr(), num_bytes))
         return tensor if data is tensor else tensor.copy_(data)
 
     def carries(self, tensor: Tensor) -> bool:
-        """See `Collectives`."""
         return tensor.numel() * tensor.element_size() <= SLOT_BYTES
 
     def send_next(self, tensor: Tensor) -> "_Sent":
-        """See `Collectives`. Returns when the tensor is copied, which is at once unless the rank that follows is two
-        messages behind: it is waited for here, because nobody may come back to send what was put off.
+        """Returns when the tensor is copied, which is at once unless the next rank is two messages behind: the wait is
+        here, because no later call may come to send a deferred message.
         """
         tensor = tensor.contiguous()
         num_bytes = tensor.numel() * tensor.element_size()
@@ -176,23 +174,23 @@ class SharedMemoryGroup:
         return _Sent()
 
     def receive_previous(self, tensor: Tensor) -> "_Receiving":
-        """See `Collectives`. `tensor` is contiguous."""
+        """Receives into `tensor`, which must be contiguous."""
         assert tensor.is_contiguous(), tensor.stride()
         return _Receiving(self, tensor)
 
     def receive_now(self, tensor: Tensor) -> None:
-        """Waits until the tensor has come."""
+        """Waits until the tensor is received."""
         num_bytes = tensor.numel() * tensor.element_size()
         self.check(self._functions["shared_receive"](*self._group, tensor.data_ptr(), num_bytes))
 
     def close(self) -> None:
-        """Let go of the memory; ranks that wait for this one are told. Idempotent; nothing in a forked process, which
-        is no rank.
+        """Release the memory and notify ranks that wait for this one. Idempotent; does nothing in a forked process,
+        which is no rank.
         """
         if self._anchor is None or os.getpid() != self._owner:
             return
         self._functions["shared_leave"](*self._group)
-        # Unmapped when nobody has a tensor in a slot any more.
+        # Unmapped when no tensor in a slot is left.
         self._anchor = self._memory = None
         self._slots.clear()
         for descriptor in self._watched:
@@ -200,7 +198,7 @@ class SharedMemoryGroup:
                 os.close(descriptor)
 
     def check(self, result: int) -> None:
-        """What a compiled function returned. Raises PeerLostError if that was not 0."""
+        """Check the result of a compiled function. Raises PeerLostError if that was not 0."""
         if result == _TIMED_OUT:
             raise PeerLostError("shared memory: timed out waiting for another rank")
         if result:
@@ -208,27 +206,26 @@ class SharedMemoryGroup:
 
 
 class _Sent:
-    """Implements `process_group.Work`."""
+    """Implements `communicator.Work`."""
 
     def wait(self) -> None:
-        """See `process_group.Work`: it has left already."""
+        """The tensor is sent already."""
 
 
 class _Receiving:
-    """Implements `process_group.Work`."""
+    """Implements `communicator.Work`."""
 
     def __init__(self, group: SharedMemoryGroup, tensor: Tensor) -> None:
         self._group, self._tensor, self._has_come = group, tensor, False
 
     def wait(self) -> None:
-        """See `process_group.Work`."""
         if not self._has_come:
             self._group.receive_now(self._tensor)
             self._has_come = True
 
 
 def share_memory(group: GroupHandle, timeout_s: float) -> GroupHandle:
-    """The group, with the faster way where there is one; every rank of it calls this."""
+    """The group, with faster collectives if available; every rank of it calls this."""
     if group.size == 1:
         return group
     library = native_library()
@@ -237,7 +234,9 @@ def share_memory(group: GroupHandle, timeout_s: float) -> GroupHandle:
 
 
 def open_shared_memory(library: NativeLibrary | None, group: GroupHandle, timeout_s: float) -> SharedMemoryGroup | None:
-    """For a group of several ranks, each of which calls this. None, on all of them, where it cannot be."""
+    """Open shared memory for a group of several ranks, each of which calls this. None on all of them if it is
+    impossible.
+    """
     functions = {} if library is None or group.size > _MOST_RANKS else library.functions
     header_bytes = functions["shared_header_bytes"](group.size) if "shared_header_bytes" in functions else 0
     num_bytes = header_bytes + _num_slots(group.size) * SLOT_BYTES if header_bytes else 0
@@ -254,14 +253,14 @@ def open_shared_memory(library: NativeLibrary | None, group: GroupHandle, timeou
 
 
 def _map_together(group: GroupHandle, descriptor: int, num_bytes: int) -> tuple[mmap.mmap | None, list[int]]:
-    """The memory behind the first rank's `descriptor`, on every rank or on none; and all process ids."""
+    """Memory of the first rank's `descriptor`, mapped on every rank or on none; and all process ids."""
     node = blake2b(node_name().encode(), digest_size=16).digest() if node_name() and num_bytes else os.urandom(16)
     introductions = _exchange(group, _INTRODUCTION.pack(node, os.getpid(), descriptor))
     nodes, pids, descriptors = zip(*map(_INTRODUCTION.unpack, introductions), strict=True)
     memory = None
     if len(dict.fromkeys(nodes)) == 1 and descriptors[0] >= 0:
         memory = _map_memory(f"/proc/{pids[0]}/fd/{descriptors[0]}", num_bytes)
-    # Nobody closes before all have opened.
+    # The first rank closes it only after all have opened it.
     if all(part == b"1" for part in _exchange(group, b"0" if memory is None else b"1")):
         return memory, list(pids)
     if memory is not None:
@@ -270,12 +269,12 @@ def _map_together(group: GroupHandle, descriptor: int, num_bytes: int) -> tuple[
 
 
 def _num_slots(group_size: int) -> int:
-    """Of even rounds, of odd rounds, a common one, and of messages with even and odd numbers."""
+    """Slots of even rounds, of odd rounds, a common one, and of messages with even and odd numbers."""
     return 4 * group_size + 1
 
 
 def _slot(memory: mmap.mmap, number: int, group_size: int) -> dict[torch.dtype, Tensor]:
-    """One of the slots as a flat tensor of each dtype."""
+    """A slot as a flat tensor of each dtype."""
     start = len(memory) - (_num_slots(group_size) - number) * SLOT_BYTES
     return {
         dtype: torch.frombuffer(memory, dtype=dtype, count=SLOT_BYTES // dtype.itemsize, offset=start)
@@ -284,7 +283,7 @@ def _slot(memory: mmap.mmap, number: int, group_size: int) -> dict[torch.dtype, 
 
 
 def _make_memory(num_bytes: int) -> int:
-    """A descriptor of zeroed memory without a name; -1 where the system has none."""
+    """Descriptor of zeroed memory without a name; -1 if the system does not support it."""
     try:
         descriptor = os.memfd_create("spmd-worker", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
@@ -307,19 +306,19 @@ def _map_memory(path: str, num_bytes: int) -> mmap.mmap | None:
 
 
 def _watch(pid: int) -> int:
-    """A descriptor that tells when the process has gone; -1 where the system has none."""
+    """Descriptor that is readable when the process has gone; -1 if the system does not support it."""
     with contextlib.suppress(OSError, AttributeError):
         return os.pidfd_open(pid)
     return -1
 
 
 def _num_cores() -> int:
-    """That this process and its like may use: bound ranks have one each, and all together as many as they are."""
+    """Cores of this node's ranks: all of the node's if each rank is bound to one, else those this process may use."""
     bound = len(os.sched_getaffinity(0))
     return os.cpu_count() or 1 if bound == 1 else bound
 
 
 def _exchange(group: GroupHandle, part: bytes) -> list[bytes]:
-    """Equal lengths, over the group as it is."""
+    """Gathers parts of equal lengths, over the group as it is."""
     own = torch.frombuffer(bytearray(part), dtype=torch.uint8)
     return [bytes(row) for row in group.all_gather(own).numpy()]

@@ -1,6 +1,6 @@
-"""Which rank does what: world = data x pipeline x tensor, tensor innermost.
+"""Rank layout: world = data x pipeline x tensor, tensor innermost.
 
-Pure arithmetic, and the one place where the factorisation is checked.
+Pure arithmetic, and the only code that checks the factorisation.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.expert_layout import ExpertLayout
 
 VOCABULARY_ALIGNMENT: Final = 64
-"""Vocabulary shards are padded to a multiple of this many rows, which kernels like and which halves six times."""
+"""Vocabulary shards are padded to a multiple of this many rows, which suits kernels and can be halved six times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class RankLayout:
     """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor.
 
     `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights. `experts`
-    says which tensor rank has which experts; None: all share the columns of each.
+    maps experts to tensor ranks; None: all share the columns of each.
     """
 
     tensor_parallel_size: int
@@ -32,11 +32,10 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def tensor_rank(self, rank: int) -> int:
-        """Place in the tensor-parallel group."""
+        """Index in the tensor-parallel group."""
         return rank % self.tensor_parallel_size
 
     def pipeline_rank(self, rank: int) -> int:
@@ -69,17 +68,16 @@ class Stage:
 
     @property
     def num_layers(self) -> int:
-        """Layers of this stage."""
         return self.stop - self.start
 
 
 def whole_model(model_config: ModelConfig) -> Stage:
-    """The only stage where there is no pipeline."""
+    """The only stage of a model without a pipeline."""
     return Stage(0, model_config.num_layers, is_first=True, is_last=True)
 
 
 def layout_of(parallel: ParallelConfig) -> RankLayout:
-    """The layout that a configuration asks for."""
+    """The layout of a configuration."""
     return RankLayout(
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
@@ -89,7 +87,7 @@ def layout_of(parallel: ParallelConfig) -> RankLayout:
 
 
 def stage_of(layout: RankLayout, model_config: ModelConfig, rank: int) -> Stage:
-    """What a rank's stage of the pipeline has; the layout has been checked against the shape."""
+    """A rank's stage of the pipeline; the layout has been checked against the model config."""
     counts, stage = (
         layout.pipeline_layers or balanced_layers(model_config, layout.pipeline_parallel_size),
         layout.pipeline_rank(rank),
@@ -99,10 +97,10 @@ def stage_of(layout: RankLayout, model_config: ModelConfig, rank: int) -> Stage:
 
 
 def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, one at least, so that the largest share of weights is the smallest possible.
+    """Layers of each stage, one at least, minimising the maximum share of weights.
 
-    The first stage also holds the embedding and the last one the head, tied or not. Of equal shares the earlier stage's
-    is the larger.
+    The first stage also holds the embedding and the last one the head, tied or not. Among equal shares the earlier
+    stages get more layers.
     """
     counts = [1] * num_stages
     table = model_config.vocab_size * model_config.embedding_size + model_config.num_projection_parameters
@@ -120,7 +118,7 @@ def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ..
 
 
 def _least_largest(layers: tuple[int, ...], extra: list[int]) -> tuple[int, ...]:
-    """Counts of consecutive layers, the earlier ones as large as can be, so that the largest sum is the smallest."""
+    """Counts of consecutive layers that minimise the maximum sum; earlier counts are as big as possible."""
     low, high = 0, sum(layers) + sum(extra)
     while low < high:
         middle = (low + high) // 2
@@ -131,7 +129,7 @@ def _least_largest(layers: tuple[int, ...], extra: list[int]) -> tuple[int, ...]
 
 
 def _filled(layers: tuple[int, ...], extra: list[int], most: int) -> tuple[int, ...] | None:
-    """As many layers a stage as `most` has room for, one at least; None where that is not enough for all."""
+    """Counts of layers in which each stage has as many as fit in `most`, one at least; None if layers are left over."""
     counts, index = [], 0
     for stage, room in enumerate(most - each for each in extra):
         end, num_later = index, len(extra) - stage - 1
@@ -162,7 +160,7 @@ def check_world_size(layout: RankLayout, world_size: int) -> None:
 
 
 def check_whole_engines(layout: RankLayout, world_size: int) -> None:
-    """Raise ConfigError unless the ranks that were started make one or several whole engines of this layout."""
+    """Raise ConfigError unless the ranks that were started make one or several complete engines of this layout."""
     if world_size % layout.world_size:
         raise ConfigError(
             f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
@@ -173,16 +171,17 @@ def check_whole_engines(layout: RankLayout, world_size: int) -> None:
 
 
 def in_every_engine(groups: list[list[int]], layout: RankLayout, world_size: int) -> list[list[int]]:
-    """The groups of one engine, for each engine of the world: ranks k * size to (k + 1) * size are engine k."""
+    """Groups of one engine, for each engine of the world: ranks k * size to (k + 1) * size are engine k."""
     starts = range(0, world_size, layout.world_size)
     return [[start + rank for rank in ranks] for start in starts for ranks in groups]
 
 
 def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
-    """Raise ConfigError unless every shard is whole; the message lists the sizes that are.
+    """Raise ConfigError unless the model divides evenly among ranks; the message lists the sizes that do.
 
-    Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number
-    of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
+    Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve an integral
+    number of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always
+    divide.
     """
     _check_stages(layout, model_config)
     size = layout.tensor_parallel_size
@@ -231,7 +230,7 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
 
 
 def _cut_columns(layer: LayerConfig, placed: ExpertLayout | None) -> tuple[int, ...]:
-    """The columns of each feed-forward that the ranks of a group share out."""
+    """Columns of each feed-forward that is split among the ranks of a group."""
     if layer.experts is None:
         return (layer.intermediate_size,)
     of_each = () if placed is not None else (layer.experts.intermediate_size,)
@@ -240,7 +239,7 @@ def _cut_columns(layer: LayerConfig, placed: ExpertLayout | None) -> tuple[int, 
 
 
 def expert_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> ExpertShare | None:
-    """What a rank of the tensor-parallel group has of layer `index`; None of a dense one."""
+    """A tensor rank's share of the experts of layer `index`; None for a dense one."""
     if layer.experts is None:
         return None
     experts, size = layer.experts, layout.tensor_parallel_size
@@ -258,7 +257,7 @@ def _listed(words: list[str]) -> str:
 
 
 def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
-    """The part (start, stop) of `total` items that `rank` of `size` owns: nearly equal parts, earlier ones larger."""
+    """The part (start, stop) of `total` items that `rank` of `size` owns: nearly equal parts, earlier ones bigger."""
     base, extra = divmod(total, size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
