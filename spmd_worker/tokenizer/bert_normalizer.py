@@ -1,4 +1,4 @@
-"""The normalizer of BERT's tokenizer classes, which transformers makes of `do_lower_case`, `strip_accents` and
+"""Normalizer of BERT's tokenizer classes, which transformers makes from `do_lower_case`, `strip_accents` and
 `tokenize_chinese_chars` of tokenizer_config.json, whatever tokenizer.json has.
 """
 
@@ -7,19 +7,19 @@ from typing import Any, Final
 
 _CLASSES: Final = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
 _MODELS: Final = ("bert",)
-"""Types of models that run here to which AutoTokenizer gives such a class where nothing names one."""
+"""Supported model types to which AutoTokenizer assigns such a class if none is named."""
 _KIND: Final = "BertNormalizer"
 
 
 def has_bert_normalizer(values: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json has one, and nothing beside it."""
+    """Whether a tokenizer.json has this normalizer alone."""
     normalizer = values.get("normalizer")
     return isinstance(normalizer, dict) and normalizer.get("type") == _KIND
 
 
 def bert_normalizer(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As tokenizer.json would write it; None where the class of the tokenizer is another. `settings` is
-    tokenizer_config.json, `model` config.json. Raises ValueError: key, value, rule.
+    """The normalizer as in tokenizer.json; None for another tokenizer class. `settings` is tokenizer_config.json,
+    `model` config.json. Raises ValueError: key, value, rule.
     """
     named = settings.get("tokenizer_class") or model.get("tokenizer_class")
     is_bert = named.removesuffix("Fast") in _CLASSES if isinstance(named, str) else model.get("model_type") in _MODELS

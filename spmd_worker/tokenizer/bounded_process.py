@@ -1,9 +1,9 @@
-"""A small process of its own for work that is not trusted, whose memory and computing time the kernel bounds.
+"""A small process for untrusted work, whose memory and computing time the kernel limits.
 
-What a model folder brings (a chat template, a tokenizer of a form that no known model has) may compute for ever or take
-all memory. Here that ends as one request's error, after `cpu_s` or with `memory_bytes` at most, whatever it does. The
-process is started for the first request and again when it has ended, and ends with its owner, whose end of the pipe it
-reads. A signal for the owner's whole group is not for it: what ends a job must not become the error of a row.
+Parts of a model folder (a chat template, a tokenizer with components that no known model has) may compute for ever or
+use all memory. Here that ends as one request's error, after `cpu_s` or with `memory_bytes` at most, whatever it does.
+The process is started for the first request and again when it has ended, and ends with its owner, whose end of the pipe
+it reads. It ignores signals for the owner's process group: a signal that ends a job must not become the error of a row.
 
 A message is a line of JSON with the length of a second one, which follows.
 """
@@ -23,19 +23,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Final
 
 _WALL_S: Final = 120.0
-"""For a machine so busy that seconds of computing take as long, and a process that was stopped."""
+"""Limit for a machine so busy that seconds of computing take as long, and for a process that was stopped."""
 _PIECE_BYTES: Final = 1 << 16
 _FOR_THE_OWNER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Terminals, launchers and batch systems send these to all processes of a group: the owner decides what they mean."""
 
 
 class RefusedError(Exception):
-    """The process answered with an error, has ended, or had to be ended; the message says why."""
+    """The process answered with an error, has ended, or had to be ended; the message gives the reason."""
 
 
 class BoundedProcess:
     """Runs `python -m module`, which calls `serve`; `start` is what it opens. Not shared with forked processes: each
-    starts a process of its own. Several threads take turns.
+    starts a process of its own. Threads take turns.
     """
 
     def __init__(self, module: str, start: Mapping[str, Any], cpu_s: int, memory_bytes: int) -> None:
@@ -43,16 +43,16 @@ class BoundedProcess:
         self._start = {"start": start, "cpu_s": cpu_s, "memory_bytes": memory_bytes}
         self._lock = threading.Lock()
         self._children: list[_Child] = []
-        # When it is forgotten, or the interpreter ends.
+        # At garbage collection, or when the interpreter ends.
         weakref.finalize(self, _end_all, self._children)
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Id of the running process; None without one."""
         return self._children[0].pid if self._children else None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Send what `pack` made and wait for the answer. Raises RefusedError."""
+        """Send a message of `pack` and wait for the answer. Raises RefusedError."""
         with self._lock:
             return self._ask(request)
 
@@ -61,11 +61,11 @@ class BoundedProcess:
             try:
                 answer = self._child_here().ask(request)
             except _IsTooEarlyError:
-                # The next one is started behind the signal.
+                # The next one is started after the signal.
                 _end_all(self._children)
                 answer = self._child_here().ask(request)
         except BaseException:
-            # It has ended, or is halfway through a message.
+            # The process has ended, or is halfway through a message.
             _end_all(self._children)
             raise
         if answer.get("is_short_of_memory"):
@@ -82,11 +82,11 @@ class BoundedProcess:
 
 
 class _IsTooEarlyError(RefusedError):
-    """A signal for the owner has ended the process, which did not look away yet."""
+    """A signal for the owner has ended the process before it ignored signals."""
 
 
 class _Child:
-    """The process, from its owner's side."""
+    """The owner's side of the process."""
 
     def __init__(self, module: str, start: Mapping[str, Any]) -> None:
         paths = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.path]
@@ -109,17 +109,16 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._process.pid
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs, and is this process's."""
+        """Whether it runs, and is this process's child."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Send it and wait. Raises RefusedError."""
-        # It may have ended in the middle of a conversation that is too large for it, and have said so before.
+        """Send a request and wait. Raises RefusedError."""
+        # It may have ended within a conversation too big for it, after it answered with an error.
         with contextlib.suppress(BrokenPipeError):
             self._input.write(self._start + request)
             self._input.flush()
@@ -129,7 +128,7 @@ class _Child:
         return dict(json.loads(self._read(length, deadline_s)))
 
     def end(self) -> None:
-        """At once. A forked process leaves its parent's alone."""
+        """End it at once. A forked process leaves its parent's child alone."""
         if self._owner != os.getpid():
             return
         self._process.kill()
@@ -181,8 +180,8 @@ def _end_all(children: list[_Child]) -> None:
 
 
 def serve(open_: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any]], Mapping[str, Any]]]) -> int:
-    """Open what the start names, and answer requests until there are no more. An answer has the key `error` for a
-    request that cannot be answered; `open_` and what it returns may raise MemoryError. Returns the exit code.
+    """Open the start message, and answer requests until there are no more. An answer has the key `error` for a request
+    that cannot be answered; `open_` and its result may raise MemoryError. Returns the exit code.
     """
     for number in _FOR_THE_OWNER:
         signal.signal(number, signal.SIG_IGN)
@@ -202,7 +201,7 @@ def serve(open_: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any]], Map
             answer_of = answer_of or open_(start["start"])
             answer = pack(answer_of(request))
         except MemoryError:
-            # The request itself is too large. What may be left of the message is not read.
+            # The request itself is too big. The rest of the message is not read.
             text = f"it takes more than {most >> 20} MiB of memory"
             answers.write(pack({"error": text, "is_short_of_memory": True}))
             answers.flush()
@@ -213,7 +212,7 @@ def serve(open_: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any]], Map
 
 
 def _allow_computing(cpu_s: int) -> None:
-    """So much from now on: the kernel counts since the process began, and ends it by SIGXCPU."""
+    """Allow `cpu_s` seconds from now on: the kernel counts since the process began, and ends it by SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(used.ru_utime + used.ru_stime) + cpu_s + 1
@@ -226,7 +225,7 @@ def _allow_computing(cpu_s: int) -> None:
 
 
 def pack(value: Mapping[str, Any]) -> bytes:
-    """A message. Raises TypeError for what is no plain JSON."""
+    """A message as bytes. Raises TypeError for values that are not plain JSON."""
     content = json.dumps(value, default=_refuse).encode("ascii")
     return b"%d\n%s" % (len(content), content)
 

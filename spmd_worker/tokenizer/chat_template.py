@@ -1,11 +1,11 @@
-"""Renders a conversation with a model's chat template, in Jinja's sandbox and within bounds.
+"""Renders a conversation with a model's chat template, in Jinja's sandbox and within limits.
 
 A template comes with a model folder and is not trusted: it sees plain JSON values only, reaches no Python attribute,
-and its loops, calls and text are counted, so that a mistake ends in an error that says what it is. What gets past that
-the process ends in which templates are rendered (`template_process.py`).
+and its loops, calls and text are counted, so that a mistake ends in an error that explains it. Anything that escapes
+these limits ends with the process in which templates are rendered (`template_process.py`).
 
-`strftime_now` is left undefined on purpose: an answer must not depend on the day it was computed. Templates that ask
-`strftime_now is defined` take their own constant date; others get an error that says so.
+`strftime_now` is undefined on purpose: an answer must not depend on the day it was computed. Templates that test
+`strftime_now is defined` use their own constant date; others get an error that explains it.
 """
 
 import json
@@ -35,11 +35,11 @@ _WIDE_FIELD: Final = re.compile(r"[0-9]{6}|%[^a-zA-Z]*\*")
 _FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
 
 _MAX_EXPLAINED: Final = 500
-"""Characters of what a template raises."""
+"""Maximum characters of a template's own error."""
 _TOO_DEEP: Final = ("too many statically nested blocks", "too many levels of indentation")
 _WITHOUT_TEXT: Final = (Iterator, BuiltinFunctionType, FunctionType, MethodType)
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Of a message, in the order in which transformers looks for them."""
+"""Keys of a message, in the order in which transformers looks for them."""
 
 
 class ChatTemplate:
@@ -59,12 +59,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         content_format: str | None = "auto",
     ) -> str:
-        """The prompt text, at most `MAX_OUTPUT_CHARACTERS` long. Contents get a form of `content_format`, and with None
-        stay as they are. Raises ChatTemplateError.
+        """Prompt text, at most `MAX_OUTPUT_CHARACTERS` long. Contents are converted to `content_format`, and with None
+        stay unchanged. Raises ChatTemplateError.
         """
         try:
             context = _plain({**self._variables, **(variables or {})})
-            # Templates test whether a key is there, and would write "None" for one that is null.
+            # Templates test whether a key exists, and would write "None" for one that is null.
             given = [{key: value for key, value in message.items() if value is not None} for message in messages]
             context = {"tools": None, "documents": None, **context, "add_generation_prompt": add_generation_prompt}
             plain = [_with_reasoning(message) for message in _plain(given)]
@@ -76,7 +76,9 @@ class ChatTemplate:
             raise ChatTemplateError(explained(error)) from error
 
     def _tried(self, context: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
-        """None where the template raises. What goes beyond a bound does so in every form."""
+        """The rendered text; None where the template raises. Exceeded limits raise: they are exceeded in every content
+        format.
+        """
         try:
             return self._render({**context, "messages": messages})
         except (SecurityError, MemoryError, RecursionError):
@@ -99,12 +101,12 @@ class ChatTemplate:
 
 
 def explained(error: BaseException) -> str:
-    """The error of a template that raises `error`, of a length that an error may have."""
+    """The error of a template that raises `error`, cut to the length of an error message."""
     message = str(error) or type(error).__name__
     if isinstance(error, RecursionError):
         message = f"it is nested, or its macros call each other, too deeply ({message})"
     if isinstance(error, SyntaxError):
-        # Of the Python that Jinja makes of a template, whose lines are not the template's.
+        # Python's error in the code that Jinja generates, whose lines are not the template's.
         message = f"it cannot be compiled: {error.msg}"
         if error.msg in _TOO_DEEP:
             message = f"its loops and conditions are nested too deeply ({error.msg})"
@@ -116,15 +118,15 @@ def explained(error: BaseException) -> str:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """A message whose reasoning has the names that templates read, whatever name it came with: gpt-oss' reads
-    `thinking`, all others `reasoning_content`. As transformers does it.
+    """A message whose reasoning has the keys that templates read, whatever its own key: gpt-oss' reads `thinking`, all
+    others `reasoning_content`. As in transformers.
     """
     reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of JSON's own types, so that a template meets no object with methods of its own."""
+    """A copy made of JSON's own types, so that a template gets no object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -135,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; here it changes nothing."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text; it changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012 the type Jinja declares
 
@@ -145,7 +147,7 @@ class _GenerationTag(Extension):
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also counts loop turns, calls and written text, and checks what multiplies."""
+    """Jinja's sandbox, which also counts loop turns, calls and written text, and limits multiplication."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -165,7 +167,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "namespace": _TemplateNamespace}
 
     def restart(self) -> None:
-        """Allow a rendering its whole budget."""
+        """Reset the budget for a rendering."""
         self._num_steps_left = _MAX_STEPS
         self._num_characters_left = _MAX_WORK_CHARACTERS
 
@@ -176,19 +178,19 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Called for the operators whose result may be far larger than their operands."""
+        """Called for the operators whose result may be far bigger than their operands."""
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Called for every method a template takes, to find `str.format`."""
+        """Called for every method that a template reads, to find `str.format`."""
         wrapper = super().wrap_str_format(value)
         if wrapper is not None:
             _check_format(value.__self__)
         return wrapper
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Put a counter on what every loop iterates over, and a check where strings are joined."""
+        """Insert a counter on every loop's iterable, and a check on every concatenation."""
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
             if loop.recursive:
@@ -223,7 +225,7 @@ _JOINED: Final = "joined strings"
 
 
 def _replace_concatenations(parent: nodes.Node) -> None:
-    """Make `a ~ b` a filter over (a, b), which can check how long the result gets."""
+    """Make `a ~ b` a filter over (a, b), which can check the length of the result."""
     for name, value in list(parent.iter_fields()):
         if isinstance(value, nodes.Node):
             setattr(parent, name, _without_concatenation(value))
@@ -258,7 +260,7 @@ def _with_small_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Widths, counts and ranges: a large one makes a large result."""
+    """Check widths, counts and ranges: a big one makes a big result."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
             raise SecurityError(f"a number beyond {_MAX_ARGUMENT} in a call")
@@ -285,7 +287,7 @@ def _check_format(pattern: str) -> None:
 
 
 def _check_written(value: Any) -> None:
-    """Its address would be in the prompt, another one in each run."""
+    """Reject a value whose text is its address, which differs between runs."""
     if isinstance(value, _WITHOUT_TEXT):
         raise TemplateError(f"it writes a {type(value).__name__}, which has no text: call it, or use `| list`")
 
@@ -311,13 +313,13 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML and sorts keys; prompts want neither."""
+    """JSON for prompts; Jinja's own filter escapes HTML and sorts keys."""
     _check_numbers((indent,), {})
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _TemplateNamespace(Namespace):
-    """A namespace that keeps no name with a leading underscore, by which Python's internals are reached."""
+    """A namespace that rejects names with a leading underscore, which give access to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # The signature of Jinja's own, so that `namespace(self=...)` works.

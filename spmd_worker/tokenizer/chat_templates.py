@@ -1,7 +1,7 @@
-"""The chat templates of a model folder, by name, and which of them is taken: transformers' choice.
+"""Chat templates of a model folder, by name, and the choice between them, which is transformers'.
 
 A folder has one in `chat_template.jinja`, others in `additional_chat_templates`; older ones in `chat_template.json`, or
-in tokenizer_config.json as text or as a list with names. Files of their own go before the configuration.
+in tokenizer_config.json as text or as a list with names. Separate files take precedence over the configuration.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from spmd_worker.tokenizer.template_process import IsolatedTemplate
 
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
-"""Taken for conversations with tools, where there is one."""
+"""Used for conversations with tools, if it exists."""
 _NUM_KEPT: Final = 4
-"""Templates that have a process each, at most."""
+"""Maximum number of templates that have a process each."""
 
 
 class ChatTemplates:
-    """Of one tokenizer. `sources`: name -> text; a template without a name is the default. `variables` are the special
-    tokens by name.
+    """Templates of one tokenizer. `sources`: name -> text; a template without a name is the default. `variables` are
+    the special tokens by name.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
@@ -29,9 +29,7 @@ class ChatTemplates:
         self._templates: dict[str, IsolatedTemplate] = {}
 
     def source(self, given: str | None = None, *, has_tools: bool = False) -> str:
-        """The text of a template: of the one that `given` names, `given` itself, or the folder's. Raises
-        ChatTemplateError.
-        """
+        """Text of a template: the one that `given` names, `given` itself, or the folder's. Raises ChatTemplateError."""
         if given is not None:
             return self.sources.get(given, given)
         if not self.sources:
@@ -49,7 +47,7 @@ class ChatTemplates:
         return source
 
     def template(self, given: str | None = None, *, has_tools: bool = False) -> IsolatedTemplate:
-        """The same, ready to be rendered; the last ones are kept. Raises ChatTemplateError."""
+        """The same, ready to be rendered; the last ones are cached. Raises ChatTemplateError."""
         source = self.source(given, has_tools=has_tools)
         template = self._templates.pop(source, None) or IsolatedTemplate(source, self._variables)
         self._templates[source] = template
@@ -59,8 +57,8 @@ class ChatTemplates:
 
 
 def named_templates(path: Path, value: Any) -> dict[str, str]:
-    """Of a `chat_template` in the JSON file `path`: one text, or a list of objects with name and template. Raises
-    TokenizerError.
+    """Name -> text of a `chat_template` in the JSON file `path`: one text, or a list of objects with name and template.
+    Raises TokenizerError.
     """
     if value is None:
         return {}

@@ -1,12 +1,12 @@
-"""Finds the form in which a chat template takes the contents of messages: strings, or lists of text parts.
+"""Detects the content format of a chat template: strings, or lists of text parts.
 
-Some templates walk over parts, and a string gives them its letters; most write strings, and would write a list as
-Python prints it; some take either, or one form of the system's message and another of the user's. A template's syntax
-tree does not tell them apart for certain (macros, renamed variables, branches), so the conversation is rendered with a
-mark in the place of each text, and a form is good where the prompt shows every mark. The idea is that of llama.cpp's
+Some templates iterate over parts, and a string gives them its letters; most write strings, and would write a list as
+Python prints it; some accept either, or one format for the system's message and another for the user's. A template's
+syntax tree does not distinguish them for certain (macros, renamed variables, branches), so the conversation is rendered
+with a mark instead of each text, and a format is good if the prompt shows every mark. The idea is that of llama.cpp's
 minja, which probes a template once; here the conversation itself is tried.
 
-What is given goes through as it is wherever that shows it all: the prompt is then the one that transformers renders.
+Contents are passed unchanged wherever that shows it all: the prompt is then the one that transformers renders.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str | None]
-"""The text of a conversation; None where the template raises."""
+"""Text of a conversation; None where the template raises."""
 
 FORMATS: Final = ("auto", "string", "openai")
 """vLLM's `chat_template_content_format`."""
@@ -29,17 +29,18 @@ _FORMS: Final[Mapping[str, tuple[str, ...]]] = {
     "openai": (_AS_GIVEN, _PARTS),
     "string": (_STRING,),
 }
-"""Of contents in each format, the first that shows most is taken: `string` joins parts by line ends, `openai` keeps
-lists, and makes one of a string that the template does not take."""
+"""Candidates of each format; the first that shows most marks is used. `string` joins parts by line ends, `openai` keeps
+lists, and makes one of a string that the template does not accept.
+"""
 _SPEAKERS: Final = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool"}
-"""Messages of one speaker have one form; other roles count as the user's."""
+"""Messages of one speaker share a format; other roles count as the user's."""
 
 _MARK: Final = "qzx{}xzq"
-"""Letters and digits, of which templates change the case at most."""
+"""Letters and digits: templates change at most their case."""
 _MARKS: Final = re.compile(r"qzx[0-9]+xzq", re.IGNORECASE)
 _MARKS_OF_PARTS: Final = re.compile(r"""["']text["']\s*:\s*["'][^"']*?(qzx[0-9]+xzq)""", re.IGNORECASE)
 _MAX_END: Final = 24
-"""Characters of a text's beginning and end: those that walk over letters take longer for more."""
+"""Characters of a text's beginning and end: templates that iterate over letters take longer for more."""
 _MOST_ASKED: Final = 1000
 """Messages: with the texts of more, those templates could reach their limit."""
 _NUM_KNOWN: Final = 256
@@ -52,10 +53,10 @@ def fitted(
     known: "KnownForms | None" = None,
     context: Mapping[str, Any] | None = None,
 ) -> list[Message]:
-    """The conversation with its contents in the forms of a format that lose least of them.
+    """The conversation with its contents in the candidate formats that lose least of them.
 
-    `render` is asked once where the template takes what is given, and 18 times at most, 34 where it raises whatever it
-    is given. With `known`, which is of one template, a conversation that differs from an earlier one in its texts alone
+    `render` is called once if the template accepts the contents unchanged, and 18 times at most, 34 if it always
+    raises. With `known`, which is of one template, a conversation that differs from an earlier one in its texts alone
     is not tried again; `context` is what else the template sees.
     """
     forms = _FORMS[content_format]
@@ -72,7 +73,7 @@ def fitted(
     given = dict.fromkeys(marks, forms[0])
     if (is_rendered and chosen == given) or len(messages) > _MOST_ASKED:
         return _in_forms(messages, chosen)
-    # The template may ask for what a text is, or begins with, which marks alone are not.
+    # The template may test what a text is, or begins with, which marks alone do not show.
     masked, marks = _masked(messages, keeps_texts=True)
     if not is_rendered:
         return _in_forms(messages, _chosen(masked, marks, render, forms)[0])
@@ -82,17 +83,17 @@ def fitted(
 
 
 class KnownForms:
-    """The forms that a template was found to take, by all that it sees but the texts."""
+    """Cache of the formats that a template accepts, by all that it sees but the texts."""
 
     def __init__(self) -> None:
         self.forms: dict[bytes, tuple[dict[str, str], bool]] = {}
 
     def key(self, content_format: str, masked: Sequence[Message], context: Mapping[str, Any] | None) -> bytes:
-        """Of one conversation."""
+        """Key of a conversation."""
         return blake2b(json.dumps([content_format, masked, context]).encode("ascii"), digest_size=16).digest()
 
     def add(self, key: bytes, found: tuple[dict[str, str], bool]) -> None:
-        """Remember it, and forget the oldest."""
+        """Add an entry, and drop the oldest."""
         self.forms[key] = found
         if len(self.forms) > _NUM_KNOWN:
             del self.forms[next(iter(self.forms))]
@@ -101,11 +102,11 @@ class KnownForms:
 def _chosen(
     masked: Sequence[Message], marks: Mapping[str, set[str]], render: Render, forms: Sequence[str]
 ) -> tuple[dict[str, str], bool]:
-    """The form of each speaker's contents, and whether the template renders them."""
+    """The format of each speaker's contents, and whether the template renders them."""
     tried: list[tuple[list[Message], dict[str, int] | None]] = []
 
     def lost(chosen: Mapping[str, str]) -> dict[str, int] | None:
-        """How many marks are not shown, by speaker; None where the template raises, or writes parts as they are."""
+        """Number of hidden marks by speaker; None where the template raises, or writes parts as they are."""
         conversation = _in_forms(masked, chosen)
         for earlier, result in tried:
             if earlier == conversation:
@@ -118,7 +119,7 @@ def _chosen(
     best = dict.fromkeys(marks, forms[0])
     least = lost(best)
     if least is None:
-        # It says nothing of the others' forms that one speaker's makes the template raise.
+        # One speaker's format makes the template raise, which says nothing about the others'.
         together = _together(marks, forms[1:])
         best, least = next(((chosen, found) for chosen in together if (found := lost(chosen))), (best, None))
     for speaker in marks:
@@ -133,15 +134,15 @@ def _chosen(
 
 
 def _together(speakers: Iterable[str], forms: Iterable[str]) -> Iterator[dict[str, str]]:
-    """All in one form, or the system's message alone in another."""
+    """All speakers in one format, or the system's message alone in another."""
     for form in forms:
         yield dict.fromkeys(speakers, form)
     yield {speaker: _AS_GIVEN if speaker == "system" else _PARTS for speaker in speakers}
 
 
 def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[list[Message], dict[str, set[str]]]:
-    """The conversation with a mark in the place of each text, and the marks by speaker. Others than texts stay.
-    `keeps_texts`: with a mark inside each text, which keeps its beginning and end, and empty ones stay.
+    """The conversation with a mark instead of each text, and the marks by speaker. Anything but texts stays.
+    `keeps_texts`: the mark is inside each text, which keeps its beginning and end, and empty ones stay.
     """
     masked: list[Message] = []
     marks: dict[str, set[str]] = {}
@@ -167,14 +168,14 @@ def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[
 
 
 def _with_mark(text: str, mark: str) -> str:
-    """Between the text's beginning and end, each as long as what a template may ask for."""
+    """The mark between the text's beginning and end, each as long as a template may test."""
     num_first = min(_MAX_END, len(text) // 2)
     return text[:num_first] + mark + text[num_first:][-_MAX_END:]
 
 
 def _shown(text: str | None) -> set[str] | None:
-    """The marks in a text; None for one that shows a part as Python or JSON writes it, which no template is meant to,
-    and where there is no text.
+    """The marks in a text; None for one that shows a part as Python or JSON writes it, which no template intends, and
+    without a text.
     """
     if text is None or _MARKS_OF_PARTS.search(text) is not None:
         return None
@@ -198,7 +199,7 @@ def _in_form(content: Any, form: str) -> Any:
 
 
 def _is_text(content: Any) -> bool:
-    """A string, or parts that each have a text."""
+    """Whether it is a string, or parts that each have a text."""
     if isinstance(content, str):
         return True
     is_list = isinstance(content, list) and bool(content)

@@ -1,8 +1,8 @@
-"""A tokenizer.json out of the files that older tokenizers have: `vocab.json` with `merges.txt`, or `tokenizer.model`.
+"""Conversion of older tokenizers' files, `vocab.json` with `merges.txt` or `tokenizer.model`, to a tokenizer.json.
 
-transformers' own converter makes it, where transformers is installed; nothing is downloaded, no code of the folder is
-executed, and nothing is written. That converter goes by the class that the folder names, not by what a SentencePiece
-model says of itself, so that what it made of one is compared with it.
+transformers' own converter does it, if transformers is installed; nothing is downloaded, no code of the folder is
+executed, and nothing is written. That converter goes by the class that the folder names, not by a SentencePiece model's
+own fields, so its result is compared with the model.
 """
 
 import json
@@ -17,24 +17,24 @@ from spmd_worker.tokenizer.encoder import is_failure
 _KINDS: Final = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _SENTENCEPIECE: Final = "tokenizer.model"
 _MODELS: Final = {1: "Unigram", 2: "BPE"}
-"""SentencePiece's numbers (`TrainerSpec.ModelType`), and what the same is called in a tokenizer.json."""
+"""SentencePiece's numbers (`TrainerSpec.ModelType`) -> the names in a tokenizer.json."""
 _TEXTS: Final = (
     *("hello world", "two  spaces, three   here", "trailing ", "tab\tx", "a\nb\n\nc", "na\u00efve caf\u00e9 2026"),
     *("\u4f60\u597d \u4e16\u754c \U0001f600", "\uff21\uff22 \u00bd \ufb01ne", "x = [1, 2];", "Hello, World!"),
 )
-"""What SentencePiece models differ in: prefixes, spaces, characters that are others' forms, bytes, digits. None begins
+"""Texts on which SentencePiece models differ: prefixes, spaces, compatibility characters, bytes, digits. None begins
 with a space, of which transformers keeps one fewer than SentencePiece.
 """
 
 
 def older_files(folder: Path) -> tuple[str, ...]:
-    """Those of a tokenizer that the folder has, () for none."""
+    """File names of an older tokenizer in the folder, () for none."""
     return next((names for names in _KINDS if all((folder / name).is_file() for name in names)), ())
 
 
 def converted(folder: Path) -> bytes | None:
-    """The text of a tokenizer.json that does what the older files of `folder` say; None for a folder that has none.
-    Raises TokenizerError where it cannot be made, with the command that makes it elsewhere.
+    """Text of a tokenizer.json equivalent to the older files of `folder`; None for a folder without any. Raises
+    TokenizerError where it cannot be made, with the command that makes it elsewhere.
     """
     names = older_files(folder)
     if not names:
@@ -43,7 +43,7 @@ def converted(folder: Path) -> bytes | None:
         from transformers import AutoTokenizer
 
         if _SENTENCEPIECE in names:
-            import sentencepiece.sentencepiece_model_pb2  # noqa: F401  # said by its name where it is not installed
+            import sentencepiece.sentencepiece_model_pb2  # noqa: F401 # reported by its name if it is not installed
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text = str(tokenizer.backend_tokenizer.to_str())
         difference = _difference(text, folder / _SENTENCEPIECE) if _SENTENCEPIECE in names else None
@@ -69,7 +69,7 @@ def converted(folder: Path) -> bytes | None:
 
 
 def _difference(text: str, path: Path) -> str | None:
-    """What of the tokenizer.json `text` is otherwise than in the model of `path`; None where nothing is, or where the
+    """The first difference between the tokenizer.json `text` and the model of `path`; None if there is none, or if the
     file is of another kind than SentencePiece's, which only the converter knows.
     """
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
@@ -78,7 +78,7 @@ def _difference(text: str, path: Path) -> str | None:
         model = SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError):
         return None
-    messages: Any = sentencepiece_model_pb2  # made when it is imported, so no type says what is there
+    messages: Any = sentencepiece_model_pb2  # generated at import, so untyped
     proto = messages.ModelProto()
     proto.ParseFromString(path.read_bytes())
     kind, theirs = json.loads(text)["model"]["type"], _MODELS.get(proto.trainer_spec.model_type)

@@ -10,11 +10,11 @@ import tokenizers
 from spmd_worker.base.errors import TokenizerError
 
 _PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
-"""The library's variable: `false` and it starts no threads."""
+"""The library's variable: `false` keeps it from starting threads."""
 _LONG_TEXT: Final = 10_000
-"""Characters: shorter ones take less than what another thread would notice."""
+"""Characters: shorter texts take less time than another thread would notice."""
 _MOST_WORDS: Final = 300
-"""Characters of the library's own message."""
+"""Maximum characters of the library's own message."""
 
 
 class TextEncoder(Protocol):
@@ -27,18 +27,18 @@ class TextEncoder(Protocol):
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
-        """As `Tokenizer.encode_inside`."""
+        """`Tokenizer.encode_inside`."""
         ...
 
 
 class Encoder:
-    """In this process."""
+    """Encodes in this process."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. A longer one takes the library's call for many, which lets other threads go on, in the variant
+        """Ids of a text. A longer one uses the library's batch call, which lets other threads run, in the variant
         without offsets.
         """
         with library_errors("the text cannot be encoded"):
@@ -49,7 +49,7 @@ class Encoder:
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
-        """As `Tokenizer.encode_inside`."""
+        """`Tokenizer.encode_inside`."""
         with library_errors("the text cannot be encoded"):
             encodings = [self._pieces(text) for text in ([first] if second is None else [first, second])]
             num_special = int(self._backend.num_special_tokens_to_add(second is not None))
@@ -73,7 +73,7 @@ class Encoder:
 
 
 def opened(text: str, added: Sequence[Mapping[str, Any]]) -> tokenizers.Tokenizer:
-    """The library's tokenizer, that cuts and pads nothing and in which nothing is random. Raises TokenizerError."""
+    """The library's tokenizer, without truncation, padding and randomness. Raises TokenizerError."""
     with library_errors("the tokenizers library cannot read it"):
         backend = tokenizers.Tokenizer.from_str(text)
         backend.no_truncation()
@@ -84,17 +84,19 @@ def opened(text: str, added: Sequence[Mapping[str, Any]]) -> tokenizers.Tokenize
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether the library failed."""
+    """Whether the error is the library's."""
     return isinstance(error, Exception) or is_panic(error)
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust panicked. It is no `Exception`, and its class cannot be imported."""
+    """Whether a library written in Rust panicked. Its class is no `Exception`, and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def switch_off_sampling(backend: tokenizers.Tokenizer) -> None:
-    """Dropout of BPE and sampling of Unigram regularise training: with them each encoding of a text is another."""
+    """Switch off dropout of BPE and sampling of Unigram, which regularise training: they make each encoding of a text
+    random.
+    """
     for name in ("dropout", "alpha", "nbest_size"):
         if getattr(backend.model, name, None) is not None:
             setattr(backend.model, name, None)
@@ -102,7 +104,7 @@ def switch_off_sampling(backend: tokenizers.Tokenizer) -> None:
 
 @contextlib.contextmanager
 def library_errors(words: str) -> Iterator[None]:
-    """Raises TokenizerError for what the library raises."""
+    """Convert the library's errors to TokenizerError."""
     try:
         yield
     except BaseException as error:
@@ -113,7 +115,7 @@ def library_errors(words: str) -> Iterator[None]:
 
 
 def _cut_lengths(lengths: list[int], most: int) -> list[int]:
-    """As the library cuts the longest first: what is left of texts that may have `most` tokens together."""
+    """Lengths of texts cut to `most` tokens together, the longest first, as the library cuts."""
     if len(lengths) == 1:
         return [min(lengths[0], most)]
     shorter, longer = sorted(lengths)

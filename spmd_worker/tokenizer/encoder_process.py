@@ -1,6 +1,6 @@
-"""Encodes in a process with limits (`bounded_process.py`) for a tokenizer of a form that no known model has.
+"""Encodes in a process with limits (`bounded_process.py`) for a tokenizer with components that no known model has.
 
-Its regular expressions may take for ever and its normalizers let a text grow without end: that is one text's error.
+Its regular expressions may never end and its normalizers may let a text grow without end: that is an error of one text.
 """
 
 import sys
@@ -14,7 +14,7 @@ from spmd_worker.tokenizer.encoder import Encoder, opened
 CPU_S: Final = 5
 MEMORY_BYTES: Final = 512 * 1024 * 1024
 _MEMORY_PER_BYTE: Final = 16
-"""Of the file, beside `MEMORY_BYTES`."""
+"""Additional memory per byte of the file."""
 
 
 class IsolatedEncoder:
@@ -26,7 +26,7 @@ class IsolatedEncoder:
         self._process = BoundedProcess(__name__, start, CPU_S, memory_bytes)
 
     def check(self) -> None:
-        """Open it. Raises TokenizerError."""
+        """Open the tokenizer. Raises TokenizerError."""
         try:
             self._process.ask(pack({"text": "", "add_special_tokens": False}))
         except RefusedError as error:
@@ -39,7 +39,7 @@ class IsolatedEncoder:
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
-        """As `Tokenizer.encode_inside`."""
+        """`Tokenizer.encode_inside`."""
         request = {"first": first, "second": second, "max_tokens": max_tokens, "truncation_side": truncation_side}
         answer = self._ask(request)
         return list(answer["ids"]), answer["num_first"]

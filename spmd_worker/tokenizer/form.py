@@ -1,10 +1,10 @@
 """Checks a tokenizer.json before the tokenizers library reads it: it comes with a model folder and is not trusted.
 
-What the field's models have is of known form: its regular expressions take time linear in the text, and the library
-does not panic over it. It is encoded in this process. A normalizer or pre-tokenizer of another form is encoded in a
-process with limits (`encoder_process.py`). What lets a text grow or drops it is refused. What makes ids text must be
-the same on every rank and has no process: decoders of another form are refused, and so are vocabularies that name one
-id twice, of which the library takes a random one.
+Components that published models use are known: their regular expressions take time linear in the text, and the library
+does not panic over them. They encode in this process. An unknown normalizer or pre-tokenizer runs in a process with
+limits (`encoder_process.py`). Components that let a text grow or drop it are rejected. Decoding must be the same on
+every rank and has no process: unknown decoders are rejected, and so are vocabularies in which two tokens have one id,
+of which the library uses a random one.
 """
 
 import base64
@@ -22,14 +22,14 @@ from spmd_worker.tokenizer.patterns import is_linear
 _MAX_NESTING: Final = 64
 _MAX_ARRAYS: Final = 4_000_000
 _MAX_ITEMS: Final = 16_000_000
-"""Of the file: parsing takes some hundred bytes each. Merges of 500,000 tokens are 500,000 arrays."""
+"""Maximum of the file: parsing takes some hundred bytes each. Merges of 500,000 tokens are 500,000 arrays."""
 _MAX_ID: Final = 1 << 22
 _MAX_TOKEN_CHARACTERS: Final = 8192
-"""A text of answers grows by so much a token at most. Models have tokens of a few hundred spaces."""
+"""The most by which one token lets an answer grow. Models have tokens of a few hundred spaces."""
 _MAX_UNIGRAM_CHARACTERS: Final = 256
-"""Encoding looks at so many characters from each."""
+"""Encoding examines up to this many characters from each."""
 _MAX_WORD_CHARACTERS: Final = 1000
-"""`max_input_chars_per_word`: encoding takes its square. BERT has 100."""
+"""`max_input_chars_per_word`: encoding takes time quadratic in it. BERT has 100."""
 _MAX_STEPS: Final = 32
 _MAX_GROWTH: Final = 64
 _MAX_TEMPLATE: Final = 64
@@ -40,7 +40,7 @@ WAY_OUT: Final = "take the file that the model was published with, or move it aw
 
 @dataclass(frozen=True, slots=True)
 class TokenizerForm:
-    """A file that was checked, and whether all of it may run in this process."""
+    """A checked file, and whether all of it may run in this process."""
 
     values: Mapping[str, Any]
     is_known: bool
@@ -61,7 +61,7 @@ def checked_form(name: str, content: bytes) -> TokenizerForm:
 
 
 def check_token(name: str, key: str, content: str) -> None:
-    """Of another file of the folder. Raises TokenizerError."""
+    """Check a token of another file of the folder. Raises TokenizerError."""
     if len(content) > _MAX_TOKEN_CHARACTERS:
         raise TokenizerError(
             f"{name}: {key}={_short(content)} has {len(content)} characters, more than {_MAX_TOKEN_CHARACTERS}: "
@@ -97,7 +97,7 @@ def _list(key: str, value: Any) -> list[Any]:
 
 
 def _steps(key: str, value: Any) -> list[Mapping[str, Any]]:
-    """The steps of a component, those of its sequences one after the other."""
+    """Steps of a component, those of its sequences one after the other."""
     if value is None:
         return []
     value = _object(key, value)
@@ -146,7 +146,7 @@ def _check_ids(key: str, ids: list[Any]) -> None:
 
 
 def _check_prefix(model: Mapping[str, Any]) -> None:
-    """The library cuts the prefix off the second part of each merge without looking."""
+    """Check merges: the library cuts the prefix off the second part of each without looking."""
     prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
     if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
         return
@@ -183,7 +183,7 @@ def _has_known_model(model: Mapping[str, Any]) -> bool:
     return most is None or (_is_id(most) and most <= _MAX_WORD_CHARACTERS)
 
 
-# Ids to other ids and to text: refused where the form is not known.
+# Post-processors and decoders: rejected if unknown.
 
 
 def _check_processor(key: str, step: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ def _check_processor(key: str, step: Mapping[str, Any]) -> None:
 
 
 def _names(key: str, parts: list[Any]) -> list[tuple[str, Any]]:
-    """Of each part its kind and its id."""
+    """Kind and id of each part."""
     return [(kind, _object(key, value).get("id")) for part in parts for kind, value in _object(key, part).items()]
 
 
@@ -216,7 +216,7 @@ def _check_decoder(key: str, step: Mapping[str, Any]) -> None:
     if kind in ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece", "CTC"):
         return
     if kind == "Strip":
-        # More at the end than a token has makes the library panic.
+        # The library panics on a token with fewer characters to strip at the end.
         if step.get("stop") != 0 or not _is_id(step.get("start")):
             raise _FormError(f"{key}.stop={_short(step.get('stop'))} of Strip must be 0, and start a whole number")
         return
@@ -229,7 +229,7 @@ def _check_decoder(key: str, step: Mapping[str, Any]) -> None:
         raise _FormError(f"{key}: Replace of {pattern} must be of a text or an expression of linear time")
 
 
-# Text to pieces: encoded in a process with limits where the form is not known.
+# Normalizers and pre-tokenizers: run in a process with limits if unknown.
 
 
 def _is_known(key: str, steps: list[Mapping[str, Any]]) -> bool:
@@ -276,7 +276,7 @@ def _is_known_pattern(pattern: Any) -> bool:
 
 
 def _growth(step: Mapping[str, Any]) -> int:
-    """Characters that one of the text comes to, at most, beside what Unicode itself decomposes."""
+    """Maximum number of characters made from one, beyond Unicode's own decompositions."""
     kind = step.get("type")
     if kind == "Replace":
         pattern = step.get("pattern")
@@ -289,7 +289,7 @@ def _growth(step: Mapping[str, Any]) -> int:
 
 
 def _check_charsmap(key: str, value: Any) -> None:
-    """SentencePiece's: the size of a double array, the array, and the texts that its leaves point to."""
+    """Check SentencePiece's map: the size of a double array, the array, and the texts that its leaves point to."""
     try:
         content = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
         (size,) = struct.unpack_from("<I", content)

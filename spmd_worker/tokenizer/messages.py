@@ -1,6 +1,4 @@
-"""Messages of a conversation as chat templates take them: contents as text or text parts, arguments of tool calls as
-objects.
-"""
+"""Messages in the format of chat templates: contents as text or text parts, arguments of tool calls as objects."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +9,7 @@ _MAX_SHOWN: Final = 80
 
 
 class MessageProblem(ValueError):
-    """What is wrong with a message: for people, and as the code of an error row."""
+    """Fault of a message: for people, and as the code of an error row."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -19,8 +17,8 @@ class MessageProblem(ValueError):
 
 
 def checked_content(name: str, value: Any) -> str | list[dict[str, Any]]:
-    """Text as it is, and a list of text parts as templates know them: objects of type `text`; nothing is the empty
-    text. Raises MessageProblem, naming the part, for what is no text: images, audio.
+    """Text unchanged, and a list of text parts in the format of templates: objects of type `text`; an empty list
+    becomes the empty text. Raises MessageProblem, naming the part, for anything but text: images, audio.
     """
     if isinstance(value, str):
         return value
@@ -30,8 +28,8 @@ def checked_content(name: str, value: Any) -> str | list[dict[str, Any]]:
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls have their arguments as objects: OpenAI's form has them as JSON, which a template
-    would write as a string once more. Raises MessageProblem for what is no JSON.
+    """A message with the arguments of its tool calls as objects: in OpenAI's format they are JSON, which a template
+    would encode once more. Raises MessageProblem for invalid JSON.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):

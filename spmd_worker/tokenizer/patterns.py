@@ -1,9 +1,9 @@
 """Regular expressions of tokenizers whose matching takes time linear in the text.
 
-A backtracking engine takes the square of the text, or worse, where an alternative can fail after it has consumed an
+A backtracking engine takes time quadratic in the text, or worse, where an alternative can fail after it has consumed an
 unbounded run. An alternative is known to be linear when it is a sequence of single characters and classes of which all
-behind the first unbounded one may be empty: having begun that, it cannot fail. Before it there may be few choices. A
-few of the field's are not of that form and are linear beside another alternative, which consumes what they give up.
+after the first unbounded one may be empty: having begun that, it cannot fail. Before it there may be few choices. A few
+of the published ones are different, and are linear next to another alternative, which consumes what they give up.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Final
 _MAX_CHARACTERS: Final = 4000
 _MAX_ALTERNATIVES: Final = 64
 _MAX_CHOICES: Final = 100
-"""Ways to match what stands before the first unbounded one, each of which may be tried at each character."""
+"""Ways to match the part before the first unbounded atom, each of which may be tried at each character."""
 
 _ATOM: Final = re.compile(
     r"(?:\[\^?(?:[^\[\]\\]|\\[pP]\{\^?\w+\}|\\[^pPxuoOcgkQEdDhHRXNyY]|\\[dD])+\]"
@@ -38,10 +38,10 @@ _LINEAR_BESIDE: Final = {
 
 
 def is_linear(pattern: str) -> bool:
-    """Whether finding all matches takes time linear in the text, as far as it is known."""
+    """Whether finding all matches is known to take time linear in the text."""
     if len(pattern) > _MAX_CHARACTERS:
         return False
-    # Files have these characters as they are, or escaped.
+    # Files have these characters unescaped or escaped.
     pattern = pattern.replace("\r", r"\r").replace("\n", r"\n").replace("\t", r"\t")
     alternatives = _alternatives(pattern)
     if len(alternatives) == 1 and pattern.startswith("(") and pattern.endswith(")") and pattern[1] != "?":
@@ -54,7 +54,7 @@ def is_linear(pattern: str) -> bool:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Between the bars that stand in no group and no class."""
+    """Alternatives between the bars that are outside groups and classes."""
     found, depth, is_class, begin, place = [], 0, False, 0, 0
     while place < len(pattern):
         each = pattern[place]
@@ -74,7 +74,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _cannot_fail(alternative: str) -> bool:
-    """Whether it matches a character at least, and nothing that must match follows what is unbounded."""
+    """Whether it matches at least one character, and nothing that must match follows an unbounded atom."""
     place, num_choices, is_unbounded, needs_one = 0, 1, False, False
     while place < len(alternative):
         atom = _ATOM.match(alternative, place)
@@ -91,7 +91,7 @@ def _cannot_fail(alternative: str) -> bool:
 
 
 def _counts(quantifier: str) -> tuple[int, int | None]:
-    """How often an atom may match; None: as often as there is text."""
+    """Minimum and maximum matches of an atom; None: unbounded."""
     if quantifier.startswith("{"):
         least, _, most = quantifier[1:-1].partition(",")
         return int(least), int(most or least) if "," not in quantifier or most else None

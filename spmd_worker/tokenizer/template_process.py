@@ -1,8 +1,8 @@
 """Renders chat templates in a small process of its own (`bounded_process.py`).
 
-A template comes with a model folder and is not trusted. The bounds of `chat_template.py` end the mistakes and say what
-they are; what gets past them ends here, as one row's error, after `CPU_S` or with `MEMORY_BYTES` at most. The process
-imports Jinja and nothing else of size.
+A template comes with a model folder and is not trusted. The limits of `chat_template.py` end mistakes with an
+explanation; anything that escapes them ends here, as one row's error, after `CPU_S` or with `MEMORY_BYTES` at most. The
+process imports Jinja and nothing else of size.
 """
 
 import sys
@@ -16,13 +16,13 @@ from spmd_worker.tokenizer.chat_template import ChatTemplate, explained
 CPU_S: Final = 5
 MEMORY_BYTES: Final = 512 * 1024 * 1024
 LARGE_BYTES: Final = 64 * 1024
-"""Of a conversation that small ones do not wait for."""
+"""Size from which a conversation is rendered in the second process, so that small ones do not wait for it."""
 
 
 class IsolatedTemplate:
     """One template; `variables` are the special tokens by name (`bos_token`, ...). Not shared with forked processes:
-    each starts a process of its own. Several threads take turns, but for large conversations, which take long: those
-    have a process of their own, for which small ones do not wait.
+    each starts a process of its own. Threads take turns, except for large conversations, which take long: those have a
+    process of their own, for which small ones do not wait.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ class IsolatedTemplate:
         variables: Mapping[str, Any] | None = None,
         content_format: str | None = "auto",
     ) -> str:
-        """As `ChatTemplate.render`. Raises ChatTemplateError."""
+        """`ChatTemplate.render` in the process. Raises ChatTemplateError."""
         given = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,

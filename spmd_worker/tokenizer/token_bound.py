@@ -1,10 +1,10 @@
-"""Lower bound on the number of tokens of a text, found without encoding it.
+"""Lower bound on the number of tokens of a text, without encoding it.
 
 A token covers at most as many characters as the longest entry of the vocabulary has, so a text of n characters has at
-least n / longest tokens (vLLM's `max_chars_per_token`). That holds only where normalizer, pre-tokenizer and model drop
-nothing and no unknown token covers a run, so the characters that are counted depend on the tokenizer's components:
-all, all but white space, or only ASCII letters and digits. Models that encode a long word as one unknown token
-(WordPiece, WordLevel) give one token a word. Components that are not listed here give no bound.
+least n / longest tokens (vLLM's `max_chars_per_token`). That holds only if normalizer, pre-tokenizer and model drop
+nothing and no unknown token covers a run, so the characters that are counted depend on the tokenizer's components: all,
+all but white space, or only ASCII letters and digits. Models that encode a long word as one unknown token (WordPiece,
+WordLevel) give one token a word. Components that are not listed here give no bound.
 """
 
 import json
@@ -17,7 +17,9 @@ from typing import Any, Final
 import tokenizers
 
 _MAX_COMPOSED: Final = 4
-"""Characters that NFC and NFKC make one of, at most: the longest canonical decomposition. Never two ASCII ones."""
+"""Maximum number of characters that NFC and NFKC compose into one: the longest canonical decomposition. Never two ASCII
+ones.
+"""
 
 _LETTERS_AND_DIGITS: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 _WORD: Final = re.compile(" [A-Za-z0-9]")
@@ -37,29 +39,29 @@ class Counted(Enum):
 
     NONE = 0
     WORDS = 1
-    """One token for each ASCII letter or digit behind a space."""
+    """One token for each ASCII letter or digit after a space."""
     LETTERS_AND_DIGITS = 2
-    """The ASCII ones, but one for each other character: a combining mark joins the character before it."""
+    """The ASCII ones, less one for each other character: a combining mark joins the character before it."""
     COMPOSED = 3
     """All, of which NFC or NFKC may make fewer."""
     CHARACTERS = 4
     BYTES = 5
-    """Of UTF-8."""
+    """UTF-8 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """At most `longest` of what is `counted` are covered by one token."""
+    """One token covers at most `longest` of the `counted` characters."""
 
     counted: Counted
     longest: int = 1
     letters: bytes = _LETTERS_AND_DIGITS
     """Those ASCII letters and digits that the vocabulary has."""
     drops_space: bool = False
-    """White space beside an added token belongs to it (`lstrip`, `rstrip`), however much it is."""
+    """White space next to an added token belongs to it (`lstrip`, `rstrip`), however much it is."""
 
     def min_num_tokens(self, text: str) -> int:
-        """Lower bound of the number of tokens, without special ones; 0 where none is known. Takes milliseconds a MB."""
+        """Lower bound of the number of tokens, without special ones; 0 if unknown. Takes milliseconds a MB."""
         return -(-self._count(text) // self.longest)
 
     def _count(self, text: str) -> int:
@@ -83,13 +85,13 @@ UNKNOWN: Final = TokenBound(Counted.NONE)
 
 
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
-    """The bound of a tokenizer without truncation, by its components."""
+    """The bound of a tokenizer without truncation, derived from its components."""
     normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
     if not all(map(_keeps_sequences, _steps(backend.post_processor))):
         return UNKNOWN
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if len(set(vocabulary.values())) < len(vocabulary):
-        # Which of two texts a token covers is not known.
+        # Two texts with one id: either may be the one covered.
         return UNKNOWN
     steps = (*map(_normalized, normalizer), *map(_pre_tokenized, pre_tokenizer))
     counted = min(steps, key=_order, default=Counted.CHARACTERS)
@@ -126,7 +128,7 @@ _WORD_SPLITTERS: Final = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
 
 
 def _steps(component: Any) -> list[Mapping[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer or post-processor in order, as tokenizer.json has them."""
+    """Parts of a normalizer, pre-tokenizer or post-processor in order, as in tokenizer.json."""
     return [] if component is None else _flat(json.loads(component.__getstate__()))
 
 
@@ -185,7 +187,7 @@ def _removed(step: Mapping[str, Any]) -> Counted:
 
 
 def _has_letters(text: str) -> bool:
-    """Whether there is an ASCII letter or digit in it, or what could normalize to one."""
+    """Whether it has an ASCII letter or digit, or a character that could normalize to one."""
     return not text.isascii() or any(each in _LETTERS_AND_DIGITS for each in text.encode("ascii"))
 
 
@@ -204,7 +206,7 @@ def _through(backend: tokenizers.Tokenizer, text: str) -> str:
 
 
 def _has_letter(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], letter: str) -> bool:
-    """Whether a letter or digit, wherever it stands, comes to at least one character that the model has."""
+    """Whether a letter or digit, at any position, becomes at least one character that the model has."""
     prefix = getattr(backend.model, "continuing_subword_prefix", None) or ""
     suffix = getattr(backend.model, "end_of_word_suffix", None) or ""
     is_by_word = isinstance(backend.model, tokenizers.models.WordPiece | tokenizers.models.WordLevel)
@@ -214,8 +216,8 @@ def _has_letter(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], le
 
 
 def _covers_all(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> bool:
-    """Whether every character comes to a token of its own or a part of one: no run of them is one unknown token, and
-    none is dropped.
+    """Whether every character becomes its own token or a part of one: no run of them is one unknown token, and none is
+    dropped.
     """
     if not isinstance(model, tokenizers.models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False

@@ -1,15 +1,15 @@
-"""Texts and bytes of single tokens, each as it stands in the text of its sequence: for log-probabilities.
+"""Texts and bytes of single tokens in the text of their sequence, for log-probabilities.
 
 A token may be part of a character. The bytes are its own; the text is what the token adds to the text before it, so
-that the last token of a character has the whole character and those before it have "" (as vLLM corrects them). The
-texts of a sequence, put together, are its text, and a token's offset is the length of those before it.
+that the last token of a character has the complete character and the earlier ones have "" (as vLLM corrects them). The
+texts of a sequence, concatenated, are its text, and a token's offset is the length of those before it.
 
     token    <0xF0>  <0x9F>  <0x98>  <0x80>  ▁b
     text     ""      ""      ""      "😀"    " b"
     bytes    F0      9F      98      80      20 62
 
-Of a run of fallback bytes that is no UTF-8 the library makes one U+FFFD a byte, of the valid ones among them too, and
-of others what UTF-8 decoders make. Those that a token completes are in front of its text.
+For a run of fallback bytes that is invalid UTF-8 the library makes one U+FFFD a byte, also for the valid ones in it,
+and for others as UTF-8 decoders do. A token's text begins with those that it completes.
 """
 
 import codecs
@@ -25,15 +25,15 @@ _MAX_BYTE_RUN: Final = 64
 
 
 class TokenText(NamedTuple):
-    """`text` is "" for part of a character, and a special token that is skipped has its name, and no bytes."""
+    """`text` is "" for part of a character; a skipped special token has its name, and no bytes."""
 
     text: str
     own_bytes: bytes
 
 
 class TokenTexts:
-    """Of one sequence, whose context is `prompt_token_ids`. Alternatives of a token are as it is: what they would add
-    in its place.
+    """Token texts of one sequence, whose context is `prompt_token_ids`. An alternative of a token has the text that it
+    would add instead.
     """
 
     __slots__ = ("_is_at_start", "_lead", "_num_given", "_pending", "_run", "_skips_special", "_tokenizer")
@@ -41,15 +41,15 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         self._is_at_start = True
-        self._pending = b""  # of an unfinished character of byte-level tokens
-        self._lead = ""  # text that is not given yet
-        self._run = b""  # fallback bytes that nothing has followed
-        self._num_given = 0  # characters of the run
+        self._pending = b""  # bytes of an unfinished character, of byte-level tokens
+        self._lead = ""  # text not returned yet
+        self._run = b""  # fallback bytes at the end so far
+        self._num_given = 0  # characters of the run that were returned
         self._take_prompt(prompt_token_ids)
 
     def spell(self, positions: Sequence[Sequence[int]], *, is_last: bool) -> list[list[TokenText]]:
-        """Of the next positions: at each the ids of the token that stands there and of its alternatives. `is_last`:
-        nothing follows them.
+        """Texts of the next positions: of each position's token and of its alternatives. `is_last`: nothing follows
+        them.
         """
         rests = self._rests(positions, is_last)
         return [self._spell(ids, *rest) for ids, rest in zip(positions, rests, strict=True)]
@@ -58,7 +58,7 @@ class TokenTexts:
         before = (self._is_at_start, self._pending, self._lead, self._run, self._num_given)
         found, after = [], before
         for number, token_id in enumerate(ids):
-            # What follows is known of the first only.
+            # What follows is known for the sampled token only.
             found.append(self._take(token_id, *((rest, ends) if number == 0 else (b"", False))))
             if number == 0:
                 after = (self._is_at_start, self._pending, self._lead, self._run, self._num_given)
@@ -98,13 +98,13 @@ class TokenTexts:
         return TokenText(lead + text, own)
 
     def _num_missing(self) -> int:
-        """Characters of the run that are not given and, now that it has ended, are no valid ones."""
+        """Number of characters of the run that were not returned and, now that it has ended, are invalid."""
         text, tail = _decoded(self._run)
         return max(len(self._run) - self._num_given, 0) if tail or _REPLACEMENT in text else 0
 
     def _rests(self, positions: Sequence[Sequence[int]], is_last: bool) -> list[tuple[bytes, bool]]:
-        """Of each position the fallback bytes that follow at once, and whether anything but such a byte, or nothing,
-        is known to follow them.
+        """Fallback bytes that directly follow each position, and whether anything but such a byte, or nothing, is known
+        to follow them.
         """
         found: list[tuple[bytes, bool]] = []
         rest, ends = b"", is_last
@@ -118,7 +118,7 @@ class TokenTexts:
         return found
 
     def _take_prompt(self, token_ids: Sequence[int]) -> None:
-        """The end of the prompt: an unfinished character belongs to what follows."""
+        """Read the end of the prompt: an unfinished character belongs to the tokens after it."""
         visible: list[int] = []
         for token_id in reversed(token_ids):
             if len(visible) >= _NUM_CONTEXT_BYTES and not self._tokenizer.is_fallback_byte(visible[-1]):

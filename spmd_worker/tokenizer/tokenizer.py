@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the files of a model folder.
+"""Tokenizer: text to token ids and back, from the files of a model folder.
 
 Ids equal those of transformers' fast tokenizer for the same folder; transformers itself is imported only to convert the
 files of older tokenizers, and nothing in the folder is executed but the chat template, in its sandbox.
@@ -39,18 +39,18 @@ _TEMPLATE_SUFFIX: Final = ".jinja"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
 _MOST_BYTES: Final = 256 * 1024 * 1024
-"""Of tokenizer.json: vocabularies of a million tokens take 64 MiB."""
+"""Maximum size of tokenizer.json: vocabularies of a million tokens take 64 MiB."""
 _MOST_DIGITS: Final = 10
-"""Of a token's id."""
+"""Maximum digits of a token id."""
 
 _REPLACEMENT: Final = "\ufffd"
-"""What an incomplete or invalid UTF-8 sequence decodes to."""
+"""Decoded text of an incomplete or invalid UTF-8 sequence."""
 
 _NUM_CONTEXT_TOKENS: Final = 8
-"""Tokens decoded before new ones. Six do: three bytes to be in step with UTF-8, three of an unfinished character."""
+"""Tokens decoded before new ones. Six suffice: three bytes to synchronise with UTF-8, three of an open character."""
 
 _MAX_HELD_TOKENS: Final = 16
-"""After as many tokens that end in no whole character the bytes are invalid: the window moves on regardless."""
+"""Maximum number of tokens without a complete character: then the bytes are invalid, and the window moves on."""
 
 _MAX_BYTE_RUN: Final = 64
 _MAX_RUN_SHOWN: Final = 256
@@ -58,7 +58,7 @@ _MAX_RUN_SHOWN: Final = 256
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's table: the printable character that stands for each byte."""
+    """GPT-2's table: printable character -> the byte it encodes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return {chr(value if value in printable else next(others)): value for value in range(256)}
@@ -77,7 +77,7 @@ class Tokenizer:
     """The tokenizer of one model folder. Use `open` or `open_if_present`.
 
     tokenizer.json decides which special tokens `encode` adds; `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json are ignored beside it, as transformers 5 ignores them.
+    tokenizer_config.json are then ignored, as transformers 5 ignores them.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Tokenizer:
 
     @staticmethod
     def open(model_folder: Path) -> "Tokenizer":
-        """Read the tokenizer of a model folder. Raises TokenizerError naming the file and what is wrong with it."""
+        """Read the tokenizer of a model folder. Raises TokenizerError naming the file and the fault."""
         try:
             return Tokenizer._open(Path(model_folder))
         except TokenizerError as error:
@@ -145,8 +145,8 @@ class Tokenizer:
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
-        """The tokenizer, or None for a folder without tokenizer.json; of older files, which are converted, also where
-        that fails, with a warning. Raises TokenizerError when tokenizer.json is broken.
+        """The tokenizer, or None for a folder without tokenizer.json; older files are converted, and None with a
+        warning if that fails. Raises TokenizerError when tokenizer.json is broken.
         """
         folder = Path(model_folder)
         if (folder / _TOKENIZER_FILE).is_file():
@@ -164,44 +164,43 @@ class Tokenizer:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether tokenizer.json is of a form that no known model has, so that texts are encoded in a process with
+        """Whether tokenizer.json has components that no known model has, so that texts are encoded in a process with
         limits.
         """
         return isinstance(self._encoder, IsolatedEncoder)
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of the token that begins a sequence, None when the folder names none."""
+        """Id of the token that begins a sequence; None when the folder names none."""
         return self._named_id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a sequence, None when the folder names none. A model may have more of them."""
+        """Id of the token that ends a sequence; None when the folder names none. A model may have more of them."""
         return self._named_id("eos_token")
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """What the folder names: `bos_token`, `eos_token`, `pad_token`, ... -> the token."""
+        """Special tokens by name: `bos_token`, `eos_token`, `pad_token`, ... -> the token."""
         return self._special_tokens
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the folder has a chat template."""
         return bool(self.chat_templates.sources)
 
     @property
     def chat_template_source(self) -> str | None:
-        """The template as the model folder has it; of several that for conversations with tools, None where there is
-        neither one for those nor a default.
+        """The template of the model folder; of several, that for conversations with tools, else the default; None
+        without either.
         """
         sources = self.chat_templates.sources
         return sources.get(TOOL_USE, sources.get(DEFAULT))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair), and its subclass
+        """Token ids of a text. Raises ValueError for text that is not Unicode (a lone surrogate), and its subclass
         TokenizerError where the tokenizer fails on it.
 
-        There is no call for many: the library's own starts a thread per core, which takes the cores from the ranks and
+        There is no batch call: the library's own starts a thread per core, which takes the cores from the ranks and
         makes it print a warning after every later fork.
         """
         if not _is_unicode(text):
@@ -210,20 +209,20 @@ class Tokenizer:
 
     def min_num_tokens(self, text: str) -> int:
         """Lower bound of `len(encode(text, add_special_tokens=False))`, without encoding and at a thousandth of its
-        cost: a text that has more tokens than fit is refused by it. 0 where no bound is known. Raises nothing.
+        cost, to reject texts with too many tokens. 0 if no bound is known. Never raises.
         """
         return self._bound.min_num_tokens(text)
 
     def encode_inside(
         self, first: str, second: str | None = None, max_tokens: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Token ids of a text, or of two that are encoded as a pair, and how many of them are of the first text: those
-        of type 0, which are all where the tokenizer tells the two not apart. None where types come in another order
-        than 0 and then 1.
+        """Token ids of a text, or of two that are encoded as a pair, and the number of ids of the first text: those of
+        type 0, which are all if the tokenizer does not distinguish types. None where types are not all 0 and then all
+        1.
 
-        Of more than `max_tokens` the ends of the texts (their beginnings, with `truncation_side` left) are left out,
-        never special tokens: of a pair, so much that both are of one length, or the shorter is whole. Raises ValueError
-        for text that is not Unicode, and where special tokens alone are more.
+        Beyond `max_tokens` the ends of the texts (their beginnings, with `truncation_side` left) are cut, never special
+        tokens: of a pair, until both have one length, or the shorter is complete. Raises ValueError for text that is
+        not Unicode, and where special tokens alone are more.
         """
         texts = [first] if second is None else [first, second]
         if not all(map(_is_unicode, texts)):
@@ -231,18 +230,18 @@ class Tokenizer:
         return self._encoder.encode_inside(first, second, max_tokens, self._truncation_side)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD. Raises
+        """Text of token ids. Ids without a token (a model's padding) add no text, invalid UTF-8 becomes U+FFFD. Raises
         TokenizerError where the tokenizer fails on them.
         """
         with library_errors("the ids cannot be decoded"):
             return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it, None where there is no such id."""
+        """A token as the vocabulary writes it; None for an invalid id."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it, None where there is none."""
+        """Id of a token as the vocabulary writes it; None for an unknown token."""
         return self._backend.token_to_id(token)
 
     def vocabulary(self) -> dict[str, int]:
@@ -259,7 +258,7 @@ class Tokenizer:
         return text
 
     def _anchor(self) -> tuple[tuple[int, ...], str]:
-        """The first token that is a letter or word, and its text: behind it others have their leading space."""
+        """The first token that is a letter or word, and its text: after it other tokens have their leading space."""
         if self._found_anchor is None:
             ids = range(self.vocab_size)
             texts = ((i, self.decode([i])) for i in ids)
@@ -275,16 +274,16 @@ class Tokenizer:
         chat_template: str | None = None,
         content_format: str | None = "auto",
     ) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`. `chat_template` is the name of
-        one of the folder's, or another's text; else the folder's is taken, the one for tools where `variables` has
-        some. `content_format` as in `ChatTemplate.render`. Raises ChatTemplateError.
+        """Prompt text of a conversation; encode it with `add_special_tokens=False`. `chat_template` is the name of one
+        of the folder's, or the text of another; by default it is the folder's, the one for tools if `variables` has
+        tools. `content_format` as in `ChatTemplate.render`. Raises ChatTemplateError.
         """
         has_tools = variables is not None and variables.get("tools") is not None
         template = self.chat_templates.template(chat_template, has_tools=has_tools)
         return template.render(messages, add_generation_prompt, variables, content_format)
 
     def to_json(self) -> str:
-        """As tokenizer.json has it, with what the other files of the folder add to its vocabulary."""
+        """Contents of tokenizer.json, with the tokens that the folder's other files add to its vocabulary."""
         return str(self._backend.to_str())
 
     def fingerprint(self) -> str:
@@ -292,35 +291,37 @@ class Tokenizer:
         return self._fingerprint
 
     def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether decoding takes notice of a token: it exists, and is not a special token that is skipped."""
+        """Whether decoding uses a token: it exists, and is not a special token that is skipped."""
         if token_id in self._special_ids:
             return not skip_special_tokens
         return self._backend.id_to_token(token_id) is not None
 
     def marker_id(self, text: str) -> int | None:
-        """The id of an added token, special or not, that is this text; None where there is none."""
+        """Id of an added token, special or not, that is this text; None if there is none."""
         return self._added_ids.get(text)
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
-        """Those of the texts that are special tokens, which decoding leaves out where such are skipped -> their ids."""
+        """Those of the texts that are special tokens, which decoding omits where it skips those -> their ids."""
         return {text: i for text in texts if (i := self._added_ids.get(text)) in self._special_ids and i is not None}
 
     def is_fallback_byte(self, token_id: int) -> bool:
-        """Whether a token stands for one byte (`<0x0A>`) that only its neighbours make a character of."""
+        """Whether a token is one byte (`<0x0A>`), which needs its neighbours to make a character."""
         token = self._backend.id_to_token(token_id) if self._has_byte_fallback else None
         return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
     def byte_of(self, token_id: int) -> bytes:
-        """The byte of a token of which `is_fallback_byte` holds."""
+        """The byte of a token for which `is_fallback_byte` holds."""
         return bytes([int(str(self._backend.id_to_token(token_id))[3:5], 16)])
 
     def level_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token of a byte-level tokenizer, which need not be whole characters; None of another's."""
+        """Bytes of a token of a byte-level tokenizer, which need not be complete characters; None for another
+        tokenizer's.
+        """
         token = self._backend.id_to_token(token_id) if self._is_byte_level else None
         if token is None:
             return None
         found = [_BYTES.get(character) for character in token]
-        # As the library: an added token may have characters that stand for no byte.
+        # As in the library: an added token may have characters that encode no byte.
         return token.encode() if None in found else bytes(each for each in found if each is not None)
 
     def _named_id(self, name: str) -> int | None:
@@ -330,16 +331,16 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Decodes one sequence as its tokens appear, and never gives out part of a character.
+    """Decodes one sequence as its tokens appear, and never returns part of a character.
 
-    What `append` and `flush` return, put together, is `decode(context + output)` behind the text of the context, where
-    the context is the end of the prompt. An unfinished character at the end of the prompt belongs to the output. With
-    `skip_special_tokens` special tokens leave no trace, as in `decode`, but those of `kept_ids`.
+    The results of `append` and `flush`, concatenated, are the text of `decode(context + output)` after that of the
+    context, where the context is the end of the prompt. An unfinished character at the end of the prompt belongs to the
+    output. With `skip_special_tokens` special tokens leave no trace, as in `decode`, except those of `kept_ids`.
 
     A window of a few tokens is decoded each time: its beginning gives the context that leading spaces and cleaning-up
     depend on (the idea of text-generation-inference and vLLM). Two kinds of text are held back: a last character that
-    is U+FFFD, which more bytes may complete, and the whole of a run of fallback bytes (SentencePiece), because one
-    invalid byte at its end changes how all of it decodes. Work per token is constant over a sequence.
+    is U+FFFD, which more bytes may complete, and an entire run of fallback bytes (SentencePiece), because one invalid
+    byte at its end changes how all of it decodes. Work per token is constant over a sequence.
     """
 
     __slots__ = (
@@ -366,7 +367,7 @@ class IncrementalDecoder:
         assert not self._is_flushed
         visible = self._visible(token_ids)
         pieces = []
-        # Token by token, so that how tokens are grouped into calls never shows in the text.
+        # Token by token, so that the text does not depend on how tokens are grouped into calls.
         for token_id in visible:
             self._window.append(token_id)
             if not self._tokenizer.is_fallback_byte(token_id):
@@ -374,8 +375,8 @@ class IncrementalDecoder:
         return "".join(pieces)
 
     def held(self) -> str:
-        """What is held back, as it decodes now; "" while that is no valid text, and of a run that is longer than any
-        text that is looked for.
+        """The held-back text, as it decodes now; "" while that is invalid, and for a run longer than any text that is
+        searched for.
         """
         num_held = len(self._window) - self._num_tokens_read
         if not 0 < num_held <= _MAX_RUN_SHOWN:
@@ -384,13 +385,13 @@ class IncrementalDecoder:
         return "" if _REPLACEMENT in text else text
 
     def flush(self) -> str:
-        """The rest of the text, once, when no more tokens come: what was held back is given as it decodes."""
+        """The rest of the text, once, when no more tokens come: held-back tokens as they decode."""
         assert not self._is_flushed
         self._is_flushed = True
         return self._decode(self._window)[self._num_characters_given :]
 
     def finish(self, token_ids: Iterable[int]) -> str:
-        """`append` and `flush` in one, for a sequence whose tokens are all there: decodes once."""
+        """`append` and `flush` in one, for a complete sequence: decodes once."""
         assert not self._is_flushed
         self._window += self._visible(token_ids)
         return self.flush()
@@ -415,12 +416,12 @@ class IncrementalDecoder:
         self._num_characters_given = len(self._decode(self._window)) - num_held
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        # Invisible tokens are gone already; special ones that are left are wanted.
+        # Invisible tokens are removed already; the remaining special ones are wanted.
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _prompt_context(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The last visible tokens of a prompt, from a place where no run of fallback bytes is cut."""
+    """The last visible tokens of a prompt, from an index where no run of fallback bytes is cut."""
     context: list[int] = []
     for token_id in reversed(token_ids):
         is_enough = len(context) >= _NUM_CONTEXT_TOKENS
@@ -433,13 +434,13 @@ def _prompt_context(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special
 
 
 def num_unfinished(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> int:
-    """Characters at the end of a prompt's text that are of an unfinished one, which belongs to the output."""
+    """Number of characters at the end of a prompt's text that are of an unfinished one, which belongs to the output."""
     context = _prompt_context(tokenizer, prompt_token_ids, skip_special_tokens)
     return len(tokenizer.decode(context, skip_special_tokens=False)) - _prompt_length(tokenizer, context)
 
 
 def _prompt_length(tokenizer: Tokenizer, context: Sequence[int]) -> int:
-    """Characters of the context that belong to the prompt: all but an unfinished one at the end."""
+    """Number of characters of the context that belong to the prompt: all but an unfinished one at the end."""
     text = tokenizer.decode(context, skip_special_tokens=False)
     if not text.endswith(_REPLACEMENT):
         return len(text)
@@ -458,7 +459,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """None where there is no file."""
+    """Contents of a file; None if it does not exist."""
     try:
         most = _MOST_BYTES if path.name == _TOKENIZER_FILE else files.CONFIG_BYTES
         return files.read_regular_file(path, most) if path.is_file() else None
@@ -467,7 +468,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _class_normalizer(folder: Path, form: TokenizerForm, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The one that transformers puts in the place of tokenizer.json's, which says something else; None for none."""
+    """The normalizer with which transformers replaces that of tokenizer.json, if it differs; else None."""
     if not has_bert_normalizer(form.values):
         return None
     model = _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE))
@@ -492,7 +493,7 @@ def _class_normalizer(folder: Path, form: TokenizerForm, config: Mapping[str, An
 def _open_library(
     path: Path, text: str, form: TokenizerForm, added: Sequence[Mapping[str, Any]]
 ) -> tuple[tokenizers.Tokenizer, TextEncoder]:
-    """The vocabulary and decoder, in this process, and what encodes. Raises TokenizerError."""
+    """The vocabulary and decoder, in this process, and the encoder. Raises TokenizerError."""
     try:
         if form.is_known:
             backend = opened(text, added)
@@ -512,7 +513,7 @@ def _open_library(
 
 
 def _json_object(path: Path, content: bytes | None) -> dict[str, Any]:
-    """The object in a file, {} when there is no file."""
+    """The object in a file; {} if it does not exist."""
     if content is None:
         return {}
     try:
@@ -535,8 +536,8 @@ def _token_content(value: Any) -> str | None:
 def _added_tokens(
     values: Mapping[str, Any], config: Mapping[str, Any], named: Mapping[str, str], path: Path
 ) -> list[dict[str, Any]]:
-    """The tokens that the configuration, `path`, names and tokenizer.json does not, which are added as transformers
-    adds them: the arguments of `AddedToken`. Raises TokenizerError.
+    """Tokens that the configuration, `path`, names and tokenizer.json does not, which are added as transformers adds
+    them: the arguments of `AddedToken`. Raises TokenizerError.
     """
     tokens: dict[str, dict[str, Any]] = {}
     for token in _listed_tokens(config):
@@ -545,7 +546,7 @@ def _added_tokens(
     extra = config.get(key) or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
     if not isinstance(extra, list):
-        # A text is a sequence too: each of its letters would be a token.
+        # A string is a sequence too: each of its letters would be a token.
         raise TokenizerError(f"{path}: {key}={str(extra)[:80]!r} must be a list of tokens, or an object of them")
     for content in (*named.values(), *(_token_content(value) for value in extra)):
         if content is not None:
@@ -557,7 +558,7 @@ def _added_tokens(
 
 
 def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tokens of `added_tokens_decoder`, in order of their ids."""
+    """Tokens of `added_tokens_decoder`, in order of their ids."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
@@ -571,7 +572,7 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _more_templates(folder: Path) -> list[str]:
-    """The names of the files of further templates."""
+    """File names of additional templates."""
     try:
         paths = sorted((folder / _MORE_TEMPLATES).glob(f"*{_TEMPLATE_SUFFIX}"))
     except OSError as error:
@@ -585,13 +586,13 @@ def _more_templates(folder: Path) -> list[str]:
 def _chat_template_sources(
     folder: Path, contents: Mapping[str, bytes | None], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Name -> text. Files of their own go before the configuration, as transformers has it."""
+    """Name -> text. Separate files take precedence over the configuration, as in transformers."""
     sources = {}
     for name, content in contents.items():
         if name.endswith(_TEMPLATE_SUFFIX) and content is not None:
             key = DEFAULT if name == _TEMPLATE_FILE else Path(name).name.removesuffix(_TEMPLATE_SUFFIX)
             try:
-                # With the line ends that reading as text gives.
+                # With the line ends of reading as text.
                 sources[key] = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
             except UnicodeDecodeError as error:
                 raise TokenizerError(f"{folder / name} cannot be read: {error}") from None
