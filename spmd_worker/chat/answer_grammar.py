@@ -1,5 +1,5 @@
-"""What a chat body asks of its answer as a form that the sampler keeps to: the model's own call syntax around each
-function's schema, reasoning before it where the model reasons.
+"""Compiles a chat request into a grammar for the sampler: the model's call syntax around each function's schema,
+preceded by reasoning if the model reasons.
 
 Grammars are in llguidance's Lark, with schemas as `%json`. A marker that is one token of the model is that token.
 """
@@ -24,14 +24,14 @@ _SPACES: Final = {"whitespace_pattern": DEFAULT_WHITESPACE}
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """Writes the grammars of one model. `token_id` gives the id of a token that the vocabulary has under this text."""
+    """Writes the grammars of one model. `token_id` returns the id of the token with this text in the vocabulary."""
 
     format: ChatFormat
     token_id: Callable[[str], int | None]
 
     def form(self, request: ChatRequest, prompt: str) -> StructuredOutputsParams | None:
-        """The form of the answers to a prompt; None where they are free. Raises MessageProblem where nobody knows how
-        the model writes calls, and ValueError for what is too long.
+        """Grammar of the answers to a prompt; None if they are unconstrained. Raises MessageProblem if the model's call
+        format is unknown, and ValueError for a grammar that is too long.
         """
         if request.must_call and self.format.tool_calls == NONE:
             raise MessageProblem(
@@ -48,7 +48,7 @@ class AnswerGrammar:
         rules = [f"start: {reasoning}answer"]
         answers = []
         if has_calls and not request.must_call and self.format.tool_calls == "llama3_json":
-            # Calls that begin as the JSON beside them does need a mark of their own.
+            # Calls that begin like JSON content need a marker of their own.
             has_calls = self.token_id(PYTHON_TAG) is not None
         if has_calls:
             answers.append("calls")
@@ -60,8 +60,8 @@ class AnswerGrammar:
         return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
 
     def after_reasoning(self, form: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
-        """A form that the row itself gives, as that of the content: behind reasoning where the model reasons. Raises
-        ValueError for what is too long.
+        """A row's own grammar, applied to the content: after reasoning if the model reasons. Raises ValueError for a
+        grammar that is too long.
         """
         reasoning = self._reasoning(prompt)
         if form.around is not None or (not reasoning and not self.format.is_harmony):
@@ -70,8 +70,8 @@ class AnswerGrammar:
         return replace(form, around="\n".join(rules) + "\n")
 
     def _reasoning(self, prompt: str) -> str:
-        """What stands before the answer: `reasoning`, which the model may leave out, or `reasons`, which the prompt's
-        end has opened; nothing where the prompt's end says that there is none.
+        """Rule before the answer: `reasoning`, which the model may leave out, `reasons`, which the prompt's end has
+        opened, or nothing if the prompt's end closes it.
         """
         if self.format.is_harmony:
             return "reasoning? "
@@ -90,7 +90,7 @@ class AnswerGrammar:
             return []
         begin, end = markers
         if self.token_id(end) is None:
-            # Ordinary text: as little of it as there is before the marker.
+            # Ordinary text: the shortest before the marker.
             body = [f"reasons: thought {_GAP}", f"thought[suffix={_quoted(end)}]: {_ANY_TEXT}"]
         else:
             body = [f"reasons: TEXT {self._mark(end)} {_GAP}", f"TEXT: {_text_without(end)}"]
@@ -103,7 +103,7 @@ class AnswerGrammar:
         return f'{self._mark("<|channel|>")} "final" {kind} {self._mark("<|message|>")} '
 
     def _call_rules(self, request: ChatRequest) -> list[str]:
-        """`calls` and what it needs: each function's arguments are a rule of their own."""
+        """`calls` and the rules it needs: one for each function's arguments."""
         functions = request.functions
         rules = [f"arguments_{number}: {_schema(schema)}" for number, schema in enumerate(functions.values())]
         one = [self._one_call(name, f"arguments_{number}") for number, name in enumerate(functions)]
@@ -121,7 +121,9 @@ class AnswerGrammar:
         return f'{head} {arguments} "}}"'
 
     def _calls(self, *, is_parallel: bool, is_alone: bool) -> str:
-        """Several where the format has them: harmony and Llama 3 write one. `is_alone`: an answer is nothing else."""
+        """Several calls if the format has them: harmony and Llama 3 write one. `is_alone`: an answer is nothing
+        else.
+        """
         kind = self.format.tool_calls
         if kind == "harmony":
             return f'{self._mark("<|channel|>")} "commentary to=functions." call'
@@ -146,7 +148,7 @@ class AnswerGrammar:
 
 
 def json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """The form of a text that is JSON and nothing else. Raises ValueError for what is too long."""
+    """Grammar of a text that is JSON and nothing else. Raises ValueError for one that is too long."""
     if schema is ANY_OBJECT:
         return StructuredOutputsParams(json_object=True)
     return StructuredOutputsParams(json=json.dumps(schema, ensure_ascii=False))
@@ -159,7 +161,7 @@ def _schema(schema: Mapping[str, Any]) -> str:
 
 
 def _text_without(*markers: str) -> str:
-    """Any text in which no marker is spelled with other tokens: readers would take it for the marker."""
+    """Any text without a marker in ordinary tokens: readers would mistake it for the marker."""
     excluded = "|".join(re.escape(marker).replace("/", "\\/") for marker in markers)
     return f"{_ANY_TEXT} & ~/(.|\\n)*({excluded})(.|\\n)*/"
 

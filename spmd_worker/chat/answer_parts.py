@@ -1,9 +1,8 @@
-"""The parts of an answer's text, content and tool calls, and what the readers of all formats share.
+"""Parts of an answer's text, content and tool calls, and the code that the parsers of all formats share.
 
-A text comes in pieces, or whole in one. A reader is given each piece once and returns the parts that have become
-certain, which stay as they are however the text goes on: what it keeps is where it is, and what it has not decided, so
-that a long answer costs what its characters cost, however it is cut. No text makes a reader raise: what is no call is
-content, as it is.
+A text comes in pieces, or complete in one. A parser gets each piece once and returns the parts that have become
+certain, which stay the same however the text goes on. It keeps its state and its undecided text, so that an answer's
+cost is linear in its length, however it is cut. No text makes a parser raise: an invalid call is content, unchanged.
 """
 
 import json
@@ -15,7 +14,7 @@ from typing import Final, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is a JSON object, in the model's own words."""
+    """`arguments` is a JSON object, as the model wrote it."""
 
     name: str
     arguments: str
@@ -25,11 +24,11 @@ Part = str | ToolCall
 
 
 class CallReader(Protocol):
-    """Of one answer."""
+    """Parser of one answer's tool calls."""
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """The parts that have become certain with the next piece of the text; content may be cut anywhere. `is_end`: it
-        is the last.
+        """The parts that have become certain with the next piece of the text; content may be cut anywhere. `is_end`:
+        the last piece.
         """
 
 
@@ -40,13 +39,13 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-# Numbers stay text: nothing is computed of them, and their digits may be many.
+# Numbers stay text: they are not computed with, and may have many digits.
 _DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
 
 
 def object_members(text: str, at: int = 0) -> tuple[dict[str, str], int] | None:
-    """The members of the JSON object that begins at `at`, each with its value's own text, and where it ends. None where
-    there is none.
+    """Members of the JSON object that begins at `at`, each with its value's own text, and the object's end. None if it
+    is invalid.
     """
     try:
         if text[at : at + 1] != "{":
@@ -74,7 +73,7 @@ def object_members(text: str, at: int = 0) -> tuple[dict[str, str], int] | None:
 
 
 def object_text(text: str) -> str | None:
-    """The JSON object that `text` is, without what is around it; one in a string too. None where it is none."""
+    """The JSON object that is all of `text`, without surrounding spaces; one in a string too. None if it is invalid."""
     stripped = text.strip(_MARGIN)
     if stripped.startswith('"'):
         try:
@@ -87,9 +86,9 @@ def object_text(text: str) -> str | None:
 
 
 def call_at(text: str, at: int = 0, *, needs_arguments: bool = False) -> tuple[ToolCall, int] | None:
-    """The call that is written as an object with `name` and `arguments` (or `parameters`) at `at`, and where it ends.
+    """The call written as an object with `name` and `arguments` (or `parameters`) at `at`, and its end.
 
-    Without either of the two the call has no arguments, or is none (`needs_arguments`).
+    Without either of the two the call has no arguments, or is invalid (`needs_arguments`).
     """
     found = object_members(text, at)
     if found is None:
@@ -102,20 +101,20 @@ def call_at(text: str, at: int = 0, *, needs_arguments: bool = False) -> tuple[T
 
 
 def after_margin(text: str, at: int) -> int:
-    """The first place from `at` where there is no space."""
+    """Index of the first non-space from `at`."""
     while at < len(text) and text[at] in _MARGIN:
         at += 1
     return at
 
 
 def num_held(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """Number of characters at the end of `text` that may be the beginning of `marker`."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 class UpTo:
-    """Keeps a text up to the first of a marker: a match of `marker`, which `most` characters at most decide."""
+    """Buffers a text up to the first marker: a match of `marker`, decided by at most `most` characters."""
 
     def __init__(self, marker: re.Pattern[str], most: int) -> None:
         self._marker, self._num_kept = marker, most - 1
@@ -124,12 +123,12 @@ class UpTo:
 
     @property
     def text(self) -> str:
-        """All that was read, while no marker was."""
+        """All text read before the marker was found."""
         return "".join(self._pieces)
 
     def read(self, text: str) -> tuple[str, str, str] | None:
-        """What is before the marker, the marker, and what is behind it; None while there is none. Each character is
-        looked at once, but for the few that may begin a marker.
+        """The text before the marker, the marker, and the text after it; None while there is none. Each character is
+        scanned once, except the few that may begin a marker.
         """
         window = self._tail + text
         self._pieces.append(text)
@@ -143,8 +142,8 @@ class UpTo:
 
 
 class _JsonMarkers:
-    """Finds markers in JSON that comes in pieces, and tells those in strings from others. `marker` matches `markers`.
-    Each character is looked at once, but for the few that may begin a marker, or an escape.
+    """Finds markers in JSON that comes in pieces, and distinguishes those in strings. `marker` matches `markers`. Each
+    character is scanned once, except the few that may begin a marker, or an escape.
     """
 
     def __init__(self, marker: re.Pattern[str], markers: Iterable[str]) -> None:
@@ -156,8 +155,8 @@ class _JsonMarkers:
         """Characters of the text in which all markers were found."""
 
     def read(self, text: str, *, is_end: bool) -> Iterator[tuple[str, int, int]]:
-        """`inside` or `outside` a string, and where in the text a marker is; or `no json`, once, and where that shows:
-        from there on strings are none.
+        """`inside` or `outside` a string, and a marker's range in the text; or `no json`, once, and the index that
+        shows it: from there on nothing is a string.
         """
         window, start = self._window + text, self.num_read
         limit = len(window) - (0 if is_end else max(num_held(window, each) for each in self._may_begin))
@@ -172,7 +171,7 @@ class _JsonMarkers:
             elif kind == "illegal":
                 self._place, at = _NO_JSON, found.start()
                 yield "no json", start + at, start + at
-        # The last match may be an escape that goes beyond the limit.
+        # The last match may be an escape that extends past the limit.
         self._window = window[max(at, limit) :]
         self.num_read = start + max(at, limit)
 
@@ -183,13 +182,13 @@ _PLACES: Final = (
     r'(?P<escape>\\["\\/bfnrtu])|(?P<quote>")|(?P<illegal>[\x00-\x1f\\])',
     r"(?!)",
 )
-"""Beside markers, what changes the place, by the place: between strings, in one, and where the text is no JSON."""
+"""Patterns per state, which find markers and state changes: between strings, in a string, and in invalid JSON."""
 
 
 class CallText:
-    """Keeps the JSON of a call up to the marker behind it: the first that is in none of its strings, or the first of
-    all where the text shows before that it is no JSON. `marker` matches `markers`; `parse` gives the call that a whole
-    text is.
+    """Buffers the JSON of a call up to the marker after it: the first outside its strings, or the first of all if the
+    text before it turns out to be invalid JSON. `marker` matches `markers`; `parse` returns the call of a complete
+    text.
     """
 
     def __init__(
@@ -198,11 +197,11 @@ class CallText:
         self._found, self._parse = _JsonMarkers(marker, markers), parse
         self._pieces: list[str] = []
         self._first: tuple[int, int] | None = None
-        """Where the first marker is, if that was in a string."""
+        """Range of the first marker, if that was in a string."""
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, str, str, ToolCall | None] | None:
-        """What is before the marker, the marker, what is behind it, and the call; None while there is no marker. The
-        end of the text may stand for it.
+        """The text before the marker, the marker, the text after it, and the call; None while there is no marker. The
+        end of the text counts as one.
         """
         self._pieces.append(text)
         for kind, start, end in self._found.read(text, is_end=is_end):
@@ -224,7 +223,7 @@ class CallText:
 
 
 class PassOnJson:
-    """As `PassOn`, of JSON: a marker in one of its strings is text."""
+    """`PassOn` for JSON: a marker in one of its strings is text."""
 
     def __init__(self, marker: re.Pattern[str], *markers: str) -> None:
         self._found = _JsonMarkers(marker, markers)
@@ -232,7 +231,6 @@ class PassOnJson:
         self._num_given = 0
 
     def read(self, text: str, *, is_end: bool = False) -> tuple[str, str | None]:
-        """See `PassOn.read`."""
         window, given = self._held + text, self._num_given
         for kind, start, end in self._found.read(text, is_end=is_end):
             if kind == "outside":
@@ -243,14 +241,16 @@ class PassOnJson:
 
 
 class PassOn:
-    """Passes a text on up to the first of some markers, and holds back what may become one. `marker` matches them."""
+    """Passes a text on up to the first of some markers, and holds back a possible beginning of one. `marker` matches
+    them.
+    """
 
     def __init__(self, marker: re.Pattern[str], *markers: str) -> None:
         self._marker, self._markers = marker, markers
         self._held = ""
 
     def read(self, text: str, *, is_end: bool = False) -> tuple[str, str | None]:
-        """What is certain before a marker, and what is behind it; None while there is none."""
+        """The certain text before a marker, and the text after it; None while there is none."""
         window = self._held + text
         found = self._marker.search(window)
         if found is not None:
@@ -262,7 +262,7 @@ class PassOn:
 
 
 class Stripped:
-    """Passes a text on without the spaces around it; with those before it where it `keeps_beginning`."""
+    """Passes a text on without the spaces around it; `keeps_beginning`: with the leading ones."""
 
     def __init__(self, *, keeps_beginning: bool = False) -> None:
         self._has_begun = keeps_beginning
@@ -270,11 +270,11 @@ class Stripped:
 
     @property
     def spaces(self) -> str:
-        """Behind what was passed on, so far."""
+        """Spaces after the text passed on so far."""
         return "".join(self._spaces)
 
     def read(self, text: str) -> str:
-        """What is certain with the next piece."""
+        """The text that is certain with the next piece."""
         text = text if self._has_begun else text.lstrip()
         kept = text.rstrip()
         self._has_begun = self._has_begun or bool(kept)
@@ -287,7 +287,7 @@ class Stripped:
 
 
 class Content:
-    """What is beside the calls of an answer, without the spaces around them. Without a call all of it, as it is."""
+    """Content between the calls of an answer, without the spaces around them. Without a call all of it, unchanged."""
 
     def __init__(self) -> None:
         self._piece = Stripped(keeps_beginning=True)
@@ -304,7 +304,7 @@ class Content:
                 calls.append(part)
                 self._piece, self._is_behind_call = Stripped(), True
             elif text := self._piece.read(part):
-                # What is between two calls is a line of its own.
+                # Content between two calls is a line of its own.
                 found += ["\n", text] if self._is_behind_call and self._has_text else [text]
                 self._has_text, self._is_behind_call = True, False
         if is_end:
@@ -313,7 +313,7 @@ class Content:
 
 
 def _string(value: str) -> str:
-    """The text that a JSON string holds; "" for another value."""
+    """The value of a JSON string; "" for another value."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

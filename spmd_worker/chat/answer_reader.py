@@ -1,7 +1,7 @@
-"""A chat answer's tokens -> its message: reasoning, content, tool calls.
+"""Parses a chat answer's tokens into its message: reasoning, content, tool calls.
 
-Text is what decoding gives, with the special tokens in it by which the model's format marks its parts, which decoding
-leaves out. An answer that is streamed is read as it comes, each of its characters once, and a whole one in one piece.
+The text is the decoded one plus the special tokens that mark parts in the model's format, which decoding omits. A
+streamed answer is parsed as it comes, each of its characters once, and a complete one in one piece.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What an answer's text, or a piece of it, comes to. `content` is "" where there is none."""
+    """Parsed text of an answer, or of a piece of it. `content` may be ""."""
 
     content: str
     reasoning: str = ""
@@ -30,8 +30,8 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """How the answers of one request are read. `request` None asks for no tools; `starts_in_reasoning`: the prompt's
-    end has opened it. Without a tokenizer texts are as they are given.
+    """Parser settings for the answers of one request. `request` None has no tools; `starts_in_reasoning`: the prompt's
+    end has opened it. Without a tokenizer texts are used as given.
     """
 
     format: ChatFormat
@@ -46,29 +46,29 @@ class AnswerReader:
 
     @property
     def is_named(self) -> bool:
-        """Whether the function that is called was named: its calls end as answers do, with `stop`."""
+        """Whether `tool_choice` names the function: its calls end like other answers, with `stop`."""
         return self.request is not None and self.request.name is not None
 
     def marked_text(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> "MarkedText":
-        """For one answer to this prompt."""
+        """Text with markers of one answer to this prompt."""
         return MarkedText(self.tokenizer, self.format.markers, prompt_token_ids, sampling)
 
     def read(self, text: str) -> ChatAnswer:
-        """Of a whole text."""
+        """Parse a complete text."""
         return self.stream().read(text, is_end=True)
 
     def stream(self) -> "AnswerStream":
-        """For one answer whose text comes in pieces."""
+        """Parser of one answer whose text comes in pieces."""
         return AnswerStream(self)
 
     @property
     def wants_calls(self) -> bool:
-        """Whether calls are looked for."""
+        """Whether the answer is searched for calls."""
         return self.request is not None and self.request.wants_calls and self.format.tool_calls != NONE
 
 
 class AnswerStream:
-    """One answer: what comes of each piece of its text."""
+    """Parser of one answer, piece by piece."""
 
     def __init__(self, reader: AnswerReader) -> None:
         request, markers = reader.request, REASONING_MARKERS.get(reader.format.reasoning)
@@ -87,7 +87,7 @@ class AnswerStream:
         self.num_calls = 0
 
     def read(self, text: str, *, is_end: bool) -> ChatAnswer:
-        """What has become certain with the next piece, which is the last one where `is_end`."""
+        """The parts that have become certain with the next piece; `is_end`: the last one."""
         reasoning, parts = self._parts(text, is_end=is_end)
         content, calls = self._content.read(parts, is_end=is_end)
         kept = calls if self._is_parallel else calls[: max(1 - self.num_calls, 0)]
@@ -104,8 +104,8 @@ class AnswerStream:
 
 
 class MarkedText:
-    """The text of one completion of a request with this prompt, as it goes on, with the special tokens that are among
-    `markers`: every output of the completion is given once.
+    """Text of one completion of a request with this prompt, as it grows, with the special tokens that are among
+    `markers`: every output of the completion is passed once.
     """
 
     def __init__(
@@ -116,19 +116,19 @@ class MarkedText:
         sampling: SamplingParams,
     ) -> None:
         self._sampling = sampling
-        # Others are in the text as it is.
+        # The text has all others already.
         kept = {} if tokenizer is None or not sampling.skip_special_tokens else tokenizer.special_ids(markers)
         self._markers = {token_id: text for text, token_id in kept.items()}
         self._decoder: IncrementalDecoder | None = None
         if tokenizer is not None and kept:
             self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids, True, tuple(kept.values()))
         self._num_tokens = self._num_characters = 0
-        # What a stop string may still take back.
+        # Text that a stop string may still remove.
         self._held: list[_Piece] = []
         self._has_ended = False
 
     def read(self, completion: CompletionOutput) -> str:
-        """What is new in the completion with all of its tokens so far."""
+        """The new text of the completion, given all of its tokens so far."""
         if self._has_ended:
             return ""
         self._has_ended = completion.finished()
@@ -144,8 +144,8 @@ class MarkedText:
         return "".join([piece.text for piece in pieces])
 
     def _pieces(self, decoder: IncrementalDecoder, token_ids: Sequence[int]) -> list["_Piece"]:
-        """What is new. A marker is one by its token: a model may spell the same text with other tokens, and then it is
-        text like any other.
+        """The new pieces. A marker is identified by its token: a model may write the same text with other tokens, and
+        then it is ordinary text.
         """
         pieces = []
         for token_id in token_ids:
@@ -157,30 +157,28 @@ class MarkedText:
         return pieces
 
     def _shown(self, pieces: list["_Piece"], num_characters: int) -> str:
-        """So much more of the text that `num_characters` of it are in no marker: a stop string ends it, or may."""
+        """Text up to `num_characters` outside markers: a stop string ends it, or may."""
         given, count, self._held = _cut([*self._held, *pieces], num_characters - self._num_characters)
         self._num_characters += count
         return given
 
 
 class _Piece(NamedTuple):
-    """Of an answer's text."""
+    """A piece of an answer's text."""
 
     text: str
     is_marker: bool
 
 
 def _shown_ids(completion: CompletionOutput, sampling: SamplingParams) -> list[int]:
-    """Without the token that ended it, as in its text."""
+    """Token ids without the one that ended it, as in its text."""
     ends_by_id = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
     is_hidden = ends_by_id and not sampling.include_stop_str_in_output
     return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
 def _cut(pieces: list[_Piece], length: int) -> tuple[str, int, list[_Piece]]:
-    """So much of a text that `length` characters of it, if it has so many, are in no marker; how many they are; and the
-    rest.
-    """
+    """The text up to `length` characters outside markers, if it has as many; their number; and the remaining pieces."""
     given, count = "", 0
     for index, (text, is_marker) in enumerate(pieces):
         if not is_marker and len(text) > length - count:

@@ -1,6 +1,6 @@
-"""Tool calls in the text of an answer: the formats of Hermes and Qwen, Llama 3 and Mistral.
+"""Tool-call parsers for the formats of Hermes and Qwen, Llama 3 and Mistral.
 
-Read from published chat templates and model cards; each reader is a `CallReader` of `answer_parts.py`.
+The formats are from published chat templates and model cards; each parser is a `CallReader` of `answer_parts.py`.
 """
 
 import re
@@ -25,21 +25,21 @@ _OPEN_MARKER, _CLOSE_MARKER = re.compile(_OPEN), re.compile(_CLOSE)
 _MISTRAL_CALLS: Final = "[TOOL_CALLS]"
 _MISTRAL_MARKER: Final = re.compile(re.escape(_MISTRAL_CALLS))
 _MISTRAL_HEAD: Final = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\[{]*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
-"""name, a call id perhaps, and what stands before the arguments. Possessive, or spaces that nothing follows cost their
-number squared."""
+"""Name, optional call id, and the text before the arguments. Possessive, or trailing spaces would cost quadratic
+time.
+"""
 
 
 class NoCalls:
-    """All is content."""
+    """Parser without tool calls: all is content."""
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """See `CallReader`."""
         return [text]
 
 
 class HermesCalls:
-    """An object with `name` and `arguments` between <tool_call> and </tool_call>, which the end of the text may stand
-    for; any number of them, anywhere.
+    """An object with `name` and `arguments` between <tool_call> and </tool_call>, or the end of the text; any number of
+    them, anywhere.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,6 @@ class HermesCalls:
         self._call: CallText | None = None
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """See `CallReader`."""
         parts: list[Part] = []
         while True:
             if self._call is None:
@@ -65,22 +64,22 @@ class HermesCalls:
 
 
 class Llama3Calls:
-    """The whole text is one object with `name` and `parameters`, or several with `;` between them, behind
-    <|python_tag|>, which may be left out where answers are not in JSON anyway. An object that names none of the
-    request's functions is no call.
+    """The entire text is one object with `name` and `parameters`, or several separated by `;`, after <|python_tag|>,
+    which is optional where answers are not in JSON anyway. An object whose name is no function of the request is no
+    call.
     """
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
         needs_tag = request.schema is not None and not request.must_call
         self._beginnings = (PYTHON_TAG,) if needs_tag else (PYTHON_TAG, "{")
-        # What the text begins with, without spaces, until that says what it may be.
+        # Beginning of the text, without leading spaces, until it is known whether it may be a call.
         self._head = ""
         self._may_be_call: bool | None = None
         self._pieces: list[str] = []
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """See `CallReader`. Calls are certain with the end of the text."""
+        """Implements `CallReader.read`. Calls are certain at the end of the text."""
         if self._may_be_call is None:
             self._head = self._head + text if self._head else text.lstrip()
             if self._head.startswith(self._beginnings):
@@ -113,7 +112,7 @@ class Llama3Calls:
 
 class MistralCalls:
     """[TOOL_CALLS] and a list of objects with `name` and `arguments`, or for each call [TOOL_CALLS], the name, [ARGS]
-    and the arguments. Calls end an answer: they are certain with its end.
+    and the arguments. Calls end an answer: they are certain at its end.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,6 @@ class MistralCalls:
         self._calls: list[str] | None = None
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """See `CallReader`."""
         parts: list[Part] = []
         if self._calls is None:
             before, behind = self._content.read(text, is_end=is_end)
@@ -134,20 +132,20 @@ class MistralCalls:
 
 
 def call_reader(tool_calls: str, request: ChatRequest) -> CallReader:
-    """For one answer in the format with this name, but harmony's."""
+    """Parser of one answer in the named format, except harmony's."""
     if tool_calls == "llama3_json":
         return Llama3Calls(request)
     return _READERS[tool_calls]()
 
 
 def _whole_call(text: str) -> ToolCall | None:
-    """The call that is all of `text` but for spaces."""
+    """The call that is all of `text` except spaces."""
     found = call_at(text, after_margin(text, 0))
     return found[0] if found is not None and after_margin(text, found[1]) == len(text) else None
 
 
 def _mistral_calls(text: str) -> list[Part]:
-    """Of all that is behind the first marker: another one begins more, where it is in no call's JSON."""
+    """Calls after the first marker: another one begins more, unless it is in a call's JSON."""
     parts: list[Part] = []
     at = 0
     while True:
@@ -164,7 +162,7 @@ def _mistral_calls(text: str) -> list[Part]:
 
 
 def _mistral_list(text: str, at: int) -> tuple[list[Part], int] | None:
-    """The calls of the list that begins at `at`, and where it ends."""
+    """The calls of the list that begins at `at`, and its end."""
     calls: list[Part] = []
     at = after_margin(text, at)
     if text[at : at + 1] != "[":

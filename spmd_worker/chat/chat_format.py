@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning: which of the known formats, by its chat template or as configured.
+"""Format of a model's tool calls and reasoning: detected from its chat template, or configured.
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>          Hermes, Qwen 2.5 and 3
     llama3_json   {"name": ..., "parameters": {...}}, <|python_tag|> before it      Llama 3.1 and later
@@ -30,7 +30,7 @@ REASONING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""What reasoning stands between."""
+"""Begin and end marker of reasoning."""
 
 _CALL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     NONE: (),
@@ -44,14 +44,12 @@ _HARMONY_MARKERS: Final = (
     *("<|end|>", "<|call|>", "<|return|>"),
 )
 _OTHER_CALLS: Final = ("<function=", "<arg_key>")
-"""Beside <tool_call>: calls in XML, which are none of the formats here."""
+"""Markers next to <tool_call> of calls in XML, which is an unsupported format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """`tool_calls` and `reasoning` name formats, `none` where there is none; `takes_tools`: the chat template reads
-    `tools`.
-    """
+    """`tool_calls` and `reasoning` name formats, or `none`; `takes_tools`: the chat template reads `tools`."""
 
     tool_calls: str = NONE
     reasoning: str = NONE
@@ -64,14 +62,16 @@ class ChatFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that calls and reasoning are found by; some are special tokens of the tokenizer."""
+        """Texts that mark calls and reasoning; some are special tokens of the tokenizer."""
         if self.is_harmony:
             return _HARMONY_MARKERS
         return (*_CALL_MARKERS[self.tool_calls], *REASONING_MARKERS.get(self.reasoning, ()))
 
 
 def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> ChatFormat:
-    """As `model.tool_call_format` and `model.reasoning_format` say it; `auto` is decided by the template's text."""
+    """The format by `model.tool_call_format` and `model.reasoning_format`; `auto` is detected in the template's
+    text.
+    """
     text = template or ""
     takes_tools = re.search(r"\btools\b", text) is not None
     if tool_calls == "auto":
@@ -82,7 +82,7 @@ def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> Cha
 
 
 def model_chat_format(options: ModelOptions, tokenizer: Tokenizer | None) -> ChatFormat:
-    """Of the model with these options and this tokenizer; once an engine, because it says what is not known."""
+    """Format of the model with these options and this tokenizer; once an engine, because it warns of an unknown one."""
     template = None if tokenizer is None else tokenizer.chat_template_source
     found = chat_format_of(options.tool_call_format, options.reasoning_format, template)
     if options.tool_call_format == "auto" and found.takes_tools and found.tool_calls == NONE:
@@ -102,7 +102,7 @@ def check_takes_tools(request: ChatRequest, chat_format: ChatFormat) -> None:
 
 
 def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:
-    """Whether the end of the prompt begins the reasoning that the answer goes on with."""
+    """Whether the end of the prompt begins the reasoning that the answer continues."""
     markers = REASONING_MARKERS.get(chat_format.reasoning)
     return markers is not None and prompt.rstrip().endswith(markers[0])
 
@@ -114,7 +114,7 @@ def _tool_calls_in(template: str) -> str:
         return "mistral"
     if "<tool_call>" in template:
         return NONE if any(each in template for each in _OTHER_CALLS) else "hermes"
-    # Llama 3.2's has only the sentence that tells the model how to call.
+    # Llama 3.2's has only the sentence that instructs the model how to call.
     is_llama = PYTHON_TAG in template or '"parameters": dictionary of argument name' in template
     return "llama3_json" if is_llama else NONE
 
@@ -122,7 +122,7 @@ def _tool_calls_in(template: str) -> str:
 def _reasoning_in(template: str) -> str:
     if _is_harmony(template):
         return "harmony"
-    # Its end alone: of some templates the prompt's end opens it.
+    # The end marker alone: in some templates the prompt's end opens it.
     return next((name for name, (_, end) in REASONING_MARKERS.items() if end in template), NONE)
 
 

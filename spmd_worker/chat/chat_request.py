@@ -1,4 +1,4 @@
-"""What a chat body asks of its answer's form: `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`."""
+"""Parses a chat body's `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """`tools` as the body has them, for the chat template. `choice` is auto, none, required or `named`, which `name` is
-    the function of. `is_parallel`: an answer may have several calls. `schema`: of an answer in JSON.
+    """`tools` are the body's, for the chat template. `choice` is auto, none, required or `named`; then `name` is the
+    function. `is_parallel`: an answer may have several calls. `schema`: that of a JSON answer.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -34,17 +34,17 @@ class ChatRequest:
 
     @property
     def wants_calls(self) -> bool:
-        """Whether tool calls are looked for in the answer."""
+        """Whether the answer is searched for tool calls."""
         return bool(self.tools) and self.choice != NONE
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is nothing but calls."""
+        """Whether the answer must consist of calls."""
         return self.choice == REQUIRED or self.name is not None
 
     @property
     def functions(self) -> dict[str, Mapping[str, Any]]:
-        """Of the functions that may be called: name -> schema of the arguments."""
+        """Functions that may be called: name -> schema of the arguments."""
         found = {}
         for tool in self.tools:
             function = tool["function"]
@@ -55,7 +55,7 @@ class ChatRequest:
 
 
 def chat_request(body: Mapping[str, Any]) -> ChatRequest | None:
-    """What the body asks for; None where it asks for nothing. Raises MessageProblem."""
+    """The request of a body; None if it has neither tools nor a schema. Raises MessageProblem."""
     tools = _tools(body.get("tools"))
     choice, name = _choice(body.get("tool_choice"), [tool["function"]["name"] for tool in tools])
     is_parallel = body.get("parallel_tool_calls")
@@ -85,7 +85,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _function_name(where: str, tool: Any) -> str:
-    """Of a tool that has all that is needed of it."""
+    """Name of a tool's function, after a check of the tool."""
     if not isinstance(tool, dict):
         raise MessageProblem("invalid_value", f"{where}={_short(tool)} must be an object with type and function")
     if tool.get("type") != "function":
@@ -110,7 +110,7 @@ def _function_name(where: str, tool: Any) -> str:
 
 
 def _choice(value: Any, names: Sequence[str]) -> tuple[str, str | None]:
-    """The kind and, of a named function, its name."""
+    """Kind of the choice and, for a named function, its name."""
     if value is None:
         return AUTO, None
     if isinstance(value, str) and value in (AUTO, NONE):
@@ -134,7 +134,7 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[str, str | None]:
 
 
 def response_schema(value: Any) -> Mapping[str, Any] | None:
-    """The schema that `response_format` wants of the answer; None for text. Raises MessageProblem."""
+    """The answer's schema in `response_format`; None for text. Raises MessageProblem."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None

@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>content
 
 The prompt ends with <|start|>assistant. `analysis` is reasoning, `final` content, `commentary` content too unless it is
-to a function, which is a call: `commentary to=functions.name <|constrain|>json<|message|>{...}`; the role may name the
-function as well. A message ends with <|end|>, <|call|>, <|return|>, the next one's beginning or the text.
+addressed to a function, which is a call: `commentary to=functions.name <|constrain|>json<|message|>{...}`; the role may
+name the function as well. A message ends with <|end|>, <|call|>, <|return|>, the next one's beginning or the text.
 
 Source: the harmony format's description by OpenAI.
 """
@@ -26,7 +26,7 @@ _MOST: Final = len("<|channel|>")
 
 
 class _Message:
-    """One message whose head was read: reasoning, content, or a call, which is kept up to its end."""
+    """One message with a parsed head: reasoning, content, or a call, which is buffered up to its end."""
 
     def __init__(self, head: re.Match[str], *, has_calls: bool, is_json: bool) -> None:
         self._head = head[0]
@@ -40,13 +40,15 @@ class _Message:
         self._text, self._stripped = pass_on(_END, *BODY_ENDS), Stripped()
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, ToolCall | None, str | None]:
-        """Text that has become certain, the call that it was, and what is behind the message; None where it goes on."""
+        """Text that has become certain, the call if it was one, and the text after the message; None while it goes
+        on.
+        """
         if self._call is not None:
             found = self._call.read(text, is_end=is_end)
             if found is None:
                 return "", None, None
             body, end, rest, call = found
-            # The message as it is where it is no call.
+            # The unchanged message if it is no call.
             return "" if call is not None else self._head + body + end, call, rest
         certain, behind = self._text.read(text, is_end=is_end)
         return self._stripped.read(certain) if self.is_reasoning else certain, None, behind
@@ -57,13 +59,13 @@ class _Message:
 
     @property
     def is_call(self) -> bool:
-        """Whether it is to a function."""
+        """Whether it is addressed to a function."""
         return self._call is not None
 
 
 class HarmonyReader:
-    """Of one answer, whose text comes in pieces (`answer_parts.py`). `has_calls`: messages to functions are calls, and
-    content where not. `is_json`: content is. From what is no message on, the text is content, with its end.
+    """Parser of one answer, whose text comes in pieces (`answer_parts.py`). `has_calls`: messages to functions are
+    calls, else content. `is_json`: content is JSON. Text that is not a message, and all after it, is content.
     """
 
     def __init__(self, *, has_calls: bool, is_json: bool = False) -> None:
@@ -71,11 +73,11 @@ class HarmonyReader:
         self._head = UpTo(_MESSAGE, _MOST)
         self._message: _Message | None = None
         self._rest: list[str] | None = None
-        # Two messages in a row are lines.
+        # Consecutive messages are separate lines.
         self._has_reasoning = self._is_behind_content = False
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, list[Part]]:
-        """What has become certain with the next piece: reasoning, and parts."""
+        """Reasoning and parts that have become certain with the next piece."""
         reasoning: list[str] = []
         parts: list[Part] = []
         while self._rest is None:
@@ -96,7 +98,7 @@ class HarmonyReader:
         if self._rest is not None:
             self._rest.append(text)
         if is_end:
-            # A head that was cut off says nothing.
+            # A truncated head is dropped.
             rest = self._head.text if self._rest is None else "".join(self._rest)
             parts += [rest] if rest and not _UNFINISHED_HEAD.match(rest) else []
         return "".join(reasoning), parts
@@ -104,7 +106,7 @@ class HarmonyReader:
     def _read_message(
         self, message: _Message, text: str, reasoning: list[str], parts: list[Part], *, is_end: bool
     ) -> str | None:
-        """Of the message that the text is in; what is behind it, None where it goes on."""
+        """Read the current message; returns the text after it, None while it goes on."""
         certain, call, behind = message.read(text, is_end=is_end)
         if call is not None:
             parts.append(call)

@@ -1,4 +1,4 @@
-"""The message of a chat answer in OpenAI's shape, with `reasoning_content` as vLLM has it."""
+"""Assistant message of a chat answer in OpenAI's format, with vLLM's `reasoning_content`."""
 
 import json
 from collections.abc import Sequence
@@ -10,25 +10,25 @@ from spmd_worker.chat.answer_reader import ChatAnswer
 
 _DIGITS: Final = 24
 _MISTRAL_DIGITS: Final = 9
-"""Mistral's chat templates refuse a call id of any other length, when it comes back."""
+"""Mistral's chat templates reject a call id of any other length, when it comes back."""
 
 
 class CallIds(NamedTuple):
-    """The ids of one sample's calls: they follow from what its request is called and from where a call stands."""
+    """Ids of one sample's calls, derived from the request's id and a call's index."""
 
     request: str | int
     sample: int
     tool_call_format: str
 
     def of(self, number: int) -> str:
-        """Of the call with this number."""
+        """Id of the call with this number."""
         text = json.dumps([self.request, self.sample, number])
         digest = blake2b(text.encode("ascii"), digest_size=_DIGITS // 2).hexdigest()
         return digest[:_MISTRAL_DIGITS] if self.tool_call_format == "mistral" else f"call_{digest}"
 
 
 def call_records(calls: Sequence[ToolCall], ids: CallIds, first: int = 0) -> list[dict[str, Any]]:
-    """Calls of a sample, of which `first` came before."""
+    """Records of a sample's calls, numbered from `first`."""
     return [
         {"id": ids.of(number), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for number, call in enumerate(calls, first)
@@ -36,7 +36,7 @@ def call_records(calls: Sequence[ToolCall], ids: CallIds, first: int = 0) -> lis
 
 
 def chat_message(answer: ChatAnswer, ids: CallIds) -> dict[str, Any]:
-    """The message of a whole answer. Where there is reasoning or a call, and no content, that is null."""
+    """Assistant message of a complete answer. With reasoning or a call, and no content, the content is null."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning

@@ -1,4 +1,4 @@
-"""Reasoning at the beginning of an answer's text, between two markers."""
+"""Parses reasoning at the beginning of an answer's text, between two markers."""
 
 import re
 from enum import Enum, auto
@@ -7,7 +7,7 @@ from spmd_worker.chat.answer_parts import PassOn, Stripped
 
 
 class _Place(Enum):
-    """Where the text is that comes next."""
+    """State of the parser: the part that the next text belongs to."""
 
     HEAD = auto()
     REASONING = auto()
@@ -16,24 +16,24 @@ class _Place(Enum):
 
 
 class ReasoningReader:
-    """Of one answer, whose text comes in pieces (`answer_parts.py`).
+    """Parser of one answer, whose text comes in pieces (`answer_parts.py`).
 
-    `is_open`: the prompt's end has opened the reasoning. Without its end all is reasoning. Only what begins the text
-    counts: a marker behind the first words is content.
+    `is_open`: the prompt's end has opened the reasoning. Without an end marker all is reasoning. Only the text's
+    beginning counts: a marker after the first words is content.
     """
 
     def __init__(self, markers: tuple[str, str], *, is_open: bool) -> None:
         self._begin, end = markers
         self._is_open = is_open
         self._place = _Place.HEAD
-        # What the text begins with, as it is and without spaces, until that says what it is.
+        # Beginning of the text, unchanged and without leading spaces, until it is decided.
         self._pieces: list[str] = []
         self._head = ""
         self._inside = PassOn(re.compile(re.escape(end)), end)
         self._reasoning = Stripped()
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """What has become certain with the next piece: reasoning, and text of the answer behind it."""
+        """Reasoning, and text of the answer after it, that have become certain with the next piece."""
         reasoning = ""
         if self._place is _Place.HEAD:
             text = self._opened(text, is_end=is_end)
@@ -47,10 +47,10 @@ class ReasoningReader:
         return reasoning, text
 
     def _opened(self, text: str, *, is_end: bool) -> str:
-        """What follows the beginning of the text, once it is known what that is; "" before."""
+        """The text after the begin marker, once it is decided whether there is one; "" before."""
         self._pieces.append(text)
         self._head = self._head + text if self._head else text.lstrip()
-        # Some models open what the prompt has opened once more.
+        # Some models repeat the begin marker of the prompt.
         is_marked = self._head.startswith(self._begin)
         if not is_end and not is_marked and self._begin.startswith(self._head):
             return ""
