@@ -1,6 +1,6 @@
-"""Typed look-ups in a config.json: what is wrong is a ModelConfigError that names file, key, value and rule.
+"""Typed look-ups in a config.json: invalid values are ModelConfigErrors that name file, key, value and rule.
 
-Null and absent are the same, but where a family has a default. Knows nothing of what keys mean.
+Null and absent are the same, unless a family has a default. Knows nothing of the keys' meaning.
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,24 @@ _MOST_SHOWN: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """The content of `path`, which is only named in errors. `spelled` has the file's own words for keys, where they
-    differ.
-    """
+    """Contents of `path`, which is used in errors alone. `spelled` maps our keys to the file's, where they differ."""
 
     config: Mapping[str, Any]
     path: Path
     spelled: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is; `default` for null and what is not there."""
+        """The raw value; `default` for null and missing keys."""
         value = self.config.get(self.spelled.get(key, key))
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number, 1 or more."""
+        """An integer, 1 or more."""
         most = _MOST_LAYERS if key == "num_hidden_layers" else MOST
         return whole_number(self.get(key, default), self.where(key), 1, most)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0, neither too small nor too large to be computed with in float32."""
+        """A number above 0, in a range that float32 can compute with."""
         return positive_number(self.get(key, default), self.where(key))
 
     def flag(self, key: str, default: bool) -> bool:
@@ -54,12 +52,12 @@ class ConfigReader:
         return f"{self.path}: {self.key(key)}"
 
     def key(self, key: str) -> str:
-        """The file's word for a key of ours."""
+        """The file's name of one of our keys."""
         return self.spelled.get(key) or key
 
 
 def shown(value: Any) -> str:
-    """A value of somebody else's file for an error, on one line: the beginning of one that is long."""
+    """A value of an untrusted file for an error, on one line, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 

@@ -1,4 +1,4 @@
-"""The experts of each layer, as config.json and the family's row describe them. Knows nothing of tensors or ranks."""
+"""Reads the experts of each layer from config.json and the family's row. Knows nothing of tensors or ranks."""
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
@@ -10,7 +10,7 @@ _MOST_EXPERTS = 4_096
 
 
 def read_experts(reader: ConfigReader, family: ExpertsFamily | None, num_layers: int) -> list[ExpertsConfig | None]:
-    """One a layer, None for a dense one. Raises ModelConfigError."""
+    """One entry a layer, None for a dense one. Raises ModelConfigError."""
     if family is None:
         return [None] * num_layers
     experts = _experts(reader, family)
@@ -59,7 +59,7 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
 
 
 def _groups(reader: ConfigReader, count_key: str, count: int) -> tuple[int, int]:
-    """Groups, and how many of them a token chooses from."""
+    """Number of groups, and of those from which a token chooses."""
     num_groups, num_chosen = reader.count("n_group", 1), reader.count("topk_group", 1)
     if count % num_groups or (num_groups > 1 and count < 2 * num_groups):
         raise ModelConfigError(

@@ -1,7 +1,7 @@
-"""Finds the model that `model.path` names, and downloads it from the Hugging Face hub where it is only a name there.
+"""Finds the model that `model.path` names, and downloads it from the Hugging Face hub if it is only a name there.
 
-A folder comes before the hub. Of the ranks on a node one downloads, under a lock that the kernel releases when it ends;
-the others wait while it makes progress, find what it fetched, and fail with its words where it failed.
+A folder takes precedence over the hub. One rank of a node downloads, under a lock that the kernel releases when it
+ends; the others wait while it makes progress, find its files, and fail with its message if it failed.
 """
 
 import contextlib
@@ -42,16 +42,16 @@ _FILES: Final = (
     *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
-"""What is fetched: weights as safetensors, configuration, tokenizer. No code and no pickle."""
+"""Files to fetch: weights as safetensors, configuration, tokenizer. No code and no pickle."""
 _NOT_FETCHED: Final = ("*/*.safetensors*", "tokenizer*/*", "consolidated*")
-"""Weights and tokenizers in folders inside, and copies of the weights in other names. Folders of modules are fetched
+"""Weights and tokenizers in folders inside, and copies of the weights under other names. Folders of modules are fetched
 once they are known.
 """
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 600.0
-"""Without a byte more in the cache."""
+"""Time limit without a byte more in the cache."""
 _ASK_S: Final = 10.0
-"""For the names of the hub's files."""
+"""Time limit for the hub's list of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Wanted:
     needs_weights: bool
 
     def find(self) -> ModelLocation | None:
-        """The snapshot, where it is complete."""
+        """The snapshot, if it is complete."""
         found = find_snapshot(self.cache, self.name, self.revision)
         if found is None or missing_file(found.folder, needs_weights=self.needs_weights) is not None:
             return None
@@ -75,9 +75,9 @@ class _Wanted:
 
 
 def locate_model(path: str, revision: str | None, *, needs_weights: bool = True) -> ModelLocation:
-    """The folder `path`, or the snapshot of the hub's model of that name, `revision` (main) of it. What the cache does
-    not have is downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but what the hub may have of
-    pooling is taken where the hub cannot be asked. Raises ModelConfigError, with what was looked for and where.
+    """The folder `path`, or the snapshot of the hub's model of that name at `revision` (main). Missing files are
+    downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but possible pooling files is used if the
+    hub cannot be reached. Raises ModelConfigError, with the files and folders that were searched.
     """
     folder = Path(path)
     if folder.is_dir() or not is_hub_name(path):
@@ -147,7 +147,7 @@ def _download_once(wanted: _Wanted) -> ModelLocation:
             raise ModelConfigError(earlier)
         try:
             _download(wanted, hub)
-        except Exception as error:  # whatever the hub, its transfers and the disk raise is every rank's error
+        except Exception as error:  # any error of the hub, its transfers and the disk is every rank's
             message = _not_found(wanted, f"the download failed: {type(error).__name__}: {error}")
             with contextlib.suppress(OSError):
                 write_json(note, {"launch": _launch(), "wanted": repr(wanted), "message": message})
@@ -166,20 +166,20 @@ def _download(wanted: _Wanted, hub: Any) -> None:
     found = find_snapshot(wanted.cache, wanted.name, wanted.revision)
     if found is None:
         return
-    # From here on the commit is asked for: the revision may have moved on.
+    # From here on by commit: the revision may have moved on.
     _fetch_unknown(wanted, hub, found)
     if missing_file(found.folder, needs_weights=wanted.needs_weights) is not None:
         _fetch_modules(wanted, hub, found)
 
 
 def _fetch_unknown(wanted: _Wanted, hub: Any, found: ModelLocation) -> None:
-    """What the hub has of files that say how rows are pooled; what it has not is noted, so that it is asked once."""
+    """Fetch the hub's pooling files; missing ones are recorded, so that the hub is asked once."""
     unknown = unknown_files(wanted.cache, found)
     if not unknown:
         return
     siblings = hub.model_info(wanted.name, revision=found.commit, timeout=_ASK_S).siblings
     if not siblings:
-        return  # of a hub that does not list its files nothing is known
+        return  # a hub that does not list its files
     names = [each.rfilename for each in siblings]
     if any(name in names for name in unknown):
         _fetch(wanted, hub, found.commit, [name for name in unknown if name in names])
@@ -192,7 +192,7 @@ def _fetch_unknown(wanted: _Wanted, hub: Any, found: ModelLocation) -> None:
 
 
 def _fetch_modules(wanted: _Wanted, hub: Any, found: ModelLocation) -> None:
-    """What is in the folders that `modules.json` lists: settings, and weights of layers that have some."""
+    """Fetch the folders that `modules.json` lists: settings, and weights of layers that have some."""
     patterns = [f"{escape(name)}/config.json" for name in module_folders(found.folder)]
     if wanted.needs_weights:
         patterns += [
@@ -211,7 +211,7 @@ def _fetch(wanted: _Wanted, hub: Any, revision: str | None, patterns: Sequence[s
 
 @contextlib.contextmanager
 def _locked(path: Path, wanted: _Wanted) -> Iterator[None]:
-    """One process of this machine at a time. Raises ModelConfigError where another has it and fetches nothing."""
+    """One process of this machine at a time. Raises ModelConfigError if another holds the lock and fetches nothing."""
     try:
         file = path.open("a")
     except OSError as error:
@@ -230,7 +230,7 @@ def _locked(path: Path, wanted: _Wanted) -> Iterator[None]:
                     why = f"another process holds {path} and has fetched nothing for {_PATIENCE_S:g} s"
                     raise ModelConfigError(_not_found(wanted, why)) from None
                 time.sleep(_POLL_S)
-            except OSError as error:  # of file systems without locks
+            except OSError as error:  # a file system without locks
                 raise ModelConfigError(_not_found(wanted, f"the cache cannot be locked: {error}")) from None
         yield
 
@@ -244,14 +244,14 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _launch() -> list[str]:
-    """Equal on the ranks of one launch on this node, and of no two launches; [] for a process alone."""
+    """Equal on the ranks of one launch on this node, and different between launches; [] for a single process."""
     variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     return [] if is_alone else [str(os.getppid()), *(os.environ.get(name, "") for name in variables)]
 
 
 def _read_failure(note: Path, wanted: _Wanted) -> str | None:
-    """What another rank of this launch failed with, that wanted the same."""
+    """Error of another rank of this launch that wanted the same."""
     try:
         value = parse_json_object(read_regular_file(note, 1 << 20))
     except (JsonError, OSError):

@@ -1,4 +1,4 @@
-"""Where a model is on this machine: a folder, or a name on the Hugging Face hub of which the local cache has a copy.
+"""Location of a model on this machine: a folder, or a snapshot in the local cache of the Hugging Face hub.
 
 The cache's layout is huggingface_hub's: `models--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT` its files.
 Reads files and the environment; needs neither huggingface_hub nor a network.
@@ -25,7 +25,7 @@ _MOST_INDEX_BYTES: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """The folder `path` of a model, what people call it, and, where it is a snapshot of the hub's, the commit."""
+    """The folder `path` of a model, its name for people, and the commit if it is a snapshot of the hub."""
 
     path: str
     name: str
@@ -33,7 +33,6 @@ class ModelLocation:
 
     @property
     def folder(self) -> Path:
-        """The folder."""
         return Path(self.path)
 
 
@@ -44,14 +43,14 @@ def is_hub_name(path: str) -> bool:
 
 
 def check_revision(revision: str) -> None:
-    """Raise ModelConfigError for what can be no branch, tag or commit: it becomes a part of a path."""
+    """Raise ModelConfigError for an invalid branch, tag or commit: it becomes a part of a path."""
     if _REVISION.fullmatch(revision) is None or ".." in revision:
         raise ModelConfigError(f"model.revision={revision!r} must be a branch, a tag or a commit of the hub")
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The hub's cache, as huggingface_hub finds it: HF_HUB_CACHE, else `hub` in HF_HOME. Raises ModelConfigError where
-    it is in the home folder of a user who has none.
+    """The hub's cache, as huggingface_hub finds it: HF_HUB_CACHE, else `hub` in HF_HOME. Raises ModelConfigError if it
+    is in the home folder of a user who has none.
     """
     for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environment.get(key):
@@ -71,12 +70,12 @@ def _expanded(path: str) -> Path:
 
 
 def repository_folder(cache: Path, name: str) -> Path:
-    """Of a name on the hub."""
+    """Cache folder of a name on the hub."""
     return cache / f"models--{name.replace('/', '--')}"
 
 
 def find_snapshot(cache: Path, name: str, revision: str) -> ModelLocation | None:
-    """The snapshot that `revision` names; None where the cache has none."""
+    """The snapshot of `revision`; None if the cache has none."""
     repository = repository_folder(cache, name)
     commit = revision if _COMMIT.fullmatch(revision) else _read_ref(repository / "refs" / revision)
     folder = repository / "snapshots" / (commit or "")
@@ -84,7 +83,7 @@ def find_snapshot(cache: Path, name: str, revision: str) -> ModelLocation | None
 
 
 def missing_file(folder: Path, *, needs_weights: bool) -> str | None:
-    """A file that a snapshot lacks, because its download was cut short or was of a part; None for none."""
+    """A file that a snapshot lacks, because its download was interrupted or partial; None for none."""
     if not (folder / "config.json").is_file():
         return "config.json"
     missing = _missing_weights(folder) if needs_weights else None
@@ -92,8 +91,8 @@ def missing_file(folder: Path, *, needs_weights: bool) -> str | None:
 
 
 def unknown_files(cache: Path, snapshot: ModelLocation) -> list[str]:
-    """Files that say how rows are pooled, which the snapshot lacks and of which nobody has noted that the hub has none:
-    whoever made the snapshot had no use for them, perhaps.
+    """Pooling files that the snapshot lacks and that are not recorded as absent on the hub: an earlier download may
+    have left them out.
     """
     modules = POOLING_FILES[0]
     if not (snapshot.folder / modules).is_file() and absence_note(cache, snapshot, modules).is_file():
@@ -103,7 +102,7 @@ def unknown_files(cache: Path, snapshot: ModelLocation) -> list[str]:
 
 
 def absence_note(cache: Path, snapshot: ModelLocation, name: str) -> Path:
-    """The empty file by which huggingface_hub notes that the hub's commit has no file of this name."""
+    """The empty file by which huggingface_hub records that the hub's commit has no file of this name."""
     assert snapshot.commit is not None, snapshot
     return repository_folder(cache, snapshot.name) / ".no_exist" / snapshot.commit / name
 
@@ -127,7 +126,7 @@ def _missing_in_modules(folder: Path, *, needs_weights: bool) -> str | None:
     try:
         with_settings, with_weights = module_folders(folder, "Pooling", "Dense"), module_folders(folder, "Dense")
     except ModelConfigError:
-        return None  # who reads the file says what is wrong with it
+        return None  # reading the file reports its fault
     for name in with_settings:
         if not (folder / name / "config.json").is_file():
             return f"{name}/config.json"

@@ -1,8 +1,8 @@
-"""One decoder layer in numbers: what it multiplies, norms, turns and looks at. One for each layer of a model.
+"""Config of one layer: its weights, norms, rotary embedding and attention window. One for each layer of a model.
 
 Needs no torch: the plan of a run counts weights with `layer_elements`, the layers are built from the same fields.
 
-A layer is attention and a feed-forward on a residual stream. Each kind of model fills some of four places with a norm:
+A layer is attention and a feed-forward on a residual stream. Each kind of model has a norm at some of four positions:
 before attention, after it, before the feed-forward, after it.
 """
 
@@ -27,21 +27,21 @@ class NormConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the norm that sums and whole layers are joined with."""
+        """Whether it is the norm that can be fused with sums and full layers."""
         return self.kind == "rms" and self.has_weight and not (self.offset or self.rounds_once or self.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The experts of a sparse layer, which have `intermediate_size` columns each, and how a token's `num_chosen` are
-    found (https://arxiv.org/abs/2101.03961).
+    """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
+    (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". Chosen are those of the
-    largest scores, after a bias where `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; equal
-    ones by number. Weights are the scores, divided by their sum where `renormalises`, times `scaling`.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". The top scores are chosen,
+    after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by number. Weights
+    are the scores, divided by their sum with `renormalises`, times `scaling`.
 
-    `limit` above 0: gates take turns with what they open, and both are bounded by it: gate * sigmoid(1.702 * gate) *
-    (up + 1). `shared_size` columns are of the expert that every token visits, 0 for none.
+    `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
+    `shared_size` columns are of the expert that every token visits, 0 for none.
     """
 
     num_experts: int
@@ -60,12 +60,12 @@ class ExpertsConfig:
     has_shared_gate: bool = False
 
     def router_elements(self, hidden_size: int) -> int:
-        """Parameters that choose, and the gate of the shared expert. They are float32 in every dtype."""
+        """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
         biases = self.num_experts * (self.has_router_bias + self.has_choice_bias)
         return (self.num_experts + self.has_shared_gate) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
-        """Parameters of which a rank has this share, those that choose included."""
+        """Parameters of a rank with this share, the router's included."""
         columns = share.num_columns
         each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
         shared = 3 * hidden_size * share.num_shared_columns
@@ -73,13 +73,13 @@ class ExpertsConfig:
 
     @property
     def whole(self) -> "ExpertShare":
-        """What there is in all."""
+        """The share that is everything."""
         return ExpertShare(self.num_experts, self.intermediate_size, self.shared_size)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What a rank has of a sparse layer: so many experts of so many columns, and columns of the shared expert."""
+    """A rank's share of a sparse layer: its experts, their columns, and columns of the shared expert."""
 
     num_experts: int
     num_columns: int
@@ -88,21 +88,20 @@ class ExpertShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Sizes of the whole layer, not of a rank's share.
+    """Sizes of the full layer, not of a rank's share.
 
-    `window` is what attention looks back at, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None where
-    positions are not turned. `scale` multiplies attention scores, which `score_cap`, where above 0, then bounds:
-    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by
-    itself, with weights of its own and no biases) or "flat" (all heads as one row). `norms` says which of the four
-    places have one.
-    `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own;
-    without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
-    attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
-    third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
+    `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
+    are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
+    cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by itself, with
+    weights of its own and no biases) or "flat" (all heads as one row). `norms` are the used ones of the four positions.
+    `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own; without
+    `is_gated` it is between two GEMMs, without a gate. `residual_multiplier` scales the outputs of attention and
+    feed-forward before they are added. `is_parallel`: both read the layer's input, the feed-forward through the third
+    norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, if above 0.
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
-    `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) are of the stream
-    with what they add to it, and take its place. The `window` of an encoder is as much to each side, the token itself
-    counted in both.
+    `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
+    stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
+    in both.
     """
 
     num_heads: int
@@ -130,7 +129,7 @@ class LayerConfig:
 
     @property
     def is_plain_wiring(self) -> bool:
-        """Whether what a part gives can wait to be added with the next norm."""
+        """Whether an output can wait to be added with the next norm."""
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
 
 
@@ -142,8 +141,8 @@ def layer_elements(
     num_columns: int,
     share: ExpertShare | None = None,
 ) -> int:
-    """Elements of the parameters of a layer of which a rank has so many heads and columns of the feed-forward, and
-    `share` of its experts, all where that is None.
+    """Elements of a layer's parameters on a rank with `num_heads`, `num_kv_heads` and `num_columns` of the
+    feed-forward, and `share` of its experts; None: all of them.
     """
     size, num_gates = layer.head_size, 1 + layer.is_gated
     query, key_value = num_heads * size, num_kv_heads * size
@@ -165,6 +164,6 @@ def layer_elements(
 
 
 def float32_elements(layer: LayerConfig, hidden_size: int, num_heads: int) -> int:
-    """How many of these are float32 in every dtype."""
+    """Number of these that are float32 in every dtype."""
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
     return router + num_heads * layer.has_sinks

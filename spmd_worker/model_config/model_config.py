@@ -1,7 +1,7 @@
-"""The sizes everything below needs, read from a model folder's `config.json`.
+"""Model config: the sizes of a model, read from a model folder's `config.json`.
 
 One decoder architecture, of which every family states only its difference (`families/`), and one `LayerConfig` for each
-layer. A model folder is data: code it carries (`auto_map`) is never run.
+layer. A model folder is data: its code (`auto_map`) is never run.
 """
 
 import logging
@@ -60,7 +60,7 @@ _ACTIVATIONS: Final = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-"""By config.json's words: those on the right are what kernels know."""
+"""Name in config.json -> name in the kernels."""
 
 
 _POINTWISE: Final = tuple(name for name in _ACTIVATIONS if name != "xielu")
@@ -70,21 +70,21 @@ _POINTWISE: Final = tuple(name for name in _ACTIVATIONS if name != "xielu")
 class ModelConfig:
     """Sizes of a decoder, or of an encoder.
 
-    `norm` is the last one's. `ropes` are those that layers name. `num_positions` is the rows of a table of learned
-    positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by
-    `embedding_multiplier`, rounded to the dtype first where `rounds_multiplier`; logits are divided by
-    `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
-    the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
-    forms of the architecture's row from 1, 0 is the row itself. With `pooling` the model gives vectors and has no head
-    for tokens. Embeddings, and what the head is given, are `own_embedding_size` wide and projected to and from the
-    hidden size; 0 where they are as wide. Without `has_last_norm` nothing norms what the last layer gives.
+    `norm` is the last one's. `ropes` are those that layers name. `num_positions` is the number of rows of a table of
+    learned positions, 0 for none; the first `position_offset` rows are unused. Embeddings are multiplied by
+    `embedding_multiplier`, rounded to the dtype first with `rounds_multiplier`; logits are divided by `logit_divisor`
+    and, if `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` describes stored weights that
+    are not plain; the model computes with them dequantised. `form` is the number of the architecture's variant, from 1;
+    0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and the head's
+    inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the hidden size.
+    Without `has_last_norm` the last layer's output is not normed.
 
-    `image_layers` are layers of the checkpoint, by number, which text passes by: none of `layers` is one of them. The
-    table of embeddings has `num_image_embeddings` rows behind those of the vocabulary, which no token of text takes.
+    `image_layers` are layers of the checkpoint, by number, that text skips: none of `layers` is one of them. The table
+    of embeddings has `num_image_embeddings` rows after those of the vocabulary, which text never uses.
 
-    `is_encoder`: a token sees all of its row, so a row is computed whole, nothing of it is kept for later, and it has
-    no answer but a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1
-    where all have. With `has_embedding_norm` there is a norm before the layers.
+    `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
+    result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
+    all have. With `has_embedding_norm` there is a norm before the layers.
     """
 
     architecture: str
@@ -118,23 +118,23 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        """What the checkpoint calls its tensors."""
+        """Tensor names of the checkpoint."""
         family = family_of(self.architecture)
         return family.forms[self.form - 1].family.names if self.form else family.names
 
     @property
     def embedding_size(self) -> int:
-        """Elements of an embedding, and of what the head is given."""
+        """Elements of an embedding, and of the head's input."""
         return self.own_embedding_size or self.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Layers of the full model."""
         return len(self.layers)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """Which layers of the checkpoint `layers` are."""
+        """Numbers of `layers` in the checkpoint."""
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
 
@@ -145,7 +145,7 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer: layers have the same number, as of all sizes below."""
+        """Query heads of a layer: the same in all layers, as are all sizes below."""
         return self.layers[0].num_heads
 
     @property
@@ -165,8 +165,8 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence the model was made for, tokens, with rotary scaling counted."""
-        # A model with several ropes names the length after scaling.
+        """Maximum sequence length that the model supports, tokens, rotary scaling included."""
+        # A model with several ropes gives the length after scaling.
         if len(self.ropes) != 1 or self.ropes[0].rope_type not in STRETCHED_ROPE_TYPES:
             return self.max_position_embeddings
         (rope,) = self.ropes
@@ -174,18 +174,18 @@ class ModelConfig:
         return max(self.max_position_embeddings, int(base * rope.factor))
 
     def rope_regime(self, num_prompt_tokens: int, most_tokens: int) -> int:
-        """What the rotary angles of a row depend on besides positions, as one number, fixed at admission. The row
-        begins with `num_prompt_tokens`, and `most_tokens` at most are computed, prompt and output.
+        """A number, fixed at admission, on which the rotary angles of a row depend besides positions. The row begins
+        with `num_prompt_tokens`, and `most_tokens` at most are computed, prompt and output.
 
-        `dynamic` scaling: the prompt's length where that is more than the model's own, tokens: its tokens take the base
-        of the whole prompt. `longrope`: 1 where the row may grow past the original length. 0 where positions say all.
+        `dynamic` scaling: the prompt's length if it exceeds the model's own, tokens: its tokens use the base of the
+        full prompt. `longrope`: 1 if the row may grow past the original length. 0 if positions alone decide.
         """
         regimes = (rope.regime(num_prompt_tokens, most_tokens, self.max_position_embeddings) for rope in self.ropes)
         return max(regimes, default=0)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, tied embeddings counted once."""
+        """Parameters of the full model, tied embeddings counted once."""
         return self.num_embedding_parameters + sum(self.layer_parameters) + self.num_norm_parameters
 
     @property
@@ -198,12 +198,14 @@ class ModelConfig:
 
     @property
     def num_projection_parameters(self) -> int:
-        """Of the matrix between embeddings and layers, and of that between layers and logits; 0 for none."""
+        """Parameters of each of the matrices between embeddings and layers, and between layers and logits; 0 for
+        none.
+        """
         return self.own_embedding_size * self.hidden_size
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Of each decoder layer, all experts counted."""
+        """Parameters of each decoder layer, all experts counted."""
         of_kind = {
             layer: layer_elements(layer, self.hidden_size, layer.num_heads, layer.num_kv_heads, layer.intermediate_size)
             for layer in dict.fromkeys(self.layers)
@@ -212,7 +214,7 @@ class ModelConfig:
 
     @property
     def num_expert_parameters(self) -> int:
-        """Of the experts of all layers, those among which a token chooses; 0 for a dense model."""
+        """Parameters of the routed experts of all layers; 0 for a dense model."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         routed = (replace(each.whole, num_shared_columns=0) for each in experts)
         sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
@@ -220,20 +222,20 @@ class ModelConfig:
 
     @property
     def num_norm_parameters(self) -> int:
-        """The last norm, and that of embeddings."""
+        """Parameters of the last norm, and of the embeddings' norm."""
         return (self.has_last_norm + self.has_embedding_norm) * self.norm_parameters
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm of the stream."""
+        """Parameters of one norm of the stream."""
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model folder's `config.json` and `generation_config.json` say ({} without the second), and a digest of
-    their bytes. `generates`: the architecture has a head for tokens; `model_config.pooling` is what the folder says of
-    pooling, and `sees_later` the setting by which a decoder's tokens see later ones too.
+    """Contents of a model folder's `config.json` and `generation_config.json` ({} without the second), and a digest of
+    their bytes. `generates`: the architecture has a token head; `model_config.pooling` is the folder's pooling, and
+    `sees_later` the setting by which a decoder's tokens see later ones too.
     """
 
     model_config: ModelConfig
@@ -257,7 +259,7 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     generation_text = _content(generation_path) if generation_path.exists() else b""
     config = _json_object(text, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
-    # Null there is what config.json says.
+    # If it is null, config.json's counts.
     if generation.get("eos_token_id") is not None:
         config["eos_token_id"] = generation["eos_token_id"]
     others = b"".join(_content(each) for each in pooling_files(model_folder))
@@ -277,10 +279,10 @@ def read_model_files(model_folder: Path) -> ModelFiles:
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether the head of a text part is tied by a default of its class alone; then the names in the files decide."""
+    """Whether the head of a text part is tied by its class's default alone; then the names in the files decide."""
     text = config.get("text_config")
     own = text.get(_TIE) if isinstance(text, Mapping) else None
-    # The class of a text that counts too has the same default.
+    # The class of a text whose own key counts too has the same default.
     is_silent = config.get(_TIE) is None or (family.tie_of_text == "also" and config[_TIE] is False and own is None)
     return family.ties_by_default and is_silent
 
@@ -297,7 +299,7 @@ def _content(path: Path) -> bytes:
 
 
 def _json_object(text: bytes, path: Path) -> dict[str, Any]:
-    """The object that `path` must hold. Raises ModelConfigError naming the file."""
+    """The object in `path`. Raises ModelConfigError naming the file."""
     try:
         return files.parse_json_object(text, allows_nan=True)
     except files.JsonError as error:
@@ -305,7 +307,7 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
-    """`config` is the content of `path`, which is only named in errors."""
+    """Model config of `config`, the contents of `path`, which is used in errors alone."""
     given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
@@ -355,12 +357,12 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
 
 
 def family_of(architecture: str) -> Family:
-    """The row of an architecture that runs."""
+    """The row of a supported architecture."""
     return ENCODERS[architecture] if architecture in ENCODERS else FAMILIES[architecture]
 
 
 def _max_positions(reader: ConfigReader, family: Family) -> int:
-    """Tokens of the longest row."""
+    """Maximum tokens of a row."""
     num_rows = reader.count("max_position_embeddings", 2048)
     if not family.counts_offset:
         return num_rows
@@ -369,7 +371,7 @@ def _max_positions(reader: ConfigReader, family: Family) -> int:
 
 
 def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelConfig) -> EncoderPooling:
-    """What comes behind the layers of an encoder that classifies."""
+    """Pooling of an encoder: the part after its layers."""
     family, has_types = family_of(model_config.architecture), model_config.num_token_types > 1
     if family.classifier is None:
         return EncoderPooling(None, "cls", has_types)
@@ -395,7 +397,7 @@ def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) 
 def _layers(
     reader: ConfigReader, family: Family, max_positions: int
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeParameters, ...]]:
-    """Layers alike but for their windows and ropes share one object."""
+    """All layers, and the ropes. Layers with equal window, rope, experts and first norm share one object."""
     num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     num_kv_heads = family.num_kv_heads or reader.count("num_key_value_heads", num_heads)
@@ -449,7 +451,7 @@ def _layers(
 
 
 def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
-    """Layers of the file that text passes by, in order; those that are listed beyond the last are none."""
+    """Layers of the file that text skips, in order; numbers beyond the last layer are ignored."""
     if not family.image_layers_key:
         return ()
     num_layers, listed = reader.count("num_hidden_layers"), reader.get(family.image_layers_key)
@@ -468,7 +470,7 @@ def _norms(family: Family, is_parallel: bool) -> tuple[bool, bool, bool, bool]:
 
 
 def _ropes_of_layers(reader: ConfigReader, family: Family, windows: tuple[int, ...]) -> tuple[int | None, ...]:
-    """One a layer: sliding layers take the second where there are two."""
+    """Rope index of each layer: sliding layers use the second of two."""
     if not family.has_rope:
         return (None,) * len(windows)
     if family.has_local_rope:
@@ -516,14 +518,14 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         why = f"is not run: {reasons[0]}" if reasons else what
         if config.get("auto_map"):
             why += ", and code from the model folder (auto_map) is never run, whatever trust_remote_code says"
-        # One that is known not to run needs no other.
+        # Known as unsupported: suggests no other.
         names = names if isinstance(names, list) and not reasons else []
         raise ModelConfigError(f"{path}: architectures={shown(config.get('architectures'))} {why}{_near(names)}")
     return known[0]
 
 
 def _near(names: Sequence[Any]) -> str:
-    """Architectures of nearly the same name, and where all of them are."""
+    """Architectures of similar names, and the list of all."""
     known = [*FAMILIES, *ENCODERS]
     found = [each for name in names[:_MOST_NAMES] for each in get_close_matches(str(name)[:100], known, n=3)]
     near = f"; the nearest that run are {', '.join(dict.fromkeys(found))}" if found else ""
@@ -536,7 +538,7 @@ _TIE: Final = "tie_word_embeddings"
 
 
 def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping[str, Any]:
-    """What config.json says of the part that takes text."""
+    """Settings of the part that takes text."""
     text = config.get("text_config")
     if text is None:
         return config
@@ -551,7 +553,7 @@ def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping
 
 
 def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Family:
-    """The row of the text part, of whose names the checkpoint has others."""
+    """The row of the text part, with its defaults."""
     kinds, text = family.text_families, config.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
@@ -562,7 +564,7 @@ def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Fa
 
 
 def _form(family: Family, config: Mapping[str, Any]) -> int:
-    """See `ModelConfig.form`."""
+    """Index for `ModelConfig.form`."""
     for number, form in enumerate(family.forms, start=1):
         if all(config.get(key) == value for key, value in form.where.items()):
             return number
@@ -599,7 +601,7 @@ def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
 def _activation(reader: ConfigReader, family: Family) -> str:
     name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     name = family.activation_words.get(name, name) if isinstance(name, str) else name
-    # It is a layer with weights, which no family has as a gate.
+    # xIELU is a layer with weights, which no family has as a gate.
     known = [each for each in _ACTIVATIONS if each != "xielu" or not family.is_gated]
     return _known_activation(reader, family.activation_key, name, known)
 
@@ -611,7 +613,7 @@ def _known_activation(reader: ConfigReader, key: str, name: Any, known: Sequence
 
 
 def _number(reader: ConfigReader, key: str, neutral: float) -> float:
-    """`neutral` where the family has no such key, or config.json has null there."""
+    """`neutral` if the family has no such key, or config.json has null there."""
     return reader.number(key) if key and reader.get(key) is not None else neutral
 
 
@@ -620,7 +622,7 @@ def _bias(reader: ConfigReader, rule: bool | str) -> bool:
 
 
 def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> tuple[int, ...]:
-    """Per layer, the newer `layer_types` list before the family's older rule."""
+    """Window of each layer; the newer `layer_types` list takes precedence over the family's older rule."""
     rule = family.sliding_window
     is_by_flag = rule in ("late_layers", "even_layers", "in_use")
     is_used = rule != "never" and (not is_by_flag or reader.flag("use_sliding_window", False))
@@ -630,7 +632,7 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
     window = reader.count("sliding_window")
     if rule == "in_use":
         return (window,) * num_layers
-    # Of an encoder it is both sides together, without the token itself.
+    # An encoder's counts both sides together, without the token itself.
     window = window // 2 + 1 if family.is_encoder else window
     layer_types = reader.get("layer_types")
     if layer_types is not None:
@@ -651,7 +653,7 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
 
 
 def _check_none_slides(reader: ConfigReader, rule: str, key: str) -> None:
-    """Layers that are listed to slide have no window, by what `key` says: transformers computes no such model."""
+    """Reject layers listed as sliding without a window, by the setting `key`: transformers computes no such model."""
     layer_types, is_read = reader.get("layer_types"), rule in ("late_layers", "even_layers", "layer_types")
     if is_read and isinstance(layer_types, list) and "sliding_attention" in layer_types:
         right = "a number" if key == "sliding_window" else "true"
@@ -672,7 +674,7 @@ def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:
 
 
 def _checkpoint_dtype(reader: ConfigReader) -> str:
-    """Float32 where the file says nothing, and, which is said, where it names a type that no run computes in."""
+    """Dtype of the checkpoint: float32 if the file names none, or, with a warning, a type that no run computes in."""
     key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
     given = reader.get(key, "float32")
     if not isinstance(given, str):
@@ -693,5 +695,5 @@ def _eos_token_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ModelConfigError(f"{reader.path}: eos_token_id={shown(value)} must be a token id or a list of them")
-    # Some models name an id that their vocabulary does not have. It can never be sampled, so nothing is lost.
+    # Some models name an id outside their vocabulary. It can never be sampled, so nothing is lost.
     return tuple(token for token in ids if 0 <= token < vocab_size)

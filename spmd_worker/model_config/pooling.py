@@ -1,5 +1,5 @@
-"""How the tokens of a row become one vector, read from a model folder: sentence-transformers' `modules.json`, the score
-head of a `*ForSequenceClassification`, or nothing of the kind.
+"""Pooling of a row's tokens to one vector, read from a model folder: sentence-transformers' `modules.json`, the score
+head of a `*ForSequenceClassification`, or the default.
 
 Knows files and rules; `model/pooler.py` computes.
 """
@@ -43,8 +43,8 @@ _MASKED: Final = "ForMaskedLM"
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """What an encoder that classifies has between the pooled vector and its scores: a dense layer, `activation` ("tanh"
-    or one of `ModelConfig`'s words), and a norm, or None.
+    """Part of a classifying encoder between the pooled vector and its scores: a dense layer, `activation` ("tanh" or
+    one of `ModelConfig`'s names), and a norm, or None.
     """
 
     activation: str
@@ -52,15 +52,15 @@ class HeadConfig:
     norm: NormConfig | None = None
 
     def elements(self, hidden_size: int) -> int:
-        """Its parameters."""
+        """Number of parameters."""
         norm = 0 if self.norm is None else self.norm.has_weight + self.norm.has_bias
         return (hidden_size + self.has_bias + norm) * hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderPooling:
-    """What an encoder's family says: the head of one that classifies, what that is given (`pooling_type`), and whether
-    a pair's texts have types of their own.
+    """Pooling by an encoder's family: the head of a classifier, its input (`pooling_type`), and whether a pair's texts
+    have types of their own.
     """
 
     head: HeadConfig | None
@@ -70,18 +70,18 @@ class EncoderPooling:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """What a run with the pooling runner gives for a row.
+    """Result of a row with the pooling runner.
 
     `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
     difference of these tokens' logits. `matryoshka_dimensions` are the lengths to which vectors may be cut;
-    `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for as
-    many as the model takes. A `head` is before the scores of an encoder. `is_encoder`: texts that are scored together
-    are encoded as the tokenizer encodes a pair, not one text behind the other; `has_token_types`: the model can be told
-    which token is of which, and it is where the tokenizer says so (`gives_token_types`). `is_sentence_model`: the
-    folder is of sentence-transformers, which encodes texts of decoders as those of encoders. `text` is what is made of
-    a text before, `similarity` what two vectors are compared by. Vectors are cut to `max_dimensions` behind the
-    normalisation, 0 for not at all.
+    `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for the
+    model's maximum. A `head` precedes the scores of an encoder. `is_encoder`: texts that are scored together are
+    encoded as the tokenizer encodes a pair, not concatenated; `has_token_types`: the model accepts token types, and
+    gets them if the tokenizer outputs them (`gives_token_types`). `is_sentence_model`: the folder is of
+    sentence-transformers, which encodes texts of decoders like those of encoders. `text` is the transformation of a
+    text before encoding, `similarity` the comparison of two vectors. Vectors are cut to `max_dimensions` after the
+    normalisation, 0 for no cut.
     """
 
     task: str
@@ -112,12 +112,12 @@ class PoolingConfig:
 
     @property
     def has_score_weight(self) -> bool:
-        """Whether scores are a product with a weight of the checkpoint that is for them alone."""
+        """Whether scores are a matmul with a weight of the checkpoint that is for them alone."""
         return self.num_labels > 0 and not self.label_token_ids and not self.denses
 
     @property
     def num_float32_elements(self) -> int:
-        """Parameters of scores and of what is before them, float32 in every dtype."""
+        """Parameters of scores and of the head before them, float32 in every dtype."""
         if not self.has_score_weight:
             return 0
         head = 0 if self.head is None else self.head.elements(self.hidden_size)
@@ -125,7 +125,7 @@ class PoolingConfig:
 
     @property
     def size(self) -> int:
-        """Numbers of a row's vector."""
+        """Elements of a row's vector."""
         if self.task == "classify":
             return self.num_labels
         size = self.denses[-1].num_outputs if self.denses else self.hidden_size
@@ -133,7 +133,7 @@ class PoolingConfig:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether hidden states of other tokens than the last count, so that none may be found in the prefix cache."""
+        """Whether hidden states of other tokens than the last count, so that the prefix cache cannot be used."""
         return self.pooling_type != "last"
 
     @property
@@ -143,7 +143,7 @@ class PoolingConfig:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What can be asked for."""
+        """Supported tasks."""
         if self.task == "embed":
             return ("embed", "score")
         return ("classify", "score", "reward") if self.num_labels == 1 else ("classify",)
@@ -158,7 +158,7 @@ def decoder_of(architecture: object) -> str | None:
 
 
 def encoder_of(architecture: object) -> str | None:
-    """The encoder, by the name of its backbone, that a model with or without a head is; None for other names."""
+    """Backbone name of an encoder with or without a head; None for other names."""
     for suffix in (CLASSIFIER, _MASKED, _BACKBONE):
         if isinstance(architecture, str) and architecture.endswith(suffix):
             return f"{architecture.removesuffix(suffix)}{_BACKBONE}"
@@ -166,12 +166,12 @@ def encoder_of(architecture: object) -> str | None:
 
 
 def mean_pooling(hidden_size: int) -> PoolingConfig:
-    """Of an encoder that says nothing of pooling: what sentence-transformers does with one."""
+    """Pooling of an encoder without pooling settings, as in sentence-transformers."""
     return PoolingConfig("embed", "mean", hidden_size)
 
 
 def last_token_pooling(hidden_size: int) -> PoolingConfig:
-    """Of a model that says nothing of pooling."""
+    """Pooling of a decoder without pooling settings."""
     return PoolingConfig("embed", "last", hidden_size, is_normalized=True)
 
 
@@ -183,8 +183,8 @@ def read_pooling(
     generates: bool,
     encoder: EncoderPooling | None = None,
 ) -> PoolingConfig | None:
-    """What the folder says, `config` being its config.json; None where it says nothing and the architecture
-    `generates`. Raises ModelConfigError naming the file for what is not run.
+    """Pooling of the folder, whose config.json is `config`; None if it has no settings and the architecture
+    `generates`. Raises ModelConfigError naming the file for an unsupported setting.
     """
     is_sentence_model = is_sentence_folder(folder)
     if encoder is None and (not generates or is_sentence_model):
@@ -230,13 +230,13 @@ def _read(
 
 
 def sees_later(config: Mapping[str, Any]) -> str | None:
-    """The setting by which a decoder's tokens see later ones too; None where they do not."""
+    """The setting by which a decoder's tokens see later ones too; None if they do not."""
     plain = {"is_causal": True, "use_bidirectional_attention": False}
     return next((f"{key}={config[key]!r}" for key in plain if config.get(key) not in (None, plain[key])), None)
 
 
 def check_sees_earlier(folder: Path, setting: str | None) -> None:
-    """Raise ModelConfigError for a decoder that pools and has what `sees_later` found."""
+    """Raise ModelConfigError for a decoder that pools and has a setting found by `sees_later`."""
     if setting is not None:
         raise ModelConfigError(
             f"{folder / 'config.json'}: {setting} is not run: a token sees those before it and no other"
@@ -267,10 +267,10 @@ def _classifier(
 def _score_activation(
     config: Mapping[str, Any], path: Path, num_labels: int, sentence: SentenceFolder | None = None
 ) -> str:
-    """What config.json says, or what scores of so many labels get."""
+    """Activation in config.json, else the default for this number of labels."""
     own = config.get("sentence_transformers")
     given = own.get("activation_fn") if isinstance(own, Mapping) else None
-    # Its name before sentence-transformers 4.
+    # Key before sentence-transformers 4.
     given = config.get("sbert_ce_default_activation_function") if given is None else given
     if given is not None:
         return read_activation(given, f"{path}: activation_fn", of_scores=True)

@@ -1,6 +1,6 @@
-"""Reads `quantization_config` of a config.json: which weights are stored in which format.
+"""Reads `quantization_config` of a config.json: the storage format of each weight.
 
-What is not known is refused by name, with the key and the way out, rather than misread. Scales of activations and of
+Unknown settings are rejected by name, with the key and the way out, rather than misread. Scales of activations and of
 the key-value cache change nothing here: activations are computed, and cached, in the run's dtype.
 """
 
@@ -44,7 +44,7 @@ _REFUSED: Final = {
     "torchao": _WAY_OUT,
     "vptq": _WAY_OUT,
 }
-"""Methods that are known and not read, with the way out."""
+"""Known but unsupported methods, with the way out."""
 _MOST_GROUP: Final = 1 << 20
 _MOST_NAMES: Final = 100_000
 _MOST_NAME: Final = 80
@@ -54,13 +54,13 @@ _MOST_REPEATS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """An object of config.json. `where` is its file and key, for errors."""
+    """An object of config.json. `path` is its file and key, for errors."""
 
     values: Mapping[str, Any]
     path: str
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; `default` for null and what is not there."""
+        """The value; `default` for null and missing keys."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -71,7 +71,7 @@ class _Section:
     def choice(self, key: str, known: tuple[Any, ...], default: Any = None) -> Any:
         """One of `known`."""
         value = self.get(key, default)
-        # 4.0 and True are equal to whole numbers in Python.
+        # 4.0 and True are equal to integers in Python.
         if not any(value == each and type(value) is type(each) for each in known):
             words = " or ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in known)
             raise self.error(key, f"is not read, only {words}: {_WAY_OUT}")
@@ -93,7 +93,7 @@ class _Section:
         return max(value, 0)
 
     def block(self, key: str) -> tuple[int, int] | None:
-        """Outputs and inputs that share a scale; None where it is not there."""
+        """Outputs and inputs that share a scale; None if it is missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -111,7 +111,7 @@ class _Section:
         return tuple(self._checked(name, key) for name in value)
 
     def _checked(self, name: str, key: str) -> str:
-        """transformers takes every name for a pattern of whole words, compressed-tensors those that begin with re:."""
+        """transformers uses every name as a pattern of full words, compressed-tensors those that begin with re:."""
         if not name.startswith(REGEX) and not re.search(r"[*+?()|[\]\\]", name):
             return name
         pattern = name.removeprefix(REGEX)
@@ -120,7 +120,7 @@ class _Section:
 
 
 def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | None:
-    """Of the content of `path`, which is only named in errors; None where the weights are plain. Raises
+    """Quantization in the contents of `path`, which is used in errors alone; None if the weights are plain. Raises
     ModelConfigError.
     """
     text = config.get("text_config")
@@ -183,7 +183,7 @@ def _read_gptq(section: _Section) -> Quantization:
 
 
 def _skipped(section: _Section) -> tuple[str, ...]:
-    """Modules that gptqmodel's `dynamic` leaves plain; what it stores otherwise is refused."""
+    """Modules that gptqmodel's `dynamic` leaves plain; other storage formats in it are rejected."""
     rules = section.section("dynamic").values
     others = [
         rule
@@ -219,7 +219,7 @@ _COMPRESSED: Final = {
     "naive-quantized": ("scaled", None, (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
 }
-"""By `format`: the layout, what `weights.type` must be, and the bits."""
+"""`format` -> the layout, the required `weights.type`, and the bits."""
 
 
 def _read_compressed_tensors(section: _Section) -> Quantization:
@@ -236,7 +236,7 @@ def _read_compressed_tensors(section: _Section) -> Quantization:
 
 
 def _read_group(group: _Section, whole: _Section) -> FormatGroup:
-    """`whole` has the format where the group has none of its own."""
+    """Format of a group; that of `whole` if the group has none of its own."""
     place = group if group.get("format") is not None else whole
     name = place.choice("format", tuple(_COMPRESSED))
     layout, wanted, bits = _COMPRESSED[name]
@@ -278,7 +278,7 @@ _READERS: Final[dict[str, Callable[[_Section], Quantization]]] = {
 }
 
 READ_METHODS: Final = tuple(_READERS)
-"""What `quant_method` may be."""
+"""Supported values of `quant_method`."""
 
 
 def _one_format(
@@ -288,7 +288,7 @@ def _one_format(
 
 
 def _check_pattern(pattern: str, where: str) -> None:
-    """A file from anywhere may have a pattern that is matched for years: repeated groups and many repeats are out."""
+    """Reject patterns that may take years to match, as an untrusted file may have: repeated groups and many repeats."""
     num_repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     has_repeated_group = re.search(r"\)[*+{]|\\\d", pattern) is not None
     try:

@@ -1,7 +1,7 @@
-"""Rotary embedding as config.json describes it: the base, how it is stretched, how much of a head is turned.
+"""Rotary embedding in config.json: the base, its scaling, and the rotated part of a head.
 
-`rope_parameters` is the newer spelling, one object or one for each kind of layer; `rope_scaling` with `rope_theta`
-beside it the older. With both, transformers takes the older.
+`rope_parameters` is the newer format, one object or one for each kind of layer; `rope_scaling` with a separate
+`rope_theta` the older. With both, transformers uses the older.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """Rotary embedding: the base and how it is stretched. Fields a type does not use keep their neutral value.
+    """Rotary embedding: the base and its scaling. Fields a type does not use keep their neutral value.
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
-    derive it; lengths are in tokens. Of each head the first `partial_factor` is turned. LongRoPE divides frequencies by
-    `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: neighbours are a pair, not the
-    numbers at equal places of two halves. Where `query_growth` is above 0, queries are multiplied by
-    1 + `query_growth` * log(1 + floor(position / original length)). `rounding` is what is rounded to the model's dtype:
-    "each step" (cosines, sines, products and sums), "angles" (cosines and sines, and what is turned), or "result",
-    what is turned alone; float32 is what is not.
+    derive it; lengths are in tokens. The first `partial_factor` of each head is rotated. LongRoPE divides frequencies
+    by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs are neighbours, not
+    the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by (1 +
+    `query_growth` * log(1 + floor(position / original length))). `rounding` lists the values rounded to the model's
+    dtype: "each step" (cosines, sines, multiplications and additions), "angles" (cosines and sines, and the result), or
+    "result", the result alone; the others are float32.
     """
 
     rope_type: str = "default"
@@ -50,11 +50,11 @@ class RopeParameters:
     rounding: str = "each step"
 
     def turned_size(self, head_size: int) -> int:
-        """How many numbers of a head are turned."""
+        """Number of rotated elements of a head."""
         return int(head_size * self.partial_factor)
 
     def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:
-        """See `ModelConfig.rope_regime`."""
+        """Implements `ModelConfig.rope_regime` for one rope."""
         if self.rope_type == "dynamic" and num_prompt_tokens > max_positions:
             return num_prompt_tokens
         if self.rope_type == "longrope":
@@ -73,7 +73,7 @@ def read_rope(
 
 
 def _given(reader: ConfigReader) -> Mapping[str, Any]:
-    """What the file says of its one rope. Raises ModelConfigError."""
+    """Settings of the file's one rope. Raises ModelConfigError."""
     key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     given = reader.get(key) or {}
     if not isinstance(given, Mapping):
@@ -82,7 +82,7 @@ def _given(reader: ConfigReader) -> Mapping[str, Any]:
 
 
 def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
-    """Of a `dynamic` rope with `alpha`, which is stretched once and for all, by its base. Raises ModelConfigError."""
+    """The rope with `alpha` of `dynamic` scaling applied to its base, once and for all. Raises ModelConfigError."""
     given = _given(reader)
     if rope.rope_type != "dynamic" or not given.get("alpha"):
         return rope
@@ -95,14 +95,14 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
 
 
 def with_query_growth(rope: RopeParameters, reader: ConfigReader) -> RopeParameters:
-    """With `llama_4_scaling_beta`, where the file has it. Raises ModelConfigError."""
+    """The rope with `llama_4_scaling_beta`, if the file has it. Raises ModelConfigError."""
     given = _given(reader)
     beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
     return replace(rope, query_growth=positive_number(beta, key)) if beta else rope
 
 
 def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, RopeParameters]:
-    """The ropes of full and of sliding layers: the older keys stretch the first alone. Raises ModelConfigError."""
+    """The ropes of full and of sliding layers: the older keys scale the first alone. Raises ModelConfigError."""
     by_kind = reader.get("rope_parameters") or {}
     if not isinstance(by_kind, Mapping):
         raise ModelConfigError(f"{reader.where('rope_parameters')} must be an object")
@@ -127,12 +127,12 @@ def rope_of(
     *,
     may_be_partial: bool = False,
 ) -> RopeParameters:
-    """Of one object of config.json. Raises ModelConfigError."""
+    """The rope of one object of config.json. Raises ModelConfigError."""
     rope_type = given.get("rope_type", given.get("type", "default"))
-    # What LongRoPE was called when Phi-3 came.
+    # LongRoPE's name when Phi-3 was released.
     is_longrope = rope_type == "su" or (rope_type == "yarn" and "long_factor" in given)
     rope_type = "longrope" if is_longrope else rope_type
-    # Places in an image are three numbers, which for text are equal: then it is plain.
+    # Positions in an image are three numbers, which are equal for text: then it is plain.
     rope_type = "default" if rope_type == "mrope" and "mrope_section" in given else rope_type
     if rope_type not in ROPE_TYPES:
         raise ModelConfigError(
@@ -156,7 +156,7 @@ def rope_of(
 
 
 def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigReader) -> None:
-    """Those that go together, so that nothing is divided by zero."""
+    """Check values that depend on each other, so that nothing is divided by zero."""
     key = "original_max_position_embeddings"
     if rope_type == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         raise ModelConfigError(

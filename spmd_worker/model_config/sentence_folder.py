@@ -1,5 +1,5 @@
-"""Folders of sentence-transformers: `modules.json` and the files that it names -> what is done with a text and with its
-tokens. Each setting is read as releases 2 to 6 of sentence-transformers read it, or refused.
+"""Reads folders of sentence-transformers: `modules.json` and the files that it names, which configure texts and
+pooling. Each setting is read as releases 2 to 6 of sentence-transformers read it, or rejected.
 
 Knows files and rules; `pooling.py` makes one record of this and of config.json.
 """
@@ -16,13 +16,13 @@ from spmd_worker.base.errors import ModelConfigError
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
 POOLING_FILES: Final = (MODULES_FILE, "sentence_bert_config.json", SETTINGS_FILE)
-"""Beside config.json. Without the first the others say nothing."""
+"""Files next to config.json. Without the first the others are ignored."""
 _TRANSFORMER_FILES: Final = (
     POOLING_FILES[1],
     *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta")),
     "sentence_xlnet_config.json",
 )
-"""Settings of the Transformer: the first that is there. The later ones are names of old releases."""
+"""Settings of the Transformer: the first that exists. The later ones are names of old releases."""
 _TOKENIZER_FILE: Final = "tokenizer_config.json"
 _TOKENIZER_BYTES: Final = 256 * 1024 * 1024
 MOST_SIZE: Final = 2**20
@@ -41,7 +41,7 @@ _OLD_MODES: Final = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Keys of sentence-transformers before 5.3: one flag for each way."""
+"""Keys of sentence-transformers before 5.3: one flag for each pooling mode."""
 
 _ACTIVATIONS: Final = {
     "Identity": "none",
@@ -51,20 +51,20 @@ _ACTIVATIONS: Final = {
     "ReLU": "relu",
     "SiLU": "silu",
 }
-"""Last words of torch's class names."""
+"""Last word of torch's class name -> our name."""
 
 _TASKS: Final = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-"""What the Transformer gives for each task: the output of the model, and the name that later modules know it by."""
+"""Output of the Transformer for each task: the model's output, and its name in later modules."""
 
 _TRANSFORMER_KEYS: Final = (
     *("transformer_task", "modality_config", "module_output_name", "processing_kwargs"),
     *("max_seq_length", "do_lower_case", "tokenizer_name_or_path"),
     *("model_kwargs", "processor_kwargs", "config_kwargs", "model_args", "tokenizer_args", "config_args"),
-    # How rows are batched, and what `encode_query` and `encode_document` do: no part of `encode`.
+    # Batching, and settings of `encode_query` and `encode_document`: no part of `encode`.
     *("unpad_inputs", "query_length", "document_length", "query_expansion"),
 )
 _OLD_ARGUMENTS: Final = {
@@ -83,7 +83,7 @@ _HARMLESS: Final = {
     ),
     "config_kwargs": ("use_cache", "trust_remote_code", "revision", "local_files_only", "cache_dir"),
 }
-"""Arguments of the libraries' loaders that do not change what a row is answered, or are read here."""
+"""Arguments of the libraries' loaders that do not change a row's result, or are read here."""
 _HARMLESS_CALL: Final = ("padding", "padding_side", "pad_to_multiple_of", "return_tensors", "logits_to_keep")
 _CUTTING: Final = (True, "longest_first")
 
@@ -93,14 +93,14 @@ _TYPED_TOKENIZERS: Final = (
     *("LayoutLMTokenizer", "LayoutLMv2Tokenizer", "LxmertTokenizer", "MarkupLMTokenizer", "MobileBertTokenizer"),
     *("SqueezeBertTokenizer", "TapasTokenizer"),
 )
-"""Classes of transformers 5 that give token types where tokenizer_config.json has no `model_input_names`."""
+"""Classes of transformers 5 that output token types if tokenizer_config.json has no `model_input_names`."""
 _TYPED_MODELS: Final = ("bert",)
-"""Types of models that run here to which AutoTokenizer gives such a class where nothing names one."""
+"""Supported model types to which AutoTokenizer assigns such a class if none is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """One linear layer behind the pooled vector, whose weights are in `folder` of the model folder. `activation` is
+    """One linear layer after the pooled vector, whose weights are in `folder` of the model folder. `activation` is
     "none" or a function of `model/pooler.py`.
     """
 
@@ -113,12 +113,12 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """What is made of a text before it is encoded.
+    """Transformation of a text before it is encoded.
 
-    `prompts` are texts by name, `default_prompt` the name of the one that is put before each text, "" for none. With a
-    `message_format`, "flat" or "structured" (contents as text, or as a list of parts), texts are messages of a
-    conversation that the chat template writes, with `template_variables` (JSON); and where that is cut, its end is kept
-    with `restores_suffix`.
+    `prompts` are texts by name, `default_prompt` the name of the one that is prepended to each text, "" for none. With
+    a `message_format`, "flat" or "structured" (contents as text, or as a list of parts), texts become messages of a
+    conversation that the chat template writes, with `template_variables` (JSON); if that is cut, `restores_suffix`
+    keeps its end.
     """
 
     prompts: tuple[tuple[str, str], ...] = ()
@@ -129,7 +129,7 @@ class TextForm:
 
     @property
     def prompt(self) -> str:
-        """What is put before each text."""
+        """Text prepended to each text."""
         return dict(self.prompts).get(self.default_prompt, "")
 
     @property
@@ -143,12 +143,12 @@ PLAIN_TEXT: Final = TextForm()
 
 @dataclass(frozen=True, slots=True)
 class SentenceFolder:
-    """What a folder with `modules.json` says.
+    """Settings of a folder with `modules.json`.
 
-    `kind` is the last module that decides what rows get: "Pooling", a vector; "Dense", scores of a cross-encoder from a
-    pooled vector; "Transformer", scores of a classifier; "LogitScore", the difference of two tokens' logits.
-    `activation` of scores None is not given. `similarity` of two vectors is one of `SIMILARITIES`. `max_tokens` of a
-    row, `max_dimensions` of a vector: 0 for as many as there are.
+    `kind` is the last module that decides a row's result: "Pooling", a vector; "Dense", scores of a cross-encoder from
+    a pooled vector; "Transformer", scores of a classifier; "LogitScore", the difference of two tokens' logits.
+    `activation` of scores is None if not given. `similarity` of two vectors is one of `SIMILARITIES`. `max_tokens` of a
+    row, `max_dimensions` of a vector: 0 for no limit.
     """
 
     kind: str
@@ -176,8 +176,8 @@ def is_sentence_folder(folder: Path) -> bool:
 
 
 def read_sentence_folder(folder: Path, hidden_size: int) -> SentenceFolder:
-    """What its files say, of a model whose pooled vectors are `hidden_size` long before the dense layers. Raises
-    ModelConfigError naming the file for what is not run.
+    """Read the folder of a model whose pooled vectors are `hidden_size` long before the dense layers. Raises
+    ModelConfigError naming the file for an unsupported setting.
     """
     path = folder / MODULES_FILE
     listed = _listed(path)
@@ -251,7 +251,7 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
 
 
 def pooling_files(folder: Path) -> list[Path]:
-    """The files that say it, beside config.json, in an order that is the same everywhere."""
+    """Files that configure pooling, next to config.json, in an order that is the same everywhere."""
     if not is_sentence_folder(folder):
         return []
     inside = [f"{name}/config.json" for name in module_folders(folder)]
@@ -261,7 +261,7 @@ def pooling_files(folder: Path) -> list[Path]:
 
 def module_folders(folder: Path, *kinds: str) -> list[str]:
     """Names of the folders inside, of the modules of `kinds`, or of all, that `modules.json` lists; [] without the
-    file. What may be no such name is passed over. Raises ModelConfigError for a file that cannot be read.
+    file. Invalid names are skipped. Raises ModelConfigError for an unreadable file.
     """
     path = folder / MODULES_FILE
     listed = _listed(path) if path.exists() else []
@@ -270,7 +270,7 @@ def module_folders(folder: Path, *kinds: str) -> list[str]:
 
 
 def tokenizer_length(folder: Path) -> int:
-    """Tokens that the tokenizer leaves of a row; 0 where its files name no number that a model may have."""
+    """Maximum tokens of a row by the tokenizer; 0 if its files name no length that a model may have."""
     settings = _tokenizer_config(folder)
     # Old releases of transformers write `max_len`.
     length = settings.get("model_max_length", settings.get("max_len"))
@@ -279,8 +279,8 @@ def tokenizer_length(folder: Path) -> int:
 
 
 def gives_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether AutoTokenizer's output has token types, which a model otherwise takes to be 0 of every token. `config` is
-    the folder's config.json.
+    """Whether AutoTokenizer's output has token types; else a model uses 0 for every token. `config` is the folder's
+    config.json.
     """
     own = _tokenizer_config(folder)
     names = own.get("model_input_names")
@@ -293,7 +293,7 @@ def gives_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def read_activation(given: Any, where: str, *, of_scores: bool = False) -> str:
-    """torch's class by its dotted name -> our word; of scores it may be Softmax too. Raises ModelConfigError."""
+    """Our name of torch's class, given by its dotted name; scores may have Softmax too. Raises ModelConfigError."""
     known = {**_ACTIVATIONS, "Softmax": "softmax"} if of_scores else _ACTIVATIONS
     name = _word(given)
     if not str(given).startswith("torch.") or name not in known:
@@ -302,7 +302,7 @@ def read_activation(given: Any, where: str, *, of_scores: bool = False) -> str:
 
 
 def whole_size(value: Any, where: str) -> int:
-    """Raises ModelConfigError for what is no size of anything."""
+    """The value, a size of 1 or more. Raises ModelConfigError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SIZE:
         raise ModelConfigError(f"{where}={value!r} must be a whole number from 1 to {MOST_SIZE}")
     return value
@@ -313,7 +313,7 @@ def _optional_whole(value: Any, where: str) -> int:
 
 
 def _transformer(folder: Path) -> _Transformer:
-    """The first file that is there and not empty says how the Transformer is called."""
+    """Settings of the Transformer, from the first file that exists and is not empty."""
     paths = [folder / name for name in _TRANSFORMER_FILES]
     path, settings = paths[0], {}
     for each in paths:
@@ -344,14 +344,14 @@ def _transformer(folder: Path) -> _Transformer:
 
 
 def _makes_lowercase(folder: Path) -> bool:
-    """Whether the tokenizer does already what `do_lower_case` would add to it; False for what cannot be read."""
+    """Whether the tokenizer already does what `do_lower_case` would add; False for an unreadable file."""
     try:
         content = files.read_regular_file(folder / "tokenizer.json", _TOKENIZER_BYTES)
         normalizer = files.parse_json_object(content).get("normalizer")
     except (OSError, files.JsonError):
         return False
     steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
-    # Of BERT's classes the normalizer's lowercase is that of tokenizer_config.json.
+    # For BERT's classes the normalizer's lowercase is that of tokenizer_config.json.
     is_bert = _tokenizer_config(folder).get("do_lower_case") is not False
     return isinstance(steps, list) and any(
         step.get("type") == "Lowercase" or (step.get("type") == "BertNormalizer" and step.get("lowercase") and is_bert)
@@ -361,7 +361,7 @@ def _makes_lowercase(folder: Path) -> bool:
 
 
 def _loader_arguments(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The tokenizer's. Raises ModelConfigError for what would change an answer."""
+    """The tokenizer's arguments. Raises ModelConfigError for those that would change an answer."""
     tokenizer: Mapping[str, Any] = {}
     for key in (*_OLD_ARGUMENTS, *_HARMLESS):
         given = settings.get(key)
@@ -381,7 +381,7 @@ def _loader_arguments(settings: Mapping[str, Any], path: Path) -> Mapping[str, A
 
 
 def _message_format(folder: Path, settings: Mapping[str, Any], path: Path, task: str) -> str:
-    """How texts are messages of the chat template; "" where they are texts."""
+    """Format of texts as messages of the chat template; "" if they are plain texts."""
     given = settings.get("modality_config")
     if given is None:
         return ""
@@ -393,7 +393,7 @@ def _message_format(folder: Path, settings: Mapping[str, Any], path: Path, task:
             f"{path}: module_output_name={settings.get('module_output_name')!r} is not run: {name} is, for "
             f"transformer_task={task}"
         )
-    # As sentence-transformers: where messages are known, texts are made messages.
+    # As in sentence-transformers: if messages are configured, texts become messages.
     kind = "message" if "message" in given else "text"
     if kind not in given:
         raise ModelConfigError(
@@ -416,7 +416,7 @@ def _message_format(folder: Path, settings: Mapping[str, Any], path: Path, task:
 
 
 def _processing(given: Any, path: Path, message_format: str) -> tuple[TextForm, int]:
-    """What `processing_kwargs` says of texts and of their length."""
+    """Text settings and maximum length in `processing_kwargs`."""
     given = {} if given is None else given
     if not isinstance(given, Mapping) or not all(isinstance(each, Mapping | None) for each in given.values()):
         raise ModelConfigError(f"{path}: processing_kwargs={given!r} must be an object of objects")
@@ -445,7 +445,7 @@ def _processing(given: Any, path: Path, message_format: str) -> tuple[TextForm, 
 
 
 def _text_form(settings: Mapping[str, Any], path: Path, form: TextForm) -> TextForm:
-    """With the folder's prompts."""
+    """`form` with the folder's prompts."""
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, Mapping) or not all(isinstance(each, str | None) for each in prompts.values()):
         raise ModelConfigError(f"{path}: prompts={prompts!r} must be an object of texts")
@@ -526,7 +526,7 @@ def _denses(folder: Path, places: Iterable[Any], hidden_size: int, *, scores: bo
 
 
 def _check_normalize(folder: Path, place: Any) -> None:
-    # Old releases make the folder and nothing in it.
+    # Old releases make an empty folder.
     path = folder / place / "config.json" if _is_folder_name(place) else None
     settings = _read(path) if path is not None and path.exists() else {}
     source = settings.get("module_input_name", "sentence_embedding")
@@ -554,7 +554,7 @@ def _is_folder_name(where: Any) -> bool:
 
 
 def _object(folder: Path, where: Any) -> tuple[Mapping[str, Any], Path]:
-    """The settings of a module, and where they are."""
+    """Settings of a module, and their path."""
     if not _is_folder_name(where):
         raise ModelConfigError(f"{folder / MODULES_FILE}: path {where!r} must be the name of a folder beside it")
     path = folder / where / "config.json"
@@ -569,7 +569,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    """{} for a file that is not there or cannot be read: who opens the tokenizer says what is wrong with it."""
+    """Contents of the file, {} if it is missing or unreadable: opening the tokenizer reports the fault."""
     path = folder / _TOKENIZER_FILE
     try:
         return files.parse_json_object(files.read_regular_file(path, _TOKENIZER_BYTES), allows_nan=True)
@@ -578,5 +578,5 @@ def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _word(dotted: Any) -> str:
-    """The last word of a class's name."""
+    """Last word of a class's name."""
     return str(dotted).rpartition(".")[2]

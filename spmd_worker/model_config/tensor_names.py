@@ -1,6 +1,6 @@
-"""The names of the tensors in a model folder, for what config.json leaves to them. Reads no data.
+"""Tensor names in a model folder, for settings that config.json leaves to them. Reads no data.
 
-What is wrong with a file is said where it is loaded.
+Faults of a file are reported when it is loaded.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from spmd_worker.base import files
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-"""What the files of weights in a model folder are called: one file, or several with this index."""
+"""Weight files of a model folder: a single file, or several with this index."""
 _LENGTH_BYTES: Final = 8
 _MOST_HEADER_BYTES: Final = 100_000_000
 
 
 def tensor_names(model_folder: Path) -> tuple[str, ...]:
-    """The names in `model.safetensors`, or without it those in the index, in their order. Empty where there is neither
-    or it cannot be read.
+    """Names in `model.safetensors`, or without it those in the index, in their order. Empty if there is neither or it
+    is unreadable.
     """
     single, index = model_folder / SINGLE_FILE, model_folder / INDEX_FILE
     try:

@@ -1,4 +1,4 @@
-"""How quantised weights are stored, as data: what config.json's `quantization_config` comes to (`quantization.py`).
+"""Storage formats of quantised weights, as data: the parsed `quantization_config` of config.json (`quantization.py`).
 
 A weight [outputs, inputs] is stored as small numbers, of which each rectangle shares a scale and perhaps a zero point:
 w = (q - zero) * scale. Needs no torch.
@@ -12,18 +12,18 @@ from typing import Final
 CLASS_OF_ALL: Final = "Linear"
 """A target that means every quantised module."""
 REGEX: Final = "re:"
-"""Begins a name that is a regular expression, matched from the beginning of a module's name."""
+"""Prefix of a name that is a regular expression, matched from the beginning of a module's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How one weight is stored.
+    """Storage format of one weight.
 
-    `layout` says which tensors there are (`model/weights/quantised_weight.py`): "scaled" (one stored number an
-    element), "packed" (compressed-tensors' int32), "gptq", "awq" or "mxfp4". `number` is what is stored: "e4m3", "int"
-    or "e2m1", of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them; both
-    None: as the scale's shape says. `has_zeros`: zero points are stored. `has_order`: a tensor says the group of each
-    input. `zero_offset` is what a stored zero point lacks. `is_symmetric`: the zero point is the middle.
+    `layout` decides the tensors (`model/weights/quantised_weight.py`): "scaled" (one stored number an element),
+    "packed" (compressed-tensors' int32), "gptq", "awq" or "mxfp4". `number` is the type of a stored number: "e4m3",
+    "int" or "e2m1", of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them;
+    both None: as the scale's shape implies. `has_zeros`: zero points are stored. `has_order`: a tensor has the group of
+    each input. `zero_offset` is added to a stored zero point. `is_symmetric`: the zero point is the middle.
     """
 
     layout: str
@@ -38,7 +38,7 @@ class WeightFormat:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for people."""
         numbers = {"e4m3": "FP8", "e2m1": "FP4"}.get(self.number, f"{self.bits}-bit integers")
         match self.block_rows, self.block_columns:
             case None, None:
@@ -64,9 +64,9 @@ class FormatGroup:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The formats of a checkpoint. `method` is config.json's word, `ignored` the modules whose weights are plain.
+    """Formats of a checkpoint. `method` is config.json's name, `ignored` the modules whose weights are plain.
 
-    `sizes_key` is the key that says how large groups are, for errors.
+    `sizes_key` is the key with the group sizes, for errors.
     """
 
     method: str
@@ -76,14 +76,14 @@ class Quantization:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for people."""
         kinds = dict.fromkeys(group.format.words for group in self.groups)
         return f"{' and '.join(kinds)} ({self.method})"
 
     def format_of(self, *names: str) -> WeightFormat | None:
-        """Of the weight of a module, given all its names; None where it is plain. Names come before regular
-        expressions, of those the first by their letters, and `CLASS_OF_ALL` comes last, whatever the order of groups:
-        as compressed-tensors has it.
+        """Format of a module's weight, given all its names; None if it is plain. Names precede regular expressions,
+        which are in alphabetical order, and `CLASS_OF_ALL` comes last, whatever the order of groups: as in
+        compressed-tensors.
         """
         if any(_is_listed(name, self.ignored) for name in names):
             return None
@@ -108,7 +108,7 @@ def _by_kind(groups: tuple[FormatGroup, ...]) -> tuple[_Targets, _Targets]:
 
 
 def _is_listed(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern is the module, has it inside (`model.visual`), or is the end of its name (`lm_head`)."""
+    """Whether a pattern is the module, contains it (`model.visual`), or is the end of its name (`lm_head`)."""
     names, expressions = _sorted_out(patterns)
     words = name.split(".")
     parts = (".".join(part) for index in range(len(words)) for part in (words[: index + 1], words[index:]))
