@@ -208,7 +208,7 @@ def _with_prompt(text: TextForm, name: str) -> TextForm:
 
 
 def _check_plain_logits(key: str, config: ModelConfig) -> None:
-    """Raise ConfigError for a model of which two logits are more than two rows of a weight."""
+    """Raise ConfigError for a model whose logits are more than a GEMM with the head's weight."""
     if config.has_head_bias or config.logit_cap or config.logit_divisor != 1.0:
         raise ConfigError(
             f"{key} is not run for {config.architecture}, whose logits are more than a product with the head's weight: "

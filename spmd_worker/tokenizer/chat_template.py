@@ -72,7 +72,7 @@ class ChatTemplate:
                 tried = partial(self._tried, context)
                 plain = fitted(plain, tried, content_format, self._known_forms, context)
             return self._render({**context, "messages": plain})
-        except Exception as error:  # of code that is not ours
+        except Exception as error:  # foreign code
             raise ChatTemplateError(explained(error)) from error
 
     def _tried(self, context: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
@@ -83,7 +83,7 @@ class ChatTemplate:
             return self._render({**context, "messages": messages})
         except (SecurityError, MemoryError, RecursionError):
             raise
-        except Exception:  # of code that is not ours
+        except Exception:  # foreign code
             return None
 
     def _render(self, context: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ _MARKS_OF_PARTS: Final = re.compile(r"""["']text["']\s*:\s*["'][^"']*?(qzx[0-9]+
 _MAX_END: Final = 24
 """Characters of a text's beginning and end: templates that iterate over letters take longer for more."""
 _MOST_ASKED: Final = 1000
-"""Messages: with the texts of more, those templates could reach their limit."""
+"""Maximum messages to test with texts: with more, those templates could reach their limit."""
 _NUM_KNOWN: Final = 256
 
 

@@ -33,7 +33,7 @@ _MAX_WORD_CHARACTERS: Final = 1000
 _MAX_STEPS: Final = 32
 _MAX_GROWTH: Final = 64
 _MAX_TEMPLATE: Final = 64
-"""Special tokens of a post-processor, and ids of one of them."""
+"""Maximum special tokens of a post-processor, and ids of one of them."""
 _MAX_SHOWN: Final = 60
 WAY_OUT: Final = "take the file that the model was published with, or move it away and give prompt_token_ids"
 

@@ -20,7 +20,7 @@ def plain_int(value: Any) -> int | None:
     try:
         # Of arrays, only those without dimensions count as numbers.
         return None if getattr(value, "ndim", 0) else operator.index(value)
-    except Exception:  # of code that is not ours: an array of floats, a tensor without data
+    except Exception:  # foreign code: an array of floats, a tensor without data
         return None
 
 
@@ -40,7 +40,7 @@ def plain_float(value: Any) -> float | None:
         return float(number) if isinstance(number, int | float) else None
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
-    except Exception:  # of code that is not ours
+    except Exception:  # foreign code
         return None
 
 
@@ -50,7 +50,7 @@ def plain_bool(value: Any) -> bool | None:
         return value
     try:
         return bool(value) if _is_of_truth_values(value) and not getattr(value, "ndim", 0) else None
-    except Exception:  # of code that is not ours
+    except Exception:  # foreign code
         return None
 
 
@@ -65,7 +65,7 @@ def asks(value: Any) -> bool:
     """Whether a value that may request nothing requests something: a value without a truth value does."""
     try:
         return bool(value)
-    except Exception:  # of code that is not ours: an array of several numbers, a tensor without data
+    except Exception:  # foreign code: an array of several numbers, a tensor without data
         return True
 
 
@@ -73,7 +73,7 @@ def shown(value: Any, most: int = _MAX_SHOWN) -> str:
     """A value in a message, cut to `most` characters."""
     try:
         text = repr(value)
-    except Exception:  # of code that is not ours, and of numbers with thousands of digits
+    except Exception:  # foreign code, and numbers with thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -1,4 +1,4 @@
-"""A time limit for actions that may hang for ever: a disk that does not answer, a terminal that is held."""
+"""A time limit for actions that may hang: a disk that does not answer, a stopped terminal."""
 
 import threading
 from collections.abc import Callable

@@ -113,7 +113,7 @@ class CoordinatedShutdown:
         node does.
         """
         if status.last_heartbeat is None:
-            # A store that was never reached may have gone with rank 0, which keeps it where there is no torchrun.
+            # A store that was never reached may have ended with rank 0, which hosts it without torchrun.
             is_host = status.rank == 0 and (self._exchange.is_lost or status.rank in diagnosis.ranks)
             return not self._exchange.is_connected and not is_host
         return status.is_living and (self._exchange.is_shared or status.last_heartbeat.node == self._exchange.node)

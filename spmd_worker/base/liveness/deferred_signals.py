@@ -95,7 +95,7 @@ class _Deferral:
         finally:
             self.depth = 0
             self.restore()
-        # What came between the two.
+        # Signals noted between the two.
         self.deliver()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -156,7 +156,7 @@ def host_signals() -> Iterator[None]:
     depth, _deferral.depth = _deferral.depth, 0
     try:
         _deferral.restore()
-        # What came between the two.
+        # Signals noted between the two.
         _deferral.deliver()
         yield
     finally:

@@ -152,7 +152,7 @@ class Watchdog:
         self._has_ended = True
         self._stop.set()
         self._wake.set()
-        # It may be the thread in which garbage is collected, an engine too.
+        # The watchdog's own thread may call this: garbage collection there may delete an engine.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._clock.join(self._thread, LEAVE_S)
         self._exchange.stop(may_retry=not self.watched.exits)
