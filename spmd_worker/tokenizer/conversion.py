@@ -43,7 +43,7 @@ def converted(folder: Path) -> bytes | None:
         from transformers import AutoTokenizer
 
         if _SENTENCEPIECE in names:
-            import sentencepiece.sentencepiece_model_pb2  # noqa: F401 # reported by its name if it is not installed
+            import sentencepiece.sentencepiece_model_pb2  # noqa: F401  # reported by its name if it is not installed
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text = str(tokenizer.backend_tokenizer.to_str())
         difference = _difference(text, folder / _SENTENCEPIECE) if _SENTENCEPIECE in names else None

@@ -7,7 +7,7 @@ signals where another thread than the main one is in the block.
 """
 
 # signal's functions without its enums, which take ten times as long: they are called in every step.
-import _signal  # type: ignore[import-not-found] # it has no stub
+import _signal  # type: ignore[import-not-found]  # it has no stub
 import os
 import signal
 import threading
