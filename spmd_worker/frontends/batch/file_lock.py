@@ -1,7 +1,7 @@
-"""One job a file: a lock that ends with its process, however that ends, and says who has it.
+"""One job per file: a lock that ends with its process, however that ends, and names its holder.
 
-The file holds one line of JSON about its holder; who is refused reads it. A process that is about to end (its launcher
-is gone, a signal has ended it, the kernel takes it down) still has its locks for a moment, and is waited for.
+The file holds one line of JSON about its holder, which a rejected process reads. A process that is about to end (its
+launcher is gone, it was signalled, the kernel is terminating it) still has its locks for a moment, and is waited for.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from spmd_worker.base.files import JsonError, open_own_file, parse_json_object
 from spmd_worker.base.process import age_s, command_of, is_exiting, node_name, parent_of, start_time_of
 
 ENDING: Final = "ending"
-"""What a holder says that is on its way out."""
+"""State of a holder that is about to end."""
 
 _LEAVE_S: Final = 15.0
-"""How long one on its way out is waited for: more than a signalled rank takes to learn the cause and end."""
+"""Time to wait for a holder that is about to end: longer than a signalled rank takes to learn the cause and end."""
 _POLL_S: Final = 0.05
 _RECORD_BYTES: Final = 4096
 _COMMAND_CHARACTERS: Final = 200
@@ -32,7 +32,7 @@ _COMMAND_CHARACTERS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Who has a lock, as it says itself. `node` tells whether its process ids are those of this machine."""
+    """Holder of a lock, by its own record. `node` decides whether its process ids are this machine's."""
 
     pid: int
     parent: int
@@ -43,7 +43,7 @@ class LockHolder:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it will end by itself, soon."""
+        """Whether it will soon end by itself."""
         if self.doing == ENDING:
             return True
         if self.node != node_name():
@@ -52,7 +52,7 @@ class LockHolder:
         return has_ended or is_exiting(self.pid) or parent_of(self.pid) != self.parent
 
     def describe(self) -> str:
-        """Its process, its age and what it does, for people."""
+        """Readable text: its process, age and activity."""
         if self.node != node_name():
             return f"process {self.pid} on {self.host}, {self.doing}"
         command = command_of(self.pid)
@@ -64,8 +64,8 @@ class LockHolder:
 class FileLock:
     """Held from `__enter__` to `__exit__`, which removes the file if it `is_temporary`.
 
-    `owned` and `way_out` are for the error's sentence: `job.run_dir=DIR`, `give another job.run_dir`. Raises
-    ConfigError naming the holder, or the file that cannot be opened; nothing has changed then.
+    `owned` and `way_out` are for the error message: `job.run_dir=DIR`, `give another job.run_dir`. Raises ConfigError
+    naming the holder, or the file that cannot be opened; nothing has changed then.
     """
 
     def __init__(self, path: Path, owned: str, way_out: str, *, is_temporary: bool = False) -> None:
@@ -99,14 +99,14 @@ class FileLock:
         os.close(descriptor)
 
     def note(self, doing: str) -> None:
-        """What this process does now, for the process that is refused. Does nothing once the lock is released, or after
-        `ENDING`: a signal's thread notes that while the main thread goes on for a while.
+        """Write the process's current activity, for rejected processes to read. Does nothing once the lock is released,
+        or after `ENDING`: a signal's thread writes that while the main thread continues for a while.
         """
         with self._noting:
             if self._is_ending:
                 return
             self._is_ending = doing == ENDING
-            # The lock holds without its words too: on a disk that is full, or where nothing more can be opened.
+            # The lock holds without its record too: on a full disk, or without free file descriptors.
             with contextlib.suppress(OSError):
                 self._write(doing)
 
@@ -135,7 +135,7 @@ class FileLock:
             except BlockingIOError:
                 holder = _read_holder(descriptor)
             except OSError as error:
-                # Some network file systems have no locks, or none where they are mounted so.
+                # Some network file systems have no locks, or none with these mount options.
                 raise ConfigError(
                     f"{self._owned} is on a file system that cannot lock {self._path} ({error.strerror}): mount it "
                     f"with locks (for Lustre -o flock), or {self._way_out} on another"

@@ -1,7 +1,8 @@
-"""The batch job: rows in, rows out, in input order, whatever single rows do.
+"""The batch job: rows in, rows out, in input order, whatever single rows contain.
 
-Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows too where there are several replicas
-(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by what runs and not by the file.
+Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows too if there are several replicas
+(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by the running rows and not by the
+file.
 """
 
 import logging
@@ -77,13 +78,13 @@ from spmd_worker.worker.memory.garbage import settled_objects
 logger = logging.getLogger(__name__)
 
 _SCAN_S: Final = 1.0
-"""A start waits so long for its input to be read; then it goes on beside."""
+"""Time that a start waits for its input to be read; then reading continues in parallel."""
 _PAUSE_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """What rank 0 holds while the job runs."""
+    """Rank 0's state while the job runs."""
 
     lock: RunLock
     journal: RowJournal
@@ -92,15 +93,14 @@ class OpenRun:
     check: "InputCheck"
 
     def before_exit(self) -> None:
-        """What is finished is kept, and a process that waits for the locks reads that they will be free."""
+        """Commit finished rows, and record in the lock that it will be free."""
         self.lock.note(ENDING)
         self.journal.commit()
 
 
 class InputCheck:
-    """What is to be known of the input, once it is. A run that goes on reads no row before: its input must be the same.
-
-    `expect` gets the number of rows.
+    """The scan of the input, checked once it is known. A resumed run reads no row before: its input must be the same.
+    `expect` is called with the number of rows.
     """
 
     def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, goes_on: bool) -> None:
@@ -114,8 +114,8 @@ class InputCheck:
         return self.is_settled() or not self._goes_on
 
     def is_settled(self, timeout_s: float | None = 0.0) -> bool:
-        """Whether the input is known, after `timeout_s`; the manifest has what is known. Raises OSError for what
-        cannot be read, ConfigError for an input that has changed.
+        """Whether the input is known, after `timeout_s`; it is then in the manifest. Raises OSError for an unreadable
+        input, ConfigError for one that has changed.
         """
         if self._is_settled:
             return True
@@ -128,8 +128,8 @@ class InputCheck:
         return True
 
     def check_unchanged(self) -> None:
-        """When all rows were read. Raises ConfigError where files were changed meanwhile: the output would not be of
-        the input that the manifest describes.
+        """Raise ConfigError, after all rows were read, if files changed meanwhile: the output would not match the input
+        that the manifest describes.
         """
         if self._scan.has_changed():
             raise ConfigError(
@@ -146,10 +146,10 @@ def run_job(
 ) -> None:
     """Run the job on this rank; returns when every input row has its output row.
 
-    `resolved` is this run where it was read before torch could name the device: if it named another, it is read anew.
+    `resolved` is this run if it was read before torch could name the device: if it named another, it is re-read.
 
-    Raises ConfigError before anything is started for what cannot run, OSError where files cannot be read or written,
-    and JobError for more error rows than `job.max_error_rows` (the output is complete then).
+    Raises ConfigError, before anything is started, for a job that cannot run, OSError if files cannot be read or
+    written, and JobError for more error rows than `job.max_error_rows` (the output is complete then).
     """
     started_s = time.perf_counter()
     check_job(config.job)
@@ -162,12 +162,14 @@ def run_job(
         run = _open_run(resolved, held, watchdog) if environment.is_leader else None
         _run(resolved, environment, watchdog, run, started_s)
         if run is not None:
-            # When nothing is left that could go wrong or be interrupted: who starts an ended run computes it anew.
+            # Only when nothing is left that could fail or be interrupted: starting an ended run recomputes it.
             _end_run(run)
 
 
 def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
-    """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
+    """Open the run directory for this job until `held` ends; the journal has finished rows, also of an
+    earlier start.
+    """
     config = resolved.config
     check_files(resolved)
     if config.job.prometheus_file:
@@ -182,12 +184,12 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
     manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
-    # Most inputs are read in a moment: what is wrong with one is said before anything is loaded.
+    # Most inputs are read in a moment: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     goes_on = check_manifest(run_dir, manifest, config.job.resume)
     check = InputCheck(scan, run_dir, manifest, config.job.resume, goes_on)
     if not goes_on:
-        # An ended run's may still be there. Before the manifest, which says whose the journal beside it is.
+        # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
         remove_journal(run_dir)
         sync_folder(run_dir)
     write_manifest(run_dir, manifest)
@@ -229,7 +231,7 @@ def _run(
                 take_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
                 run.lock.note("answers rows")
                 _lead(engine, replicas, config, run, started_s, loaded_s)
-    except BaseException as error:  # reported to the other ranks, before anything is taken down, and raised again
+    except BaseException as error:  # reported to the other ranks, before anything is taken down, and re-raised
         if engine.watchdog is not None:
             engine.watchdog.fail(error)
         if isinstance(error, ReplicaDivergedError):
@@ -240,7 +242,7 @@ def _run(
 
 
 def _follow(engine: Engine, replicas: Replicas | None) -> None:
-    """Every rank but 0."""
+    """Run of every rank but 0."""
     answered = None
     if replicas is None:
         engine.follow()
@@ -277,7 +279,7 @@ def _lead(
         generated_s = time.perf_counter()
         if not engine.is_closed:
             engine.close_followers()
-        # The other ranks do not wait for the output, which may take its time.
+        # The other ranks do not wait for the output, which may take long.
         reports = engine.engine_channel.gather(report_of_replica(engine, answered))
         if replicas is not None:
             replicas.forget_round()
@@ -299,7 +301,7 @@ def _lead(
     print(format_summary(metrics), file=sys.stderr)
     error_rows, most = output.counts.error_rows, job.max_error_rows
     if most is not None and error_rows > most:
-        # The journal stays: a launcher that starts the job again must not have everything computed again.
+        # The journal is kept: a launcher that restarts the job must not recompute everything.
         raise JobError(f"{error_rows} error rows are more than job.max_error_rows={most}")
 
 
@@ -312,7 +314,7 @@ def _end_run(run: OpenRun) -> None:
 def _answer_rows(
     engine: Engine, replicas: Replicas | None, rows: JobInput, output: JobOutput, model_name: str
 ) -> ReplicaCounts:
-    """Every row's answer into the journal; what this replica answered."""
+    """Write every row's answer to the journal; returns the counts of this replica."""
     if replicas is not None:
         return lead_shared_job(replicas, rows, output, model_name)
     _answer_alone(engine, rows, output, model_name)
@@ -321,13 +323,13 @@ def _answer_rows(
 
 
 def _vectors(engine: Engine) -> VectorColumn | None:
-    """What a file with columns has of rows that are pooled."""
+    """Vector column of an output file with columns; None if rows are not pooled."""
     pooling = engine.limits.pooling
     return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
 
 
 def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: VectorColumn | None) -> OutputDigest:
-    """All lines, in the order of the rows, into a file that appears when it is complete."""
+    """Write all lines, in the order of the rows, to a file that appears when it is complete."""
     digest, num_lines, num_bytes = sha256(), 0, 0
     with OutputFile.open(path, vectors) as output:
         for line in journal.lines():
@@ -356,8 +358,8 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
 
 
 def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: Turn) -> None:
-    """The rows that are there, until so many requests run, so many rows were looked at, so large forms compiled or the
-    turn is over: a step may be due.
+    """Admit available rows, up to `most_unfinished` running requests or examined rows, MOST_FORM_BYTES of compiled
+    grammars or the end of the turn: a step may be due.
     """
     most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
     for _ in range(most_unfinished):

@@ -1,6 +1,6 @@
-"""The figures of a job, as `metrics.json` has them: what every rank reports, added up.
+"""Metrics of a job, as in `metrics.json`: the reports of all ranks, added up.
 
-A report is JSON, because it travels to rank 0.
+A report is JSON, because it is sent to rank 0.
 """
 
 import json
@@ -14,19 +14,19 @@ from spmd_worker.frontends.batch.job_rows import JobCounts
 
 @dataclass(slots=True)
 class ReplicaCounts:
-    """What one replica answered."""
+    """Work of one replica."""
 
     rows: int = 0
     output_tokens: int = 0
 
 
 def report_of_rank(engine: Engine) -> bytes:
-    """Of a rank that follows."""
+    """Report of a following rank."""
     return json.dumps(_of_workers(engine)).encode("ascii")
 
 
 def report_of_replica(engine: Engine, answered: ReplicaCounts) -> bytes:
-    """Of a replica's leader."""
+    """Report of a replica's leader."""
     times = engine.times
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
     replica = {**asdict(answered), "busy_s": times.total_s}
@@ -36,7 +36,7 @@ def report_of_replica(engine: Engine, answered: ReplicaCounts) -> bytes:
 
 
 def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
-    """`counts` is of all rows; `reports` are of all ranks."""
+    """Metrics of the job from `counts` of all rows and `reports` of all ranks."""
     values = [json.loads(report) for report in reports]
     leaders = [value for value in values if "replica" in value]
 
@@ -76,9 +76,9 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
 
 
 def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
-    """Of each replica, what the first rank of each of its stages noted; empty where there is no pipeline.
+    """Stage times per replica, from the first rank of each of its stages; empty without a pipeline.
 
-    A replica's ranks follow one another, its leader first.
+    A replica's ranks are consecutive, its leader first.
     """
     replicas: list[dict[int, dict[str, Any]]] = []
     for report in reports:
@@ -91,7 +91,7 @@ def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
 
 
 def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
-    """Of each replica, how many steps its ranks agreed on and the digest of those."""
+    """Agreed steps of each replica, and the digest of those."""
     leaders = [value for value in map(json.loads, reports) if "replica" in value]
     return [{"steps": leader["counters"]["num_steps"], "digest_chain_head": leader["chain_head"]} for leader in leaders]
 
@@ -107,7 +107,7 @@ def _of_workers(engine: Engine) -> dict[str, Any]:
 
 
 def _thread_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """How long the ranks' kernels waited for threads of their own, and the rank where that took most of its time."""
+    """Time that the ranks' kernels waited for their threads, and the maximum share of a rank's time."""
     waits = [(each, value["computed_s"]) for value in values for each in value["thread_waits"]]
     if not waits:
         return {}
@@ -122,7 +122,7 @@ def _thread_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _expert_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens that met each expert of each layer, of all replicas, and what stands out; empty without experts."""
+    """Tokens per expert of each layer, over all replicas, and the extremes; empty without experts."""
     loads: dict[int, list[int]] = {}
     for value in values:
         for of_rank in value["expert_loads"]:

@@ -1,4 +1,4 @@
-"""The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal."""
+"""Input and output of a job, both on rank 0: rows that are not done yet, and answers into the journal."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,19 +20,19 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _PASSED_A_TURN: Final = 1000
 _PASSED_S: Final = 0.1
-"""Rows that were done, at one time: who asks has steps to take in between."""
+"""Bounds of done rows skipped per call: the caller has steps to run in between."""
 
 
 class InputRow(NamedTuple):
-    """A line, and what it says: a row, or why it is none."""
+    """A line, parsed: a row, or the error in it."""
 
     line: bytes
     row: Row | RowError
 
 
 class JobInput:
-    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows that `journal` has are read and
-    not given; `keys` are those of rows that were given and are not done.
+    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows in `journal` are read and
+    skipped; `keys` are those of returned rows that are not done.
     """
 
     def __init__(
@@ -41,27 +41,27 @@ class JobInput:
         self.num_rows = 0
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
-        """Whether rows may be read at all; where not, they may be a little later."""
+        """Whether rows may be read; it may become true later."""
         self.limits = limits
         self.keys: dict[int, int] = {}
         self._journal, self._input = journal, job.input
         self._num_not_met = journal.num_rows
         self._max_rows, self._defaults = job.max_rows, defaults
-        # What a stream has not written yet must not keep waiting what it has.
+        # A slow stream must not delay the rows that it has already written.
         self._stream = StreamLines(iter(reader)) if reader.paths is None else None
         self._lines: Iterator[tuple[int, bytes]] = self._stream or iter(reader)
         self._custom_ids = CustomIds()
 
     def is_ready(self) -> bool:
-        """Whether the next row can be had now, or that there is none. A stream is asked for no more than `max_rows`."""
+        """Whether `next_row` would not wait. A stream is read for no more than `max_rows`."""
         return self.may_read() and (self._has_all() or self._stream is None or self._stream.is_ready())
 
     def _has_all(self) -> bool:
         return self._max_rows is not None and self.num_rows >= self._max_rows
 
     def next_row(self) -> InputRow | None:
-        """The next row that is to be done; None when there are no more (`has_ended`), or none yet. Never waits for a
-        stream. Raises ConfigError for a row that was done and has changed since, or is not there any more.
+        """The next row to answer; None when there are no more (`has_ended`), or none yet. Never waits for a stream.
+        Raises ConfigError for a row that was done and has changed since, or is missing.
         """
         until_s = time.monotonic() + _PASSED_S
         for _ in range(_PASSED_A_TURN):
@@ -99,7 +99,7 @@ class JobInput:
 
 @dataclass(slots=True)
 class JobCounts:
-    """The sums over the answered rows; `resumed_rows` and `resumed_output_tokens` are of an earlier start."""
+    """Sums over the answered rows; `resumed_rows` and `resumed_output_tokens` are of an earlier start."""
 
     rows: int = 0
     resumed_rows: int = 0
@@ -115,7 +115,7 @@ class JobCounts:
         return sum(self.error_codes.values())
 
     def add(self, answer: RowAnswer) -> None:
-        """One more row."""
+        """Count one row."""
         self.rows += 1
         self.prompt_tokens += answer.num_prompt_tokens
         self.cached_prompt_tokens += answer.num_cached_tokens
@@ -124,7 +124,7 @@ class JobCounts:
             self.error_codes[answer.error_code] = self.error_codes.get(answer.error_code, 0) + 1
 
     def add_record(self, record: JournalRecord) -> None:
-        """One more row, which an earlier start of the job answered."""
+        """Count one row that an earlier start of the job answered."""
         counts = (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
         self.add(RowAnswer(record.row, b"", record.error_code, *counts))
         self.resumed_rows += 1
@@ -132,10 +132,10 @@ class JobCounts:
 
 
 class JobOutput:
-    """Takes answers in any order, keeps them in the journal, counts them and shows how far the job is.
+    """Accepts answers in any order, stores them in the journal, counts them and displays progress.
 
-    `keys` are of the rows that are in flight (`JobInput.keys`); `num_rows` is of the whole input, where it is known.
-    As a context manager it ends the display, and reports to those who watch from outside how the job ended.
+    `keys` are of the rows in flight (`JobInput.keys`); `num_rows` is of the complete input, if known. As a context
+    manager it ends the display, and reports the job's end to outside monitors.
     """
 
     def __init__(
@@ -156,22 +156,23 @@ class JobOutput:
         self._shown = (self.counts.rows, 0)
 
     def expect(self, num_rows: int | None) -> None:
-        """So many rows the input has, it turned out."""
+        """Set the number of rows of the input, once known."""
         self._num_rows = num_rows
         self._progress.expect(num_rows)
 
     def take(self, answer: RowAnswer) -> None:
-        """One row's answer; every row comes once. Raises OSError."""
+        """Store one row's answer; every row comes once. Raises OSError."""
         self.counts.add(answer)
         self._journal.append(self._keys.pop(answer.index), answer)
 
     def take_all(self, answers: Iterable[RowAnswer]) -> None:
-        """Several."""
         for answer in answers:
             self.take(answer)
 
     def show(self, num_output_tokens: int) -> None:
-        """Call once a step, also while no row has ended: tokens are counted as they are generated."""
+        """Update the display; call once a step, also while no row has ended: tokens are counted as they are
+        generated.
+        """
         self._journal.tick()
         now = (self.counts.rows, num_output_tokens)
         self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])

@@ -1,9 +1,8 @@
-"""The job's output: a file that appears under its name when it is complete, in the format that its name ends in.
+"""The job's output: a file that appears under its name when it is complete, in the format of its suffix.
 
-answers.jsonl         a line a row
-answers.jsonl.gz      the same, compressed (.zst too); the same lines make the same bytes
-answers.parquet       a row a row: index, custom_id, outputs, token counts, error, and the line of JSON itself; where
-                      rows are pooled, also the vector of a row that has one of the model's length
+answers.jsonl         one line per row answers.jsonl.gz      the same, compressed (.zst too); equal lines make equal
+bytes answers.parquet       one row per row: index, custom_id, outputs, token counts, error, and the line of JSON
+itself; with pooling also a row's vector, if it has one of the model's length
 """
 
 import base64
@@ -28,7 +27,7 @@ _ZSTD_LEVEL: Final = 3
 _PARQUET: Final = ".parquet"
 _PARQUET_ROWS: Final = 1024
 _PARQUET_BYTES: Final = 64 << 20
-"""A row group ends at so many rows, or bytes of lines."""
+"""A row group ends at this many rows, or bytes of lines."""
 
 
 VectorColumn = tuple[str, int]
@@ -36,17 +35,17 @@ VectorColumn = tuple[str, int]
 
 
 class LineSink(Protocol):
-    """Turns lines into bytes of a file."""
+    """Encodes lines as bytes of a file."""
 
     def write(self, line: bytes, /) -> Any:
-        """One more line, with its line end."""
+        """Write a line, with its line end."""
 
     def close(self) -> None:
-        """The rest; the file itself stays open."""
+        """Flush; the file itself remains open."""
 
 
 class OutputFile:
-    """Lines go to `<name>.partial` beside the output, which `close` makes durable and renames.
+    """Lines go to `<name>.partial` next to the output, which `close` makes durable and renames.
 
     As a context manager it closes on success and, on an exception, leaves neither output nor partial file.
     """
@@ -56,8 +55,8 @@ class OutputFile:
 
     @staticmethod
     def open(path: Path, vectors: VectorColumn | None = None) -> "OutputFile":
-        """Begin the file; `vectors` where rows are pooled. Raises OSError where it cannot be created, FileExistsError
-        for what is not a file, and ConfigError where its format needs a package that is not there.
+        """Begin the file; `vectors` for pooling rows. Raises OSError if it cannot be created, FileExistsError if
+        another kind of file exists, and ConfigError if its format needs a missing package.
         """
         path = Path(path)
         if path.exists() and not path.is_file():
@@ -76,7 +75,7 @@ class OutputFile:
             raise
 
     def write(self, line: bytes) -> None:
-        """The next line, with its line end. Raises OSError."""
+        """Write the next line, with its line end. Raises OSError."""
         assert line.find(b"\n") == len(line) - 1, line[:100]
         self._sink.write(line)
 
@@ -88,14 +87,14 @@ class OutputFile:
         rename_durably(partial_path(self.path), self.path)
 
     def abandon(self) -> None:
-        """Leave what was written, for the next who begins the file."""
+        """Close without renaming, for the next writer to begin the file again."""
         self._sink.close()
         self._stream.close()
 
     def discard(self) -> None:
-        """Remove what was written; a file that had the output's name before stays as it was."""
+        """Remove the partial file; an existing output is unchanged."""
         with contextlib.suppress(OSError, ValueError):
-            # What a sink still holds it would write when it is forgotten, to a file that is closed.
+            # A sink would write its buffer when it is garbage-collected, to a closed file.
             self._sink.close()
         self._stream.close()
         partial_path(self.path).unlink(missing_ok=True)
@@ -117,11 +116,11 @@ class _PlainSink:
         self.write = stream.write
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """No effect: nothing is buffered."""
 
 
 def _gzip_sink(stream: BinaryIO) -> LineSink:
-    # Neither name nor time: the same lines are the same bytes.
+    # Neither name nor time: equal lines are equal bytes.
     return gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=stream, mtime=0)
 
 
@@ -136,7 +135,7 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
 
 
 class _ParquetSink:
-    """A row group of so many rows at a time."""
+    """One row group at a time."""
 
     def __init__(self, stream: BinaryIO, vectors: VectorColumn | None) -> None:
         try:
@@ -190,10 +189,10 @@ class _ParquetSink:
 
 
 def parquet_row(index: int, line: bytes, vectors: VectorColumn | None = None) -> dict[str, Any]:
-    """Columns of an output line of either shape; `json` holds the whole of it."""
+    """Columns of an output line of either format; `json` is the complete line."""
     numbers, rest = _cut_vector(line, vectors)
     answer = json.loads(rest)
-    # Half of a surrogate pair, which JSON can escape and UTF-8 cannot hold, is replaced everywhere but in `json`.
+    # A lone surrogate, which JSON can escape and UTF-8 cannot encode, is replaced everywhere except in `json`.
     body = answer["response"]["body"] if answer.get("response") else answer
     outputs = [_parquet_output(each) for each in body.get("outputs") or body.get("choices") or ()]
     usage = body.get("usage") or {}
@@ -210,10 +209,10 @@ def parquet_row(index: int, line: bytes, vectors: VectorColumn | None = None) ->
 
 
 def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.float32] | None, bytes]:
-    """The numbers of a line that has one vector of the column's length, and the line without them: a parser of JSON
-    takes longer for them than for all the rest. None, and the line as it is, of every other.
+    """The numbers of a line that has one vector of the column's length, and the line without them: a JSON parser would
+    spend most of its time on them. None, and the line unchanged, for any other.
     """
-    # Inside a text a quote stands behind a backslash: this is a key.
+    # In a text the quote would follow a backslash: this is a key.
     key = b"" if vectors is None else f'"{vectors[0]}": ['.encode()
     if vectors is None or line.count(key) != 1:
         return None, line
@@ -224,7 +223,7 @@ def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.f
 
 
 def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
-    """The vector of a row that has one, of this length."""
+    """The vector of a row, if it has one of this length."""
     data = body.get("data") or []
     vector = data[0].get(name) if len(data) == 1 else body.get(name)
     if isinstance(vector, str):

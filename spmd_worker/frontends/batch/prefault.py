@@ -1,6 +1,6 @@
-"""Begins to commit the memory of a job's cache while the program starts: about as much as the job will need.
+"""Prefaults the memory of a job's cache while the program starts: about as much as the job will need.
 
-A guess from the size of the input; too little costs a little time later, too much some memory.
+A guess from the size of the input; too little costs some time later, too much some memory.
 """
 
 import logging
@@ -19,17 +19,19 @@ from spmd_worker.worker.memory import host
 logger = logging.getLogger(__name__)
 
 _BYTES_A_TOKEN: Final = 4
-"""Of an input line: about what a token takes in it, its share of the answer counted."""
+"""Bytes of an input line per token, including its share of the answer."""
 _SAMPLE_BYTES: Final = 1 << 19
 _PROMPT: Final = re.compile(rb'"(prompt|messages)')
 _TIMES_COMPRESSED: Final = 5
 _COMPRESSED: Final = (".gz", ".zst", ".parquet")
 _MOST_SHARE: Final = 8
-"""At most this part of the memory that is free."""
+"""The maximum is this part of the free memory."""
 
 
 def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
-    """`spec` is of this rank's cache, `num_ranks` how many ranks this node has. Returns how many bytes."""
+    """Start the prefault; returns its bytes. `spec` is this rank's cache, `num_ranks` the number of ranks on
+    this node.
+    """
     num_bytes = min(
         guess_tokens(inputs, shares_beginnings=config.cache.enable_prefix_caching)
         // config.parallel.data_parallel_size
@@ -51,7 +53,7 @@ def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_mod
 
 
 def guess_tokens(inputs: Sequence[Path], *, shares_beginnings: bool) -> int:
-    """Of prompts and answers of all rows; where rows share the blocks of common beginnings, those but once."""
+    """Tokens of prompts and answers of all rows; common beginnings, if rows share their blocks, count once."""
     num_tokens = 0
     for path in inputs:
         num_bytes = path.stat().st_size * (_TIMES_COMPRESSED if path.suffix in _COMPRESSED else 1)
@@ -62,7 +64,7 @@ def guess_tokens(inputs: Sequence[Path], *, shares_beginnings: bool) -> int:
 
 
 def _own_share(path: Path) -> float:
-    """How much of a file's lines is not the beginning of another line's prompt too, judged by some of them."""
+    """Share of a file's lines that is not also the beginning of another line's prompt, estimated from a sample."""
     with path.open("rb") as file:
         lines = sorted(map(_from_prompt, file.read(_SAMPLE_BYTES).splitlines()[:-1]))
     num_bytes = sum(map(len, lines))
@@ -72,7 +74,7 @@ def _own_share(path: Path) -> float:
 
 
 def _from_prompt(line: bytes) -> bytes:
-    """Ids and settings that come before the prompt are nothing that rows share."""
+    """Drop ids and settings before the prompt, which rows do not share."""
     found = _PROMPT.search(line)
     return line[found.start() :] if found else line
 

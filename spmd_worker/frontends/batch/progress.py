@@ -1,4 +1,4 @@
-"""Shows people how far a job is, and its summary.
+"""Displays the progress of a job, and its summary.
 
 Knows nothing about rows, files or ranks: rank 0 calls it.
 """
@@ -20,14 +20,14 @@ _UNKNOWN_COLUMNS, _UNKNOWN_LINES = 80, 24
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
     monitor_interval = 0
-    """No monitor thread: a host's process should have the threads it had."""
+    """No monitor thread: it must not add threads to a host's process."""
 
 
 class Progress:
     """Rows, output tokens per second and time left: a bar on a terminal, plain lines elsewhere.
 
     Plain lines come at most every `interval_s` seconds, the first and the last always. `total_rows` is None when
-    unknown. `rows_before` of them were done before: they say nothing of how fast this one is.
+    unknown. `rows_before` of them were done before: they do not count for the rate.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Progress:
         self._is_closed = False
 
     def update(self, rows: int, output_tokens: int) -> None:
-        """Count `rows` more finished rows and `output_tokens` more tokens, and show it when it is time to."""
+        """Count `rows` more finished rows and `output_tokens` more tokens; display if due."""
         self._num_rows += rows
         self._num_output_tokens += output_tokens
         now_s = self._clock()
@@ -63,13 +63,13 @@ class Progress:
             self._show_line(now_s)
 
     def expect(self, total_rows: int | None) -> None:
-        """The total is known now."""
+        """Set the total, once known."""
         self._total_rows = total_rows
         if self._bar is not None:
             self._bar.total = total_rows
 
     def close(self) -> None:
-        """Show the last state. A second call does nothing."""
+        """Display the last state. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -129,7 +129,9 @@ class Progress:
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
-    """The width for tqdm: to look, or a size where it would find none and show nothing, as in some containers."""
+    """Size for tqdm: dynamic, or a fixed one where the terminal's is 0 and tqdm would display nothing, as in some
+    containers.
+    """
     try:
         is_known = min(os.get_terminal_size(stream.fileno())) > 0
     except (OSError, ValueError):
@@ -138,7 +140,7 @@ def _terminal_size(stream: TextIO) -> dict[str, Any]:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`."""
+    """Readable duration: `0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -148,7 +150,7 @@ def format_seconds(seconds: float) -> str:
 def format_summary(metrics: Mapping[str, Any]) -> str:
     """The closing summary, one aligned line per fact, from the keys of metrics.json (DESIGN.md, section 7).
 
-    `error_codes`, a mapping of code to count, is shown when it is there. Keys that are missing leave out their line.
+    `error_codes`, a mapping of code to count, is shown if present. A missing key leaves out its line.
     """
     facts = [(label, text) for label, text in _facts(metrics) if text is not None]
     width = max((len(label) for label, _ in facts), default=0)
@@ -179,7 +181,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _replicas(metrics: Mapping[str, Any]) -> str | None:
-    """How the rows were shared, and how long each replica computed."""
+    """Rows and busy time per replica."""
     replicas = metrics.get("replicas")
     if not replicas:
         return None
@@ -188,7 +190,7 @@ def _replicas(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _stages(metrics: Mapping[str, Any]) -> str | None:
-    """How much of the time each stage of a pipeline computed."""
+    """Busy share of each stage of a pipeline."""
     stages = metrics.get("stages")
     if not stages:
         return None
@@ -197,7 +199,7 @@ def _stages(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _waits(metrics: Mapping[str, Any]) -> str | None:
-    """Only where it is much: other processes run on the cores."""
+    """Shown only if it is much: other processes run on the cores."""
     waits = metrics.get("thread_waits")
     if not waits or waits["largest_share"] < _MUCH_WAITING or not waits["lost_cores"]:
         return None
@@ -205,7 +207,7 @@ def _waits(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _experts(metrics: Mapping[str, Any]) -> str | None:
-    """Which expert met most tokens, against the mean of its layer, and how many met none."""
+    """The expert with most tokens, relative to the mean of its layer, and the number without tokens."""
     experts = metrics.get("experts")
     if not experts:
         return None
@@ -215,7 +217,7 @@ def _experts(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _lockstep(metrics: Mapping[str, Any]) -> str | None:
-    """What agreeing cost: digest, messages, and waiting for the other ranks."""
+    """Cost of agreement: digest, messages, and waiting for the other ranks."""
     seconds, num_steps = metrics.get("lockstep_s"), metrics.get("steps")
     if seconds is None or not num_steps:
         return None
@@ -225,7 +227,7 @@ def _lockstep(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _preemptions(metrics: Mapping[str, Any]) -> str | None:
-    """How many sequences were preempted, how, and what share of the tokens was computed again because of it."""
+    """Preempted sequences by kind, and the share of the tokens that was recomputed because of it."""
     count, by_swap = metrics.get("preemptions"), metrics.get("preemptions_by_swap")
     if not count or by_swap is None:
         return _count(metrics, "preemptions")
@@ -248,7 +250,7 @@ def _duration(metrics: Mapping[str, Any], key: str) -> str | None:
 
 
 def _resumed(metrics: Mapping[str, Any]) -> str | None:
-    """Rows that came from before the job was started again."""
+    """Rows answered before the job was restarted."""
     return f"{metrics['resumed_rows']:,}" if metrics.get("resumed_rows") else None
 
 

@@ -1,12 +1,12 @@
-"""Rows out to the replicas of a job and answers back to rank 0, through the launcher's store.
+"""Sends rows to the replicas of a job and answers to rank 0, through the launcher's store.
 
-    drawn         how many chunks of rows replicas have drawn, or will as soon as they are there
-    rows/N        chunk N: lines of the input, as rank 0 read them
-    end           how many chunks there are in all, once that is known
+    drawn         number of chunks of rows that replicas have claimed, published or not
+    rows/N        chunk N: lines of the input, as read by rank 0
+    end           total number of chunks, once known
     answers/R/N   message N of replica R: output lines with their counts
 
-Whoever draws a number has that chunk for itself, so nothing is handed out twice and nobody is asked. A message is a
-line of JSON that says how long its parts are, and then the parts.
+The replica that claims a number owns that chunk, so nothing is handed out twice without further agreement. A message is
+a line of JSON with the lengths of its parts, then the parts.
 """
 
 import json
@@ -21,7 +21,7 @@ _END: Final = "end"
 
 
 class RowSender:
-    """Rank 0's end."""
+    """Rank 0's side."""
 
     def __init__(self, round_: ReplicaRound) -> None:
         self._store, self._prefix = round_.store, round_.prefix
@@ -30,20 +30,20 @@ class RowSender:
 
     @property
     def num_ahead(self) -> int:
-        """Chunks that nobody has drawn yet; below 0 when replicas wait for some."""
+        """Published chunks that no replica has claimed; below 0 when replicas wait for some."""
         return self._num_chunks - self._store.add(f"{self._prefix}/drawn", 0)
 
     def publish(self, rows: list[NumberedLine]) -> None:
-        """One more chunk."""
+        """Publish one more chunk."""
         put_bytes(self._store, f"{self._prefix}/rows/{self._num_chunks}", pack_rows(rows))
         self._num_chunks += 1
 
     def end(self) -> None:
-        """There are no more chunks. Once."""
+        """Publish the number of chunks; call once."""
         self._store.set(f"{self._prefix}/{_END}", str(self._num_chunks).encode())
 
     def receive(self) -> list[RowAnswer]:
-        """What has come since the last call, without waiting."""
+        """Answers that arrived since the last call, without waiting."""
         answers: list[RowAnswer] = []
         for replica in self._num_received:
             while (payload := self._take(replica)) is not None:
@@ -51,7 +51,7 @@ class RowSender:
         return answers
 
     def forget(self) -> None:
-        """Remove what is left: when every replica has ended."""
+        """Remove the remaining keys, after every replica has ended."""
         for name in ("drawn", _END):
             self._store.delete_key(f"{self._prefix}/{name}")
 
@@ -62,7 +62,7 @@ class RowSender:
 
 
 class RowDrawer:
-    """The end of every replica, that of rank 0 included; only its leader draws."""
+    """A replica's side, rank 0's included; only its leader claims chunks."""
 
     def __init__(self, round_: ReplicaRound) -> None:
         self._store, self._prefix, self._replica = round_.store, round_.prefix, round_.replica
@@ -71,7 +71,7 @@ class RowDrawer:
         self.has_ended = False
 
     def draw(self) -> list[NumberedLine]:
-        """The next chunk for this replica; none when it is not there yet, or when `has_ended`."""
+        """The next chunk for this replica; empty when it is not published yet, or when `has_ended`."""
         if self.has_ended:
             return []
         if self._number is None:
@@ -84,7 +84,7 @@ class RowDrawer:
         return unpack_rows(payload)
 
     def send(self, answers: list[RowAnswer]) -> None:
-        """To rank 0."""
+        """Send answers to rank 0."""
         put_bytes(self._store, f"{self._prefix}/answers/{self._replica}/{self._num_sent}", pack_answers(answers))
         self._num_sent += 1
 
@@ -94,17 +94,17 @@ class RowDrawer:
 
 
 def pack_rows(rows: list[NumberedLine]) -> bytes:
-    """For the wire."""
+    """Encode rows."""
     return _pack([[row.index] for row in rows], [row.line for row in rows])
 
 
 def unpack_rows(payload: bytes) -> list[NumberedLine]:
-    """From the wire."""
+    """The inverse of `pack_rows`."""
     return [NumberedLine(index, line) for (index,), line in _unpack(payload)]
 
 
 def pack_answers(answers: list[RowAnswer]) -> bytes:
-    """For the wire."""
+    """Encode answers."""
     heads = [
         [each.index, each.error_code, each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens]
         for each in answers
@@ -113,7 +113,7 @@ def pack_answers(answers: list[RowAnswer]) -> bytes:
 
 
 def unpack_answers(payload: bytes) -> list[RowAnswer]:
-    """From the wire."""
+    """The inverse of `pack_answers`."""
     return [RowAnswer(index, line, *counts) for (index, *counts), line in _unpack(payload)]
 
 

@@ -1,4 +1,4 @@
-"""Rows through one engine: every row that is admitted comes back as its output line, whatever it holds."""
+"""Runs rows through one engine: every admitted row returns as its output line, whatever it contains."""
 
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
@@ -12,9 +12,9 @@ from spmd_worker.replica.sequence.request import RequestId
 
 
 class RowRunner:
-    """The rows that an engine has. Rank 0 of its replica has one; the other ranks follow.
+    """Rows in an engine. Only on rank 0 of its replica; the other ranks follow.
 
-    `model_name` is what answers call the model when their row named none.
+    `model_name` is the model's name in answers to rows that named none.
     """
 
     def __init__(self, engine: Engine, model_name: str) -> None:
@@ -25,27 +25,27 @@ class RowRunner:
 
     @property
     def num_rows(self) -> int:
-        """Admitted and not answered."""
+        """Rows admitted and not answered."""
         return len(self._rows) + self._pooled.num_rows
 
     @property
     def num_requests(self) -> int:
-        """Of the rows that run: a row that is pooled is one for each of its texts."""
+        """Running requests: a pooling row has one per text."""
         return len(self._rows) + self._pooled.num_sequences
 
     @property
     def num_sequences(self) -> int:
-        """Of those rows, all their samples and texts."""
+        """Samples and texts of the running rows."""
         return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
 
     @property
     def num_form_bytes(self) -> int:
-        """Of the forms of answers that were compiled for rows to be admitted."""
+        """Bytes of grammars compiled to admit rows."""
         grammars = self._engine.limits.grammars
         return 0 if grammars is None else grammars.num_checked_bytes
 
     def admit(self, row: Row) -> RowAnswer | None:
-        """Queue a row for the next step; the answer, now, of one that cannot run."""
+        """Queue a row for the next step; returns the answer of one that cannot run."""
         if row.pooling is not None:
             return self._pooled.admit(row)
         engine = self._engine
@@ -69,7 +69,7 @@ class RowRunner:
         return None
 
     def step(self) -> list[RowAnswer]:
-        """One step; the rows that ended in it."""
+        """One step; returns the rows that ended in it."""
         answers = [self._answer(output) for output in self._engine.step()]
         return [answer for answer in answers if answer is not None]
 

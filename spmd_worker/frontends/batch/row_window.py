@@ -1,7 +1,7 @@
-"""Rows read ahead of the replicas that will draw them: the longest first, in chunks that shrink towards the end.
+"""Rows read ahead of the replicas: the longest first, in chunks that shrink towards the end.
 
-What is held is bounded by rows and bytes, because the file may be larger than memory: rows are in order of length only
-within what had been read when more were needed.
+The window is bounded by rows and bytes, because the file may exceed memory: rows are in order of length only within
+what had been read when more were needed.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,30 @@ from spmd_worker.frontends.openai.row import ChatPrompt, Prompt, Row, RowError, 
 _MAX_ROWS: Final = 4096
 _MAX_BYTES: Final = 64 << 20
 _ROWS_A_TURN: Final = 256
-"""Read at one time; rank 0 has a replica to step in between."""
+"""Most rows read per call; rank 0 has a replica to step in between."""
 _CHARACTERS_A_TOKEN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedLine:
-    """An input line and the number of its row."""
+    """An input line with the number of its row."""
 
     index: int
     line: bytes
 
 
 class RowSource(Protocol):
-    """Where rows come from."""
+    """Source of rows."""
 
     has_ended: bool
-    """Whether there are no more."""
+    """Whether all rows were returned."""
 
     def next_row(self) -> InputRow | None:
-        """None when there is none, or none yet."""
+        """The next row; None if there is none, or none yet."""
 
 
 class RowWindow:
-    """Rows of `source`; `refuse` gets those that are none."""
+    """Window over the rows of `source`; `refuse` is called with invalid ones."""
 
     def __init__(self, source: RowSource, refuse: Callable[[RowError], None]) -> None:
         self._source, self._refuse = source, refuse
@@ -52,7 +52,7 @@ class RowWindow:
         return self._source.has_ended and not self._read and not self._sorted
 
     def read_on(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Read some rows, if there are more and they may be held, until the turn `is_over`."""
+        """Read some rows, if more may be held, until the turn `is_over`."""
         for _ in range(_ROWS_A_TURN):
             if is_over():
                 return
@@ -66,9 +66,9 @@ class RowWindow:
                 self._num_read_bytes += len(found.line)
 
     def take(self, num_replicas: int, most: int) -> list[NumberedLine]:
-        """The next chunk, at most `most` rows; none when no row is here, though more may come."""
+        """The next chunk, at most `most` rows; empty if no row is available, though more may come."""
         if not self._sorted:
-            # Shortest first, because chunks are taken from the end; of equal ones the earlier row is taken first.
+            # Shortest first, because chunks are popped from the end; of equal ones the earlier row goes first.
             self._read.sort(key=lambda each: (each[0], -each[1].index))
             self._sorted = [line for _, line in self._read]
             self._read, self._num_read_bytes = [], 0
@@ -81,7 +81,7 @@ class RowWindow:
 
 
 def expected_length(row: Row) -> int:
-    """About how many tokens the row may come to: its prompt's, and what its samples may get where that is limited."""
+    """Estimated tokens of the row: its prompt's, and its samples' limit if there is one."""
     if row.pooling is not None:
         return sum(_prompt_length(prompt) for prompt in row.pooling.prompts)
     sampling = row.sampling

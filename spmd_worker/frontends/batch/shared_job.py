@@ -1,7 +1,7 @@
-"""A job in several replicas: rank 0 reads, hands rows out, takes answers in and writes; all replicas draw and answer.
+"""A job in several replicas: rank 0 reads, distributes rows, collects answers and writes; all replicas answer.
 
-Replicas draw chunks when they have room, so none waits for another and the faster does more. Rank 0's replica draws as
-the others do. Files are rank 0's alone: rows and answers of the others travel through the launcher's store.
+Replicas claim chunks when they have capacity, so none waits for another and a faster one does more. Rank 0's replica
+claims like the others. Only rank 0 has the files: the others' rows and answers are sent through the launcher's store.
 """
 
 import time
@@ -24,13 +24,13 @@ from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
 
 WAITS_FOR_RANKS: Final = True
-"""For the watchdog, which finds it in the module of a frame."""
+"""Read by the watchdog, in the module of a frame."""
 
 _MAX_CHUNK_ROWS: Final = 64
 _CHUNKS_A_ROOM: Final = 8
-"""So many chunks fill a replica."""
+"""Chunks that fill a replica."""
 _CHUNKS_AHEAD: Final = 2
-"""A replica's: what others may draw while rank 0 runs a step."""
+"""Chunks published ahead per replica, to be claimed while rank 0 runs a step."""
 _PAUSE_S: Final = 0.002
 _SEND_S = _RECEIVE_S = 0.05
 _MAX_HELD_BYTES: Final = 1 << 20
@@ -39,7 +39,7 @@ Deliver = Callable[[list[RowAnswer]], None]
 
 
 class ReplicaWork:
-    """One replica's part, on its leader: draw, step, hand answers to `deliver`. Call `advance` until `has_ended`."""
+    """One replica's part, on its leader: claim, step, pass answers to `deliver`. Call `advance` until `has_ended`."""
 
     def __init__(
         self, engine: Engine, round_: ReplicaRound, drawer: RowDrawer, model_name: str, deliver: Deliver
@@ -53,10 +53,10 @@ class ReplicaWork:
         self._last_step_s = time.monotonic()
 
     def advance(self) -> None:
-        """One step, or a pause where there was nothing to do. Raises RankFailedError when a replica has failed."""
+        """One step, or a pause without work. Raises RankFailedError when a replica has failed."""
         if not self._drawn and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
             self._drawn.extend(self._drawer.draw())
-        # All of them may be refused, and then more are due at once.
+        # All of them may be rejected, and then the next are due at once.
         has_rows = bool(self._drawn)
         self._admit()
         if self._runner.num_rows:
@@ -71,12 +71,12 @@ class ReplicaWork:
             self._tell_tokens()
 
     def _admit(self) -> None:
-        """What was drawn, until forms of so many bytes were compiled or the turn is over: a step may be due."""
+        """Admit claimed rows, up to MOST_FORM_BYTES of compiled grammars or the end of the turn: a step may be due."""
         most_form_bytes = self._runner.num_form_bytes + MOST_FORM_BYTES
         turn = Turn(self._engine.config.executor.timeout_s)
         while self._drawn and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
             each = self._drawn.popleft()
-            # Rank 0 found nothing wrong with its form, and asked after its name.
+            # Rank 0 has accepted its format, and checked its custom id.
             row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
             assert isinstance(row, Row), row
             answer = self._runner.admit(row)
@@ -109,7 +109,7 @@ class ReplicaWork:
 
 
 class JobSharer:
-    """Rank 0's part for all: rows out, answers in."""
+    """Rank 0's part for all replicas: rows out, answers in."""
 
     def __init__(self, engine: Engine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
         self._round, self._rows, self._output = round_, rows, output
@@ -126,8 +126,8 @@ class JobSharer:
         return self._has_ended and self._output.counts.rows == self._rows.num_rows
 
     def advance(self) -> None:
-        """Publish what should be there to be drawn, take what has come."""
-        # Also when all is published: it is said there when the input is known.
+        """Publish rows for the replicas, collect answers."""
+        # Also when all is published: `may_read` notices when the input is known.
         if self._rows.may_read() and not self._has_ended:
             self._publish()
         now_s = time.monotonic()
@@ -137,7 +137,7 @@ class JobSharer:
             self._output.show(self._round.num_counted)
 
     def close(self) -> None:
-        """When every replica has ended."""
+        """Remove the keys, after every replica has ended."""
         self._sender.forget()
 
     def _publish(self) -> None:
@@ -154,7 +154,9 @@ class JobSharer:
 
 
 def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model_name: str) -> ReplicaCounts:
-    """Rank 0. Returns, when every row has its answer and every replica has ended, what its own replica did."""
+    """Rank 0's part. Returns the counts of its own replica, when every row has its answer and every replica
+    has ended.
+    """
     engine = replicas.engine
     with replicas.round() as round_:
         engine.engine_channel.broadcast(model_name.encode())
@@ -171,7 +173,9 @@ def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model
 
 
 def help_shared_job(replicas: Replicas) -> ReplicaCounts | None:
-    """Every other rank. Returns, when the whole job has ended, what its replica did; None but for the leader."""
+    """Part of every other rank. Returns the counts of its replica, when the job has ended on all; None except on a
+    leader.
+    """
     engine, counts = replicas.engine, None
     with replicas.round() as round_:
         model_name = engine.engine_channel.broadcast(None).decode()
@@ -196,13 +200,13 @@ def _help(engine: Engine, round_: ReplicaRound, model_name: str) -> ReplicaCount
 
 
 def _wait_until_over(round_: ReplicaRound) -> None:
-    # Rank 0 may wait for hours for a line of standard input; a rank that hangs is found by the watchdog.
+    # Rank 0 may wait for hours for a line of standard input; the watchdog detects a rank that hangs.
     for _ in round_.wait(lambda: round_.is_over, may_be_silent=True):
         continue
 
 
 class _Outbox:
-    """Answers on their way to rank 0: a few at a time, soon."""
+    """Buffer of answers to rank 0: sent in small batches, soon."""
 
     def __init__(self, drawer: RowDrawer) -> None:
         self._drawer = drawer
@@ -215,7 +219,7 @@ class _Outbox:
         self._num_bytes += sum(len(answer.line) for answer in answers)
 
     def send_if_due(self) -> None:
-        """Not for every row, and not so late that memory fills or somebody who watches notices."""
+        """Send in batches, but soon enough for memory and for a watching user."""
         if self._num_bytes >= _MAX_HELD_BYTES or time.monotonic() - self._last_sent_s >= _SEND_S:
             self.send()
 

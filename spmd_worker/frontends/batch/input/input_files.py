@@ -1,9 +1,8 @@
-"""The files that `job.input` names, and each as a stream of bytes or rows.
+"""Files of `job.input`, each as a stream of bytes or rows.
 
--                          standard input; a FIFO and /dev/stdin work alike: read once, by the job
-rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
-parts/*.jsonl.gz           all files that match, in the order of their names
-rows.parquet               a row group at a time, each of its rows as a line of JSON
+-                          standard input; a FIFO and /dev/stdin work alike: read once, by the job rows.jsonl
+a file, plain or compressed, by its suffix (.gz, .zst) parts/*.jsonl.gz           all files that match, in the order of
+their names rows.parquet               a row group at a time, each of its rows as a line of JSON
 """
 
 import glob
@@ -31,25 +30,27 @@ STANDARD_INPUT: Final = "-"
 _STANDARD_INPUT_DEVICE: Final = "/dev/stdin"
 PARQUET_SUFFIX: Final = ".parquet"
 _ZSTD_PIECE_BYTES: Final = 1024
-"""Of compressed bytes at a time: what they become, which may be 32,768 times as much, is held in memory."""
+"""Compressed bytes per read: their decompressed data, up to 32,768 times as much, is held in memory."""
 _BUFFER_BYTES: Final = 1 << 18
 _PARQUET_ROWS: Final = 1024
 _PARQUET_BYTES: Final = 32 << 20
-"""Of values that are held at a time, by rows and by this."""
+"""Bound of the values held at a time, next to the number of rows."""
 _GROUP_BYTES: Final = 64 << 20
-"""Of a row group: with more it is large."""
+"""Row groups above this size are read row by row."""
 _INDEX_NAME: Final = re.compile(r"__index_level_[0-9]+__")
-"""The name of a column of a pandas index that has none."""
+"""Column name of an unnamed pandas index."""
 _MOST_WHOLE: Final = 2**53
-"""Up to here a float is one whole number alone."""
+"""Up to here a float represents a single integer."""
 _NO_UTF8: Final = b"\xff"
-"""A line that its reader refuses for not being UTF-8."""
+"""A line that its parser rejects as not UTF-8."""
 _VALUE_BYTES: Final = 16
-"""Of a value in memory, however few bits it takes in the file."""
+"""Least bytes of a value in memory, however few bits it takes in the file."""
 
 
 def is_stream(name: str) -> bool:
-    """Whether `job.input` can be read but once: standard input, or a FIFO. A file that is standard input is a file."""
+    """Whether `job.input` can be read only once: standard input, or a FIFO. A file redirected to standard input is a
+    file.
+    """
     if name == STANDARD_INPUT:
         return True
     try:
@@ -62,7 +63,7 @@ def is_stream(name: str) -> bool:
 
 
 def open_stream(name: str) -> BinaryIO:
-    """The bytes of what `is_stream`, decompressed. Raises OSError and ConfigError."""
+    """Decompressed bytes of a stream (`is_stream`). Raises OSError and ConfigError."""
     if name == STANDARD_INPUT:
         return _open_standard_input()
     if Path(name).suffix == PARQUET_SUFFIX:
@@ -71,7 +72,9 @@ def open_stream(name: str) -> BinaryIO:
 
 
 def _open_standard_input() -> BinaryIO:
-    """A file of our own: the interpreter closes `sys.stdin` at its end, and aborts where a thread still waits in it."""
+    """A separate file object: the interpreter closes `sys.stdin` when it ends, and aborts while a thread still waits in
+    it.
+    """
     if sys.stdin is None:
         raise ConfigError(
             f"job.input={STANDARD_INPUT}, and standard input is closed: give it rows, as by '< rows.jsonl'"
@@ -80,8 +83,8 @@ def _open_standard_input() -> BinaryIO:
 
 
 def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[Path, ...]:
-    """The files of `job.input`, which is no stream; of those that match a pattern none that `is_own`, the job's. Raises
-    ConfigError where there is none, and for a file that is the job's own.
+    """The files of `job.input`, which is not a stream; matches of a pattern that `is_own`, the job's, are left out.
+    Raises ConfigError if there is none, and for a file that is the job's own.
     """
     paths = _find_inputs(name)
     others = tuple(path for path in paths if not is_own(path))
@@ -108,7 +111,7 @@ def _find_inputs(name: str) -> tuple[Path, ...]:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """The file's bytes, decompressed. Reading raises OSError, also for a file that is damaged or cut off."""
+    """The file's bytes, decompressed. Reading raises OSError, also for a damaged or truncated file."""
     if path.suffix == ".gz":
         return io.BufferedReader(_GzipFile(path), _BUFFER_BYTES)
     if path.suffix == ".zst":
@@ -117,7 +120,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 class _GzipFile(io.RawIOBase):
-    """gzip's reader, whose exceptions are of several kinds."""
+    """gzip's reader, with its exceptions unified."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -138,7 +141,7 @@ class _GzipFile(io.RawIOBase):
 
 
 class _ZstdFile(io.RawIOBase):
-    """Frames of zstd, one after another. The package's own reader takes a frame that is cut off for its end."""
+    """Consecutive frames of zstd. The package's own reader accepts a truncated frame as the end."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -186,17 +189,17 @@ class _ZstdFile(io.RawIOBase):
 
 
 class ParquetRows:
-    """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have. The
-    index of a pandas frame is left out, unless it has the name of a row's key. A whole number in a column of floats,
-    which pandas makes of one with nulls, is a whole number.
+    """Rows of a Parquet file as lines of JSON; a null column is left out of its row. The index of a pandas frame is
+    left out, unless it has the name of a row's key. An integer in a column of floats, which pandas makes of one with
+    nulls, becomes an integer again.
 
-    Of a row whose texts alone are longer than `max_line_bytes` there are `max_line_bytes + 1` spaces: it is never put
-    together; one whose texts are not UTF-8 is a line that is none either. Memory is bounded by the file's pages and one
-    row, whatever a few bytes of dictionary and run lengths say: the texts of a small row group stay in its dictionaries
+    A row whose texts alone are longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being
+    assembled; one whose texts are not UTF-8 becomes an invalid line. Memory is bounded by the file's pages and one row,
+    whatever a few bytes of dictionary and run lengths claim: the texts of a small row group remain in its dictionaries
     until their row's turn, a large one is read row by row.
 
-    Raises ConfigError for columns that JSON has no values for, for two of one name, for rows of more values than a line
-    has bytes, and for what is no Parquet file.
+    Raises ConfigError for column types that JSON lacks, for duplicate names, for rows of more values than a line has
+    bytes, and for an invalid Parquet file.
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
@@ -231,7 +234,7 @@ class ParquetRows:
             _check_type(path, field.name, field.type, pyarrow.types)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Raises OSError."""
+        """Iterate the lines. Raises OSError."""
         try:
             for group in range(self._whole.num_row_groups):
                 for batch in self._batches(group):
@@ -240,7 +243,7 @@ class ParquetRows:
             raise OSError(f"{self._path} is damaged or holds what cannot be read ({error}): give another") from None
 
     def _batches(self, group: int) -> Iterator[Any]:
-        """A row group, a few rows at a time where each is large."""
+        """Batches of a row group, with few rows each if rows are large."""
         metadata = self._whole.metadata.row_group(group)
         columns = [metadata.column(index) for index in range(metadata.num_columns)]
         num_values = max((column.num_values for column in columns), default=0)
@@ -293,7 +296,7 @@ class ParquetRows:
         try:
             return self._line_of(row.to_pylist()[0])
         except UnicodeDecodeError:
-            # Nobody looks at a file's strings when it is written: this row alone is an error row.
+            # Writers do not check a file's strings: only this row is an error row.
             return _NO_UTF8
 
     def _line_of(self, row: dict[str, Any]) -> bytes:
@@ -305,7 +308,7 @@ class ParquetRows:
         return line[: self._max_line_bytes + 1]
 
     def _size_of(self, batch: Any) -> int:
-        """Bytes of all its texts, and one for each other value: no more than the lines will have."""
+        """Bytes of all its texts, and one for each other value: a lower bound of the lines' bytes."""
         return sum(self._size_of_array(column) for column in batch.columns)
 
     def _size_of_array(self, array: Any) -> int:
@@ -324,18 +327,18 @@ class ParquetRows:
 
 
 def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> list[str]:
-    """Columns that are a pandas frame's index and no key of a row."""
+    """Columns that are a pandas frame's index and not a key of a row."""
     try:
         listed = json.loads((metadata or {}).get(b"pandas", b"{}"))["index_columns"]
     except (ValueError, KeyError, TypeError, RecursionError):
         listed = []
-    # A range is described in place of a name.
+    # A range has a description instead of a name.
     own = [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
     return [each for each in names if _INDEX_NAME.fullmatch(each) or (each in own and each not in ROW_KEYS)]
 
 
 def _check_names(path: Path, what: str, names: Sequence[str]) -> None:
-    """Names must differ: of two values with one name a row would have the last alone."""
+    """Check that names differ: of two values with one name a row would keep only the last."""
     if len(dict.fromkeys(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ConfigError(f"job.input={path}: two {what} have the name {twice!r}: rename one, or leave it out")
@@ -364,7 +367,7 @@ def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """In objects; in a list a null is an item."""
+    """The value without null members of objects; in a list a null is an item."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,6 +1,7 @@
-"""Counts the rows of an input, and digests its bytes, in a thread beside the job: nobody waits for a large input.
+"""Counts the rows of an input, and digests its bytes, in a thread next to the job, which does not wait for a large
+input.
 
-Streams are read once, by the job: of them nothing is known before.
+Streams are read only once, by the job: nothing about them is known before.
 """
 
 import threading
@@ -19,14 +20,14 @@ _LEAVE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ScannedInput:
-    """How many rows the job will answer, and a digest of all bytes of the files; None where a stream is read."""
+    """Number of rows to answer, and a digest of all bytes of the files; None for a stream."""
 
     num_rows: int | None = None
     digest: str | None = None
 
 
 class InputScan:
-    """Starts at once, for the first `max_rows` rows (None: all). `close` ends it early."""
+    """Scan of the first `max_rows` rows (None: all), started at once. `close` ends it early."""
 
     def __init__(self, reader: RowReader, max_rows: int | None) -> None:
         self._reader, self._max_rows = reader, max_rows
@@ -39,15 +40,15 @@ class InputScan:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> ScannedInput | None:
-        """What was found; None when that takes longer. Raises what reading raised: OSError, ConfigError."""
+        """The result; None after the timeout. Raises what reading raised: OSError, ConfigError."""
         self._done.wait(timeout_s)
         if self._error is not None:
             raise self._error
         return self._result
 
     def has_changed(self) -> bool:
-        """Whether the files hold something else than was found here. Read again where that may be; what cannot be read
-        any more was read before.
+        """Whether the files differ from the scanned ones. Files whose state changed are read again; a file that cannot
+        be read any more counts as unchanged.
         """
         if self._result is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
             return False
@@ -57,14 +58,14 @@ class InputScan:
             return False
 
     def close(self) -> None:
-        """Read no more. A file system that does not answer is not waited for."""
+        """Stop reading. A file system that does not answer is not waited for."""
         self._stop.set()
         self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
         try:
             self._result = self._scan()
-        except Exception as error:  # whatever it is, the thread that waits raises it
+        except Exception as error:  # any error is raised in the thread that waits
             self._error = error
         self._done.set()
 
@@ -86,15 +87,13 @@ class InputScan:
                 while (piece := stream.read(_PIECE_BYTES)) and not self._stop.is_set():
                     digest.update(piece)
                     num_bytes += len(piece)
-            # Where one file ends and the next begins a row ends.
+            # Include file boundaries: a row ends with its file.
             digest.update(f"\0{num_bytes}\0".encode())
         return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:
-    """Size and time of the last change: they are others where the content is, and perhaps where it is not. None where
-    they cannot be had.
-    """
+    """Size and modification time: they differ if the content does, and possibly if not. None if they cannot be read."""
     try:
         found = path.stat()
     except OSError:

@@ -1,6 +1,6 @@
 """Reads the rows of a job's input one by one, with bounded memory.
 
-Knows nothing about JSON: a line may hold anything.
+Knows nothing about JSON: a line may contain anything.
 """
 
 import io
@@ -32,9 +32,8 @@ class RowReader:
 
     A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
     output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
-    file's first line is dropped. Of a line longer than `max_line_bytes` the first `max_line_bytes + 1` bytes are given
-    and the rest is skipped: the parser sees it by the length. Files can be iterated again, a stream cannot. Iterating
-    raises OSError.
+    file's first line is dropped. A line longer than `max_line_bytes` is cut to `max_line_bytes + 1` bytes: the parser
+    recognises it by the length. Files can be iterated again, a stream cannot. Iterating raises OSError.
     """
 
     paths: Sequence[Path] | None
@@ -47,8 +46,8 @@ class RowReader:
         max_line_bytes: int = RowLimits().max_line_bytes,
         is_own: Callable[[Path], bool] = lambda path: False,
     ) -> "RowReader":
-        """For a value of `job.input`; files that a pattern matches are not read where they are the job's own. Raises
-        ConfigError where there is no such file.
+        """Reader for a value of `job.input`; matches of a pattern that are the job's own files are not read. Raises
+        ConfigError if there is no such file.
         """
         if is_stream(name):
             return RowReader(None, max_line_bytes, name)
@@ -58,7 +57,7 @@ class RowReader:
         return enumerate(self._lines())
 
     def count(self, is_over: Callable[[], bool] = lambda: False) -> int:
-        """How many rows the files have, or fewer once `is_over`."""
+        """Number of rows in the files, or fewer once `is_over`."""
         assert self.paths is not None, "a stream can be read only once"
         num_rows = 0
         for path in self.paths:
@@ -96,7 +95,7 @@ def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
 
 
 def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
-    """Those that the stream has in its buffer, and then those in the next: a compressed file may have very many."""
+    """Skip those in the stream's buffer, then in the next: a compressed file may have very many."""
     if not isinstance(stream, io.BufferedReader):
         return
     while ahead := stream.peek():
@@ -114,7 +113,7 @@ def _longest_line(lines: bytes) -> int:
 def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     """Lines without their ends, each at most `max_line_bytes + 1` bytes."""
     is_first = True
-    # Two bytes more than a line may have, for CRLF.
+    # CRLF takes two bytes more than a line may have.
     while line := stream.readline(max_line_bytes + 2 + (len(_BYTE_ORDER_MARK) if is_first else 0)):
         if not line.endswith(b"\n"):
             _skip_rest_of_line(stream)

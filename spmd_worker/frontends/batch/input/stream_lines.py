@@ -1,4 +1,4 @@
-"""Rows of a stream, read by a thread: a job answers those that have come while it waits for more."""
+"""Rows of a stream, read by a thread: a job answers those that have arrived while it waits for more."""
 
 import threading
 from collections import deque
@@ -7,11 +7,11 @@ from typing import Final
 
 _MOST_ROWS: Final = 4096
 _MOST_BYTES: Final = 64 << 20
-"""Read ahead at most, one row more than that."""
+"""Most rows and bytes read ahead, plus one row."""
 
 
 class StreamLines:
-    """Iterates as `lines` does, which is read in a thread from the first call of `is_ready` or `next` on."""
+    """Iterates `lines`, which a thread reads from the first call of `is_ready` or `next` on."""
 
     def __init__(self, lines: Iterator[tuple[int, bytes]]) -> None:
         self._lines = lines
@@ -32,7 +32,7 @@ class StreamLines:
         return self
 
     def __next__(self) -> tuple[int, bytes]:
-        """Raises what reading raised, where it did."""
+        """The next row. Raises what reading raised."""
         self._start()
         with self._changed:
             self._changed.wait_for(lambda: self._read or self._has_ended)
@@ -58,7 +58,7 @@ class StreamLines:
                     self._num_bytes += len(row[1])
                     self._changed.notify_all()
                     self._changed.wait_for(self._has_room)
-        except Exception as error:  # whatever it is, who iterates raises it
+        except Exception as error:  # any error is raised in the iterating thread
             self._error = error
         with self._changed:
             self._has_ended = True

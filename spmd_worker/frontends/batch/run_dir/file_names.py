@@ -1,7 +1,7 @@
-"""Names of files that are compared before anything is written: two names, or one file?
+"""Identity of files, compared before anything is written: two names, or one file?
 
-Names are compared by what they lead to: the folder's device and inode and the last component, and the file's own device
-and inode where it is there. So `..`, links of both kinds, bind mounts, a relative and an absolute name come out alike.
+Names are compared by their targets: the folder's device and inode and the last component, and the file's own device and
+inode if it exists. So `..`, links of both kinds, bind mounts, relative and absolute names compare equal.
 """
 
 import os
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from spmd_worker.base.errors import ConfigError
 
 Identity = tuple[int | str, ...]
-"""Device and inode of a file or folder that is there; followed by the names below it that are not."""
+"""Device and inode of an existing file or folder, followed by the names below it that do not exist."""
 
 
 class Name(NamedTuple):
-    """A file or folder by the key that names it, such as `job.output=out.jsonl`; `way_out` ends an error about it."""
+    """A file or folder with the key that names it, such as `job.output=out.jsonl`; `way_out` ends an error about it."""
 
     key: str
     path: Path
@@ -28,7 +28,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A file that a job writes: `name`, and the `paths` that it makes for it (a partial file too)."""
+    """A file that a job writes: `name`, and the `paths` created for it (a partial file too)."""
 
     name: Name
     paths: tuple[Path, ...]
@@ -36,7 +36,7 @@ class Claim:
 
 
 def refuse_read_and_written(claims: Sequence[Claim], read: Iterable[Name]) -> None:
-    """Raises ConfigError where a file that is read would be written."""
+    """Raise ConfigError if a file that is read would be written."""
     identities = [(claim, {_own(path) for path in claim.paths}) for claim in claims]
     for name in read:
         own = _own(name.path)
@@ -48,8 +48,8 @@ def refuse_read_and_written(claims: Sequence[Claim], read: Iterable[Name]) -> No
 
 
 def refuse_one_file_twice(claims: Sequence[Claim]) -> None:
-    """Raises ConfigError where two claims are one file, or one would have to be a folder for the other. Names that
-    differ in upper and lower case alone are one file on some file systems.
+    """Raise ConfigError if two claims are one file, or one would have to be a folder for the other. Names that differ
+    only in case are one file on some file systems.
     """
     for number, claim in enumerate(claims):
         taken = {each for path in claim.paths for each in _identities(path)}
@@ -66,7 +66,7 @@ def refuse_one_file_twice(claims: Sequence[Claim]) -> None:
 
 
 def refuse_in_folder(claims: Sequence[Claim], folder: Name) -> None:
-    """Raises ConfigError for what would be written into a folder that is read, or below it."""
+    """Raise ConfigError for a file that would be written into a folder that is read, or below it."""
     own = _own(folder.path)
     for claim in claims:
         for path in claim.paths:
@@ -78,7 +78,7 @@ def refuse_in_folder(claims: Sequence[Claim], folder: Name) -> None:
 
 
 def refuse_own_names(claims: Sequence[Claim], folder: Name, patterns: Sequence[str]) -> None:
-    """Raises ConfigError for what has a name that is used for something else in `folder`, or is below such a name."""
+    """Raise ConfigError for a name that `folder` uses for something else, or a path below such a name."""
     own = set(_identities(folder.path))
     for claim in claims:
         for path in _variants(claim.name.path):
@@ -92,7 +92,7 @@ def refuse_own_names(claims: Sequence[Claim], folder: Name, patterns: Sequence[s
 
 
 def matches(pattern: str, path: Path) -> bool:
-    """Whether `glob.glob(pattern, recursive=True)` finds `path` once it is there."""
+    """Whether `glob.glob(pattern, recursive=True)` finds `path` once it exists."""
     ours, theirs = Path(os.path.abspath(pattern)).parts, Path(os.path.abspath(path)).parts
     return _matches(ours, theirs)
 
@@ -109,12 +109,12 @@ def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def identities_above(path: Path) -> set[Identity]:
-    """Of every folder that `path` is in."""
+    """Identities of all folders that contain `path`."""
     return {each for variant in _variants(path) for parent in variant.parents for each in _identities(parent)}
 
 
 def _own(path: Path) -> Identity | None:
-    """Device and inode, if it is there."""
+    """Device and inode, if it exists."""
     try:
         found = os.stat(path)
     except OSError:
@@ -123,7 +123,7 @@ def _own(path: Path) -> Identity | None:
 
 
 def _identities(path: Path) -> Iterator[Identity]:
-    """Of the name, and of what it leads to."""
+    """Identities of the name, and of its target."""
     for variant in _variants(path):
         own = _own(variant)
         if own is not None:
@@ -136,7 +136,7 @@ def _identities(path: Path) -> Iterator[Identity]:
 
 
 def _variants(path: Path) -> tuple[Path, ...]:
-    """Where the name itself stands, and what it leads to."""
+    """Location of the name itself, and its target."""
     target = Path(os.path.realpath(path))
     place = target if path.name in ("", "..") else Path(os.path.realpath(path.parent)) / path.name
     return tuple(dict.fromkeys((place, target)))

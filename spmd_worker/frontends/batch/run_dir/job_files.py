@@ -1,4 +1,4 @@
-"""The places of a job: what it reads, what it writes, checked before anything is started."""
+"""Paths of a job's input and output, checked before anything is started."""
 
 import glob
 import os
@@ -34,12 +34,12 @@ OWN_NAMES: Final = (
     *("steps.csv", "stages.csv", "steps.log*", "records.*", "error.rank*", "stacks.rank*", "nccl_trace.rank*"),
     "*.partial",
 )
-"""What a job, and the report of it, makes in its run directory."""
+"""Files in the run directory made by a job and its report."""
 _REPORT_NAMES: Final = ("report.html", "timeline.json")
 
 
 def check_job(job: JobConfig) -> None:
-    """Raise ConfigError unless there is something to read and somewhere to write: the same on every rank."""
+    """Raise ConfigError unless input and output are set: the same on every rank."""
     if not job.input:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
@@ -47,12 +47,12 @@ def check_job(job: JobConfig) -> None:
 
 
 def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run` beside the output."""
+    """`job.run_dir`, else `<output>.run` next to the output."""
     return Path(job.run_dir) if job.run_dir else Path(f"{Path(job.output or '')}.run")
 
 
 def own_files(job: JobConfig) -> Callable[[Path], bool]:
-    """Tells the files that the job makes beside its output: a pattern for its input may match them too."""
+    """Test for files that the job makes next to its output: a pattern for its input may match them too."""
     partial = partial_path(Path(job.output or "")).resolve()
     run_dir = run_dir_of(job).resolve()
 
@@ -65,8 +65,8 @@ def own_files(job: JobConfig) -> Callable[[Path], bool]:
 
 
 def check_files(resolved: ResolvedRun) -> None:
-    """Look at what is there, and change nothing; rank 0 only. Raises ConfigError now for what would otherwise fail when
-    the rows are there, or have one file written over another.
+    """Check what exists, and change nothing; rank 0 only. Raises ConfigError for anything that would otherwise fail
+    when the rows are done, or overwrite another file.
     """
     job, run_dir = resolved.config.job, run_dir_of(resolved.config.job)
     files = [_written("job.output", job.output or "", "give another file")]
@@ -96,7 +96,7 @@ def check_files(resolved: ResolvedRun) -> None:
 
 
 def _written(key: str, value: str, way_out: str) -> Claim:
-    """A file and the one that becomes it. Raises ConfigError where there can be no such file."""
+    """A file and its partial file. Raises ConfigError if there can be no such file."""
     path = Path(value)
     if path.exists() and not path.is_file():
         raise ConfigError(f"{key}={value} exists and is not a regular file: {way_out} to write")
@@ -112,7 +112,7 @@ def _written(key: str, value: str, way_out: str) -> Claim:
 
 
 def _model_files(resolved: ResolvedRun) -> Iterator[Name]:
-    """In the model folder and the folders in it, where sentence-transformers has modules."""
+    """Files in the model folder and its subfolders, where sentence-transformers has modules."""
     folder = resolved.model_folder
     for pattern in ("*", "*/*"):
         for path in folder.glob(pattern):
@@ -128,7 +128,7 @@ def _other_inputs(resolved: ResolvedRun) -> Iterator[Name]:
 
 
 def _standard_streams() -> Iterator[Claim]:
-    """Files to which the shell has sent streams; a job's are not among them."""
+    """Files to which the shell redirects streams; a job's must not be among them."""
     yield from _standard_stream("standard output", "standard output", sys.stdout)
     yield from _standard_stream("standard error", "standard error", sys.stderr)
 
@@ -145,7 +145,7 @@ def _standard_stream(key: str, what: str, stream: TextIO | None) -> Iterator[Cla
 
 
 def _check_pattern(job: JobConfig) -> None:
-    """A start that goes on would read what the first start has made."""
+    """Reject an overlap: a resumed run would read the first run's file."""
     pattern, name = job.input or "", job.prometheus_file
     if name and glob.has_magic(pattern) and matches(pattern, Path(name)):
         raise ConfigError(
@@ -154,7 +154,7 @@ def _check_pattern(job: JobConfig) -> None:
 
 
 def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
-    """Raises ConfigError for a report that would be written over other files of the run, OwnFileError over a link."""
+    """Raise ConfigError for a report that would overwrite other files of the run, OwnFileError for a link."""
     claims = [_written("--output", str(page), "give another file"), _written("--output", str(timeline), "give another")]
     for claim in claims:
         fault = own_file_fault(claim.name.path)
@@ -166,7 +166,7 @@ def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
 
 
 def check_run_dir(run_dir: Name) -> None:
-    """Raises ConfigError where something else than a file of the job's own stands in the place of one."""
+    """Raise ConfigError if something other than a regular file of the job has the name of one."""
     if not run_dir.path.is_dir():
         return
     for path in sorted(run_dir.path.iterdir()):
@@ -179,9 +179,9 @@ def check_run_dir(run_dir: Name) -> None:
 
 
 def take_files(job: JobConfig) -> RunLock:
-    """Make the folders and try the output; rank 0 only. Returns the job's locks, to be held while it runs.
+    """Make the folders; rank 0 only. Returns the job's locks, to be held while it runs.
 
-    Raises ConfigError for what cannot be made or written; entered, the locks do too.
+    Raises ConfigError for folders that cannot be made; so do the locks when entered.
     """
     output = Path(job.output or "")
     make_folder("the folder of job.output", output.parent)
@@ -189,7 +189,7 @@ def take_files(job: JobConfig) -> RunLock:
 
 
 def try_output(job: JobConfig) -> None:
-    """Begin the output as it will be begun; with the locks held. Raises ConfigError."""
+    """Begin the output as a test; with the locks held. Raises ConfigError."""
     path = Path(job.output or "")
     try:
         OutputFile.open(path).abandon()

@@ -1,10 +1,10 @@
-"""Finished rows on disk: what was committed survives any end of the job, and is not computed again.
+"""Finished rows on disk: committed rows survive any end of the job, and are not recomputed.
 
     rows.part    output lines, one after another, in the order in which rows ended
-    journal      a header, then a record a row: which row, where its line is, its counts
+    journal      a header, then a record per row: its index, its line's offset, its counts
 
-A commit makes lines durable before the records that name them, so a record that is there can be relied on. Whatever
-follows the last whole record, lines or half of one, is cut off when the journal is opened again.
+A commit makes lines durable before the records that name them, so an existing record can be relied on. Anything after
+the last complete record is truncated when the journal is reopened.
 """
 
 import logging
@@ -35,7 +35,9 @@ _READ_BYTES: Final = 1 << 20
 
 
 class JournalRecord(NamedTuple):
-    """A row that is done. `key` is of its input line, `checksum` of its output line at [offset, offset + length)."""
+    """A row that is done. `key` is that of its input line, `checksum` of its output line at [offset, offset +
+    length).
+    """
 
     row: int
     key: int
@@ -48,7 +50,6 @@ class JournalRecord(NamedTuple):
     error_code: str | None
 
     def pack(self) -> bytes:
-        """For the file."""
         code = (self.error_code or "").encode("ascii")
         assert len(code) <= 40, self.error_code
         data = _RECORD.pack(*self[:8], code)
@@ -56,7 +57,7 @@ class JournalRecord(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> "JournalRecord | None":
-        """From the file; None for bytes that are no whole record."""
+        """Decode a record; None for an incomplete one."""
         if len(data) != _RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
             return None
         *numbers, code = _RECORD.unpack(data[: _RECORD.size])
@@ -66,7 +67,7 @@ class JournalRecord(NamedTuple):
 def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
     """(row, line) of every committed row in order of the rows, of a job that may be running; changes nothing.
 
-    Raises FileNotFoundError where there is no journal, JournalError for what is none, OSError.
+    Raises FileNotFoundError without a journal, JournalError for an invalid one, OSError.
     """
     with _open_to_read(folder / JOURNAL_NAME) as records, _open_to_read(folder / LINES_NAME) as lines:
         if records.read(len(_HEADER)) != _HEADER:
@@ -84,14 +85,14 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def remove_journal(folder: Path) -> None:
-    """What a journal has left, if there was one. Raises OSError."""
-    # The records first: lines without records are nothing, records without lines would be damage.
+    """Delete the files of a journal, if they exist. Raises OSError."""
+    # The records first: lines without records are ignored, records without lines would be damage.
     for name in (JOURNAL_NAME, LINES_NAME):
         (folder / name).unlink(missing_ok=True)
 
 
 def row_key(line: bytes) -> int:
-    """Of an input line: another line has, all but certainly, another key."""
+    """Key of an input line: different lines have, all but certainly, different keys."""
     return int.from_bytes(blake2b(line, digest_size=8).digest(), "little")
 
 
@@ -99,12 +100,12 @@ class RowJournal:
     """Opens a run directory's journal, or begins it. One writer at a time (the caller's lock); `commit` is thread-safe.
 
     A commit happens `commit_rows` rows or `commit_s` seconds after the last, whichever is sooner, if `append` or `tick`
-    is called. After an OSError nothing more is written: what a failed fsync has left on disk is not known before the
-    file is read again.
+    is called. After an OSError nothing more is written: the file's state after a failed fsync is unknown until it is
+    read again.
     """
 
     def __init__(self, folder: Path, commit_rows: int, commit_s: float, sync: Callable[[int], None] = os.fsync) -> None:
-        """Raises JournalError for what is no journal, OSError."""
+        """Raises JournalError for an invalid journal, OSError."""
         self.folder = folder
         self._commit_rows, self._commit_s, self._sync = commit_rows, commit_s, sync
         self._lock = threading.Lock()
@@ -115,7 +116,7 @@ class RowJournal:
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
         self._recover()
-        # Both files have their names for good before a record is in one of them.
+        # Both names must be durable before a record is written.
         sync_folder(folder)
         self.num_recovered = self.num_rows
         self._last_commit_s = time.monotonic()
@@ -125,15 +126,15 @@ class RowJournal:
         return index < len(self._lengths) and self._lengths[index] > 0
 
     def key_of(self, index: int) -> int:
-        """The key that the row had when it was done."""
+        """Key of the row's input line when it was done."""
         assert self.has(index), index
         return self._keys[index]
 
     def append(self, key: int, answer: RowAnswer) -> None:
-        """One more row is done. Raises OSError when a commit fails."""
+        """Record that a row is done. Raises OSError when a commit fails."""
         assert not self.has(answer.index), f"row {answer.index} is done twice"
         with self._lock:
-            # Ctrl-C may come between the two: what is pending has its place, or the commit of all rows would fail.
+            # Ctrl-C may come between the two: a pending row must have its entry, or the commit of all rows would fail.
             self._note(answer.index, key, 0, len(answer.line))
             self._pending.append((key, answer))
         self.tick()
@@ -145,8 +146,8 @@ class RowJournal:
             self.commit()
 
     def commit(self) -> None:
-        """Make everything durable that was appended. Raises OSError; then nothing more is written, and every later call
-        raises it again: another thread may have been the first to hear of it.
+        """Make all appended rows durable. Raises OSError; then nothing more is written, and every later call raises it
+        again: the first call may have been another thread's.
         """
         with self._lock:
             self._last_commit_s = time.monotonic()
@@ -161,13 +162,13 @@ class RowJournal:
             except Exception as error:  # raised by every commit from now on
                 self._failure = error
                 raise
-            except BaseException:  # Ctrl-C: nothing is wrong with the files, and the next commit begins again
+            except BaseException:  # Ctrl-C: the files are intact, and the next commit starts again
                 if self._pending:
                     self._take_back(*ends)
                 raise
 
     def _write_pending(self, offset: int) -> None:
-        """`offset` is the end of the lines."""
+        """Write the pending rows; `offset` is the end of the lines."""
         records = bytearray()
         for key, answer in self._pending:
             record = JournalRecord(
@@ -192,19 +193,19 @@ class RowJournal:
     def _take_back(self, lines_end: int, records_end: int) -> None:
         try:
             self._cut(lines_end, records_end)
-        except OSError as error:  # as any failure of a commit
+        except OSError as error:  # like any failure of a commit
             self._failure = error
 
     def _cut(self, lines_end: int, records_end: int) -> None:
-        """What follows is gone for good: the records first, which must not name lines that are not there."""
+        """Truncate durably: the records first, which must not name missing lines."""
         for descriptor, end in ((self._records, records_end), (self._lines, lines_end)):
             if os.fstat(descriptor).st_size > end:
                 os.ftruncate(descriptor, end)
-                # New bytes must not come to stand before old ones.
+                # New bytes must not end up before old ones.
                 self._sync(descriptor)
 
     def records(self) -> Iterator[JournalRecord]:
-        """The rows that were done when the journal was opened, in the order in which they ended."""
+        """Rows that were done when the journal was opened, in the order in which they ended."""
         for number in range(self.num_recovered):
             record = JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
             assert record is not None, number
@@ -225,7 +226,7 @@ class RowJournal:
         try:
             self._commit_at_last()
         finally:
-            # Another thread may commit for the same reason.
+            # Another thread may be committing for the same reason.
             with self._lock:
                 lines, records, self._lines, self._records = self._lines, self._records, -1, -1
             os.close(lines)
@@ -237,12 +238,12 @@ class RowJournal:
         try:
             self.commit()
         except KeyboardInterrupt:
-            # There is no next commit that would begin again.
+            # There is no next commit that would start again.
             self.commit()
             raise
 
     def _recover(self) -> None:
-        """Read what is there, and cut off what is torn. Raises JournalError."""
+        """Read the existing records, and truncate a torn tail. Raises JournalError."""
         try:
             self._read_records()
         except (OverflowError, MemoryError):
@@ -251,7 +252,7 @@ class RowJournal:
     def _read_records(self) -> None:
         size = os.fstat(self._records).st_size
         head = _read_at(self._records, 0, len(_HEADER))
-        # The power may have gone before the header was on the disk: its size can be there without it.
+        # After a power failure the header's size may be on disk without its bytes.
         is_unwritten = size <= len(_HEADER) and not any(head)
         if size < len(_HEADER) or is_unwritten:
             if not _HEADER.startswith(head) and not is_unwritten:
@@ -280,7 +281,9 @@ class RowJournal:
         self._cut(lines_end, end)
 
     def _warn_of_lost(self, end: int, size: int) -> None:
-        """A torn tail is what a killed job leaves; good records behind it are a fault of the disk."""
+        """Log valid records after a torn tail: a killed job leaves a torn tail, only a disk fault leaves records after
+        it.
+        """
         behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
         lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
         if lost:
@@ -308,14 +311,14 @@ def _open_to_append(path: Path) -> int:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """A write may take a part of the data (on a disk that fills up): the rest follows, or OSError."""
+    """Write all data: a write may be partial (on a disk that fills up); the rest follows, or OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def _read_at(descriptor: int, offset: int, length: int) -> bytes:
-    """Up to `length` bytes, fewer at the end of the file."""
+    """Read `length` bytes, or fewer at the end of the file."""
     pieces, num_read = [], 0
     while num_read < length:
         piece = os.pread(descriptor, min(length - num_read, _READ_BYTES), offset + num_read)

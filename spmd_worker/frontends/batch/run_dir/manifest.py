@@ -1,7 +1,6 @@
-"""What a job is: everything that its answers depend on, written to the run directory before the first row.
+"""Identity of a job: everything that its answers depend on, written to the run directory before the first row.
 
-A job that goes on from what the run directory holds must be the same job; how many ranks compute it, with how much
-memory and in which steps, may differ.
+A resumed job must be the same job; the number of ranks, their memory and the steps may differ.
 """
 
 import json
@@ -22,14 +21,14 @@ from spmd_worker.resolved import ResolvedRun
 
 FORMAT_VERSION: Final = 2
 _UNCHECKED_VERSION: Final = 1
-"""Had no checksum."""
+"""Version without a checksum."""
 _HASH_BYTES: Final = 16
 _INPUT_KEY: Final = "job.input"
 _ARITHMETIC_KEY: Final = "arithmetic"
 _MODEL_KEY: Final = "model.path"
 _CHECKSUM_KEY: Final = "checksum"
 NOT_READ: Final = "not read yet"
-"""What stands for what is known later, until it is: the digest of an input, the arithmetic of kernels."""
+"""Placeholder for values known later: the digest of an input, the arithmetic of kernels."""
 _KNOWN_LATER: Final = (_INPUT_KEY, _ARITHMETIC_KEY)
 
 _ANSWER_KEYS: Final = (
@@ -39,7 +38,7 @@ _ANSWER_KEYS: Final = (
     *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
     "model.default_prompt_name",
 )
-"""Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
+"""Keys of the configuration that answers depend on, besides all of `sampling`, the input and the model's files."""
 
 
 def make_manifest(
@@ -48,10 +47,10 @@ def make_manifest(
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
 ) -> dict[str, Any]:
-    """`answers` is what must be equal to go on, by key; the rest says how the job was run. Raises OSError.
+    """A manifest: `answers` must be equal to resume, by key; the rest describes the run. Raises OSError.
 
-    `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read (None: a stream). Their digest and how
-    many rows they have come later (`take_input`), and so does how the ranks compute (`take_arithmetic`).
+    `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
+    rows are added later (`take_input`), and so is the arithmetic of the ranks (`take_arithmetic`).
     """
     config = resolved.config
     settings = asdict(config)
@@ -84,7 +83,7 @@ def make_manifest(
 
 def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
     """Compare with the manifest of a run that has not ended, if there is one, and add its history. Changes no file.
-    Returns whether there is one to go on with.
+    Returns whether there is one to resume.
 
     Raises ConfigError naming the first key that differs, unless `resume` is force.
     """
@@ -93,12 +92,12 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
     manifest["overridden"] = []
     if last is not None and goes_on:
         now = manifest["answers"]
-        # Until it is known the last run's stands: this one may be ended before.
+        # Until they are known the last run's values are kept: this one may end before.
         before = {key: last["answers"].get(key) for key in _KNOWN_LATER if now[key] == NOT_READ}
         _compare(run_dir, last["answers"], now | before, resume, manifest)
         now |= before
         if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
-            # What rows that name no model have in their answers: the folder may have moved.
+            # The name in answers to rows that name no model: the folder may have moved.
             manifest["model_name"] = last.get("model_name", manifest["model_name"])
         manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
         manifest["starts"] = [*last["starts"], *manifest["starts"]]
@@ -106,21 +105,24 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
 
 
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
-    """From now on the journal there is this job's: that of another must be gone, for good. Raises OSError."""
+    """Write the manifest, which claims the journal for this job: another's must be durably removed before. Raises
+    OSError.
+    """
     write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _checksum(manifest)})
 
 
 def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
-    """The input's digest and rows are known: compare with what the manifest has from the last run, and write it.
+    """Set the input's digest and number of rows: compare with the last run's, and write the manifest.
 
-    Raises ConfigError where they differ, unless `resume` is force; what is written is as it was then.
+    Raises ConfigError if they differ, unless `resume` is force; the file is unchanged then.
     """
     manifest["num_rows"] = num_rows
     _take(run_dir, manifest, resume, _INPUT_KEY, digest)
 
 
 def take_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
-    """In which order these ranks add numbers: another processor, or another GPU, may give rows other bits.
+    """Set the arithmetic of these ranks (the order of additions): another processor or GPU may give rows different
+    bits.
 
     Raises as `take_input` does.
     """
@@ -138,7 +140,7 @@ def _take(run_dir: Path, manifest: dict[str, Any], resume: str, key: str, value:
 def _compare(
     run_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: str, manifest: dict[str, Any]
 ) -> None:
-    """Note what differs in the manifest's history."""
+    """Add differences to the manifest's history."""
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
     overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
     if overridden and resume != "force":
@@ -153,12 +155,12 @@ def _compare(
 
 
 def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
-    """Every row has its answer in the output. Raises OSError."""
+    """Mark the job as ended: every row has its answer in the output. Raises OSError."""
     write_manifest(run_dir, {**manifest, "has_ended": True})
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """None where there is none. Raises ConfigError for what is no manifest, or is damaged; OSError."""
+    """The manifest; None if there is none. Raises ConfigError for an invalid or damaged one; OSError."""
     way_out = "give another job.run_dir, or remove this one to start over"
     try:
         value = read_json_object(path)
@@ -170,20 +172,20 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     is_over = version_found == _UNCHECKED_VERSION and value.get("has_ended") is True
     if version_found != FORMAT_VERSION and not is_over:
         raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: {way_out}")
-    # Of a run that is over, whoever wrote it, nothing else counts.
+    # For a run that is over nothing else matters, in either version.
     if not is_over and value.pop(_CHECKSUM_KEY, None) != _checksum(value):
         raise ConfigError(f"{path} is damaged (its checksum is another): {way_out}")
     return value
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """The checksum of all other values: a disk's fault in a name or number would else be an answer's."""
+    """Checksum of all other values: else a disk fault in a name or number would go into answers."""
     return _digest_of(json.dumps(manifest, sort_keys=True))
 
 
 def model_digest(resolved: ResolvedRun) -> str:
-    """Of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files; not of the
-    weights themselves.
+    """Digest of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files,
+    without the weights themselves.
     """
     folder = resolved.model_folder
     index = folder / INDEX_FILE

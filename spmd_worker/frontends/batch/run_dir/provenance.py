@@ -13,7 +13,7 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class OutputDigest:
-    """Of an output's lines, before they were compressed: what `sha256sum` prints of plain JSONL."""
+    """Digest of an output's lines, uncompressed: the output of `sha256sum` for plain JSONL."""
 
     num_lines: int
     num_bytes: int
@@ -23,8 +23,9 @@ class OutputDigest:
 def write_provenance(
     run_dir: Path, manifest: Mapping[str, Any], output: str, digest: OutputDigest, replicas: Sequence[Mapping[str, Any]]
 ) -> None:
-    """`replicas` is, of each in this start of the job, `steps` and `digest_chain_head`: the digest of every plan that
-    its ranks agreed on, chained, so that a replay of its step log must come to the same. Raises OSError.
+    """Write the provenance. `replicas` has, for each in this start of the job, `steps` and `digest_chain_head`: the
+    digest of every plan that its ranks agreed on, chained, so that a replay of its step log must reach the same. Raises
+    OSError.
     """
     provenance = {
         "format_version": FORMAT_VERSION,

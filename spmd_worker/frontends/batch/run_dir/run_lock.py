@@ -1,4 +1,4 @@
-"""One writer a run directory, and one a job's output."""
+"""Locks: one writer per run directory, and per output of a job."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +13,9 @@ LOCK_NAME: Final = "lock"
 
 
 class RunLock:
-    """The locks of a job, held from `__enter__` to `__exit__`. A start that is refused by one has changed nothing.
+    """The locks of a job, held from `__enter__` to `__exit__`. A start that a lock rejects has changed nothing.
 
-    Makes the run directory. Raises ConfigError naming the process that holds one, or the folder that cannot be made.
+    Makes the run directory. Raises ConfigError naming the process that holds a lock, or the folder that cannot be made.
     """
 
     def __init__(self, run_dir: Path, output: Path) -> None:
@@ -43,18 +43,18 @@ class RunLock:
         self._held.close()
 
     def note(self, doing: str) -> None:
-        """What the job does now, for the process that is refused."""
+        """Write the job's current activity, for rejected processes to read."""
         # Not into the output's lock, which becomes the output.
         self._lock.note(doing)
 
     def _lock_of_output(self) -> FileLock:
-        # The file in which the output is written before it is complete: nothing else is left beside the output.
+        # The output's partial file is the lock: no other file is left next to the output.
         owned, way_out = f"job.output={self._output}", "give another file"
         return FileLock(partial_path(self._output), owned, way_out, is_temporary=True)
 
 
 def make_folder(key: str, path: Path) -> None:
-    """Unless it is there; what is put into it and synced stays. Raises ConfigError naming the key."""
+    """Make a folder, durably, unless it exists. Raises ConfigError naming the key."""
     try:
         make_folder_durably(path)
     except FileExistsError:

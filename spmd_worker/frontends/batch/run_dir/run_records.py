@@ -1,4 +1,4 @@
-"""What a run writes down of its steps: the step log while it runs, and each rank's last records when ranks diverge.
+"""Records of a run's steps: the step log while it runs, and each rank's last records when ranks diverge.
 
 Both have the format of `frontends/replay/step_log.py`, so `spmd-worker-replay` reads both.
 """
@@ -22,9 +22,8 @@ def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
 
 
 def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
-    """This rank's own records of the last steps, as `records.rank<N>.log`; None where the run directory is not here.
-
-    A disk that takes nothing is warned of and no more: what is being reported is worse.
+    """Write this rank's own records of the last steps as `records.rank<N>.log`; None without a run directory. A write
+    error is only logged: the error being reported is worse.
     """
     if not run_dir.is_dir():
         return None
@@ -41,7 +40,7 @@ def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
 
 
 def step_log_header(engine: Engine) -> StepLogHeader:
-    """What a replay needs besides the messages."""
+    """Header of a step log: everything that a replay needs besides the messages."""
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
     tokens = config.model.classifier_from_token
     return StepLogHeader(
