@@ -17,7 +17,7 @@ _ENGINE_KEY = "structured_outputs: "
 
 
 def check_template(row: Row, chat_format: ChatFormat) -> None:
-    """Raise RowProblem for tools that the model's chat template would not write."""
+    """Raise RowProblem for tools that the model's chat template does not support."""
     try:
         if row.request is not None:
             check_takes_tools(row.request, chat_format)
@@ -26,8 +26,8 @@ def check_template(row: Row, chat_format: ChatFormat) -> None:
 
 
 def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, format_: ChatFormat) -> SamplingParams:
-    """The row's parameters, with the form that its answer must have. `prompt` is the row's text, None of one that gave
-    token ids. Raises RowProblem.
+    """The row's parameters, with the grammar that its answer must match. `prompt` is the row's text, None for token
+    ids. Raises RowProblem.
     """
     if row.kind == "completion" and row.request is not None and row.request.schema is not None:
         try:
@@ -50,7 +50,7 @@ def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, f
 
 
 def form_problem(row: Row, problem: RequestError) -> str:
-    """What is wrong with a request, by the key that the row has."""
+    """Message of a request error, by the key that the row has."""
     words = str(problem)
     if row.request is None or not words.startswith(_ENGINE_KEY) or row.sampling.structured_outputs is not None:
         return words
@@ -58,14 +58,14 @@ def form_problem(row: Row, problem: RequestError) -> str:
 
 
 def _key(request: ChatRequest) -> str:
-    """What asked for the form."""
+    """Key that asked for the grammar."""
     return "tools" if request.must_call else "response_format"
 
 
 def answer_reader(
     row: Row, prompt: str | None, tokenizer: Tokenizer | None, sampling: SamplingParams, format_: ChatFormat
 ) -> AnswerReader | None:
-    """Of a row that can run; None where its answers are content and nothing else."""
+    """Parser of the answers of a row that can run; None if they are only content."""
     if row.kind != "chat" or prompt is None or not sampling.detokenize:
         return None
     reader = AnswerReader(format_, row.request, prompt_opens_reasoning(format_, prompt), tokenizer)

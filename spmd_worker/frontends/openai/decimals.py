@@ -1,7 +1,7 @@
-"""Float32 numbers as the shortest decimal ones that tell them from their neighbours, and as text in lines of JSON.
+"""Float32 numbers as their shortest unique decimals, and as text in lines of JSON.
 
-A row has hundreds of them: they are spelled all at once, by the compiled library where this process computes with it,
-else by numpy, and then the few that are rare each by itself.
+A row has hundreds of them: they are formatted together, by the compiled library if this process computes with it, else
+by numpy, and the rare rest one by one.
 """
 
 from collections.abc import Sequence
@@ -13,30 +13,32 @@ from numpy.typing import NDArray
 from spmd_worker.native.library import loaded_function
 
 _POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
-"""Of ten, as far as a float64 is one exactly: a whole number by one of them is rounded once, as a decimal is read."""
+"""Powers of ten that a float64 represents exactly: an integer divided by one is rounded once, as when a decimal is
+read.
+"""
 
 _LEAST: Final = 1e-13
 _MOST: Final = 1e5
-"""Between these a number of 5 to 9 digits is a whole number by one of the powers, and none is halfway between two
+"""Between these a number of 5 to 9 digits is an integer divided by one of the powers, and none is halfway between two
 float32.
 """
 
 _MOST_DIGITS: Final = 9
-"""So many tell any float32 from its neighbours."""
+"""Digits that identify any float32."""
 
 _LEAST_DIGITS: Final = 5
-"""A number that so few tell, or fewer, is one in a hundred and spelled by itself."""
+"""A number of this many digits or fewer is one in a hundred and formatted by itself."""
 
 _UNSURE: Final = 1e-5
-"""So near to the middle of two decimals, a product that was rounded does not say which is nearer."""
+"""This near to the middle of two decimals, a rounded product does not decide which is nearer."""
 
 _WIDTH: Final = 22
 _SIGN, _POINT, _ZEROS, _DIGITS, _END = 0, slice(1, 3), slice(3, 6), slice(6, 15), slice(20, _WIDTH)
-"""Characters of a number in [0.0001, 1): sign, "0.", zeros, digits; of any, what stands before the next."""
+"""Characters of a number in [0.0001, 1): sign, "0.", zeros, digits; for any number, the separator."""
 
 _PLACES: Final = 10 ** np.arange(_MOST_DIGITS - 1, -1, -1)
 _SPELLED_BYTES: Final = 26
-"""Room for a number in `spmd_spell_decimals`."""
+"""Buffer size per number in `spmd_spell_decimals`."""
 
 _HOLE: Final = "\0numbers\0"
 _HOLE_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
@@ -60,7 +62,7 @@ def shortest_text(vector: Sequence[float]) -> str:
 
 
 def read_decimals(text: bytes, size: int) -> NDArray[np.float32] | None:
-    """The float32 numbers nearest to `size` decimals between commas; None of another number of them."""
+    """The float32 numbers nearest to `size` decimals between commas; None for another number of them."""
     read = loaded_function("read_decimals")
     if read is not None:
         numbers = np.empty(size, dtype=np.float32)
@@ -70,7 +72,7 @@ def read_decimals(text: bytes, size: int) -> NDArray[np.float32] | None:
 
 
 def _spelled_natively(given: NDArray[np.float32]) -> str | None:
-    """None where the function is not here, or a number is not finite."""
+    """Text from the compiled library; None if it is missing, or a number is not finite."""
     spell = loaded_function("spell_decimals")
     if spell is None:
         return None
@@ -83,7 +85,7 @@ def _spelled_by_numpy(given: NDArray[np.float32]) -> str:
     sizes, is_found, exponents = _found(given)
     is_short = is_found & (exponents >= -4) & (exponents < 0)
     wholes = np.rint(sizes * _POWERS[_MOST_DIGITS - 1 - exponents]).astype(np.int64)
-    # What was rounded up to the next power of ten has another exponent.
+    # A number rounded up to the next power of ten has another exponent.
     is_short &= wholes < 10**_MOST_DIGITS
     characters = np.full((len(given), _WIDTH), ord("0"), dtype=np.uint8)
     characters[:, _SIGN], characters[:, _POINT], characters[:, _END] = ord("-"), (48, 46), (44, 32)
@@ -92,7 +94,7 @@ def _spelled_by_numpy(given: NDArray[np.float32]) -> str:
     is_kept = np.zeros(characters.shape, dtype=np.bool_)
     is_kept[:, _SIGN], is_kept[:, _POINT], is_kept[:, _END] = np.signbit(given), True, True
     is_kept[:, _ZEROS] = np.arange(3) < -1 - exponents[:, None]
-    # Without the zeros at the end.
+    # Without trailing zeros.
     is_kept[:, _DIGITS] = np.logical_or.accumulate(digits[:, ::-1] != 0, axis=1)[:, ::-1]
     for place in np.flatnonzero(~is_short):
         text = repr(float(str(given[place]))).encode("ascii")
@@ -103,7 +105,7 @@ def _spelled_by_numpy(given: NDArray[np.float32]) -> str:
 
 
 def _found(given: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Of each number: the size of its decimal, whether that is known, and the exponent of its size in tens."""
+    """Decimal magnitude of each number, whether it is known, and the decimal exponent of the number."""
     size = np.abs(given.astype(np.float64))
     # A power of two has neighbours at two distances.
     is_plain = (size >= _LEAST) & (size < _MOST) & (np.frexp(size)[0] != 0.5)
@@ -122,18 +124,18 @@ def _found(given: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.
 
 
 class SpelledNumbers:
-    """The vectors of one line of JSON, which is made with a mark in place of each and filled afterwards."""
+    """Vectors of one line of JSON, which is made with a placeholder for each and filled afterwards."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def mark(self, vector: Sequence[float]) -> str:
-        """What stands for the next vector in the record of the line."""
+        """Placeholder of the next vector in the record of the line."""
         self._texts.append(shortest_text(vector))
         return _HOLE
 
     def fill(self, line: bytes) -> bytes | None:
-        """The line; None where it has a mark of its own somewhere, so that they cannot be told apart."""
+        """The line; None if it contains the placeholder itself, so that they are ambiguous."""
         pieces = line.split(_HOLE_IN_LINES)
         if len(pieces) != len(self._texts) + 1:
             return None

@@ -1,8 +1,7 @@
 """Builds the bodies of OpenAI responses: completions and chat completions.
 
-Every value follows from the row alone: `created` is 0 and ids carry the row's index, so that a job that is run again,
-or resumed, writes the same bytes. What depends on the other rows of the run (tokens found in the prefix cache) is left
-out.
+Every value depends only on the row: `created` is 0 and ids carry the row's index, so that a repeated or resumed job
+writes the same bytes. Values that depend on other rows (tokens found in the prefix cache) are left out.
 """
 
 from collections.abc import Mapping
@@ -17,13 +16,13 @@ from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
 _CREATED: Final = 0
 _LOWEST_LOGPROB: Final = -9999.0
-"""Written for minus infinity, which JSON cannot hold; OpenAI's own value for "very unlikely"."""
+"""Written for minus infinity, which JSON cannot represent; OpenAI's own value for "very unlikely"."""
 
 JsonObject = dict[str, Any]
 
 
 def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
-    """Body of a response of /v1/completions."""
+    """Body of a /v1/completions response."""
     output = echoed(row, output)
     choices = [completion_choice(completion) for completion in output.outputs]
     for choice, completion in zip(choices, output.outputs, strict=True):
@@ -35,12 +34,12 @@ def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> 
 
 
 def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
-    """The output as a row with `echo` has it: its prompt before each completion, in text and log-probabilities."""
+    """The output of a row with `echo`: its prompt before each completion, in text and log-probabilities."""
     if row.echo is None:
         return output
     prompt: list[TokenLogprobs] = []
     if output.prompt_logprobs is not None:
-        # Nothing comes before the first token: `drop_first_logprob` leaves its text.
+        # The first token has none: `drop_first_logprob` leaves only its text.
         name = row.echo.first_token
         first = {row.prompt_token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
         prompt = _in_text([first if each is None else each for each in output.prompt_logprobs], row.echo.text)
@@ -48,8 +47,8 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
 
 
 def _in_text(positions: list[TokenLogprobs], text: str) -> list[TokenLogprobs]:
-    """Those of a prompt as its text has them: special tokens that it has are in it though others are skipped, and one
-    that the tokenizer put before it (BOS) adds nothing.
+    """A prompt's positions, aligned to its text: special tokens in it count though others are skipped, and one that the
+    tokenizer prepended (BOS) adds nothing.
     """
     found: list[TokenLogprobs] = []
     offset = 0
@@ -82,13 +81,13 @@ def _behind_prompt(completion: CompletionOutput, echo: Echo, prompt: list[TokenL
 
 
 def drop_first_logprob(choice: JsonObject) -> None:
-    """The first token of a choice that begins with its prompt has no log-probability."""
+    """Remove the log-probability of the first token of a choice that begins with its prompt."""
     if choice["logprobs"] is not None and choice["logprobs"]["tokens"]:
         choice["logprobs"]["token_logprobs"][0] = choice["logprobs"]["top_logprobs"][0] = None
 
 
 def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
-    """Body of a response of /v1/chat/completions."""
+    """Body of a /v1/chat/completions response."""
     choices = [_whole_chat_choice(completion, row) for completion in output.outputs]
     body = _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
     if row.returns_token_ids:
@@ -99,12 +98,12 @@ def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonOb
 
 
 def completion_choice(completion: CompletionOutput, first_offset: int = 0) -> JsonObject:
-    """Of a completion, or of a part of one; `first_offset` is of the part's first token."""
+    """Choice of a completion, or of a part of one; `first_offset` is the offset of the part's first token."""
     return _choice(completion, {"text": completion.text}, _completion_logprobs(completion, first_offset))
 
 
 def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: EncodedRow) -> JsonObject:
-    """Of a chat completion, or of a part of one; `content` is the choice's message or delta, by its key."""
+    """Choice of a chat completion, or of a part of one; `content` is the choice's message or delta, by its key."""
     return _choice(completion, content, _chat_logprobs(completion, row.sampling.logprobs or 0))
 
 
@@ -115,7 +114,7 @@ def _whole_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObj
 
 
 def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
-    """One position of a plain row: the sampled token first, then the likeliest in order."""
+    """One position of a plain row: the sampled token first, then the top-k in order."""
     return [
         {"token_id": token_id, "token": entry.decoded_token, "logprob": finite(entry.logprob), "rank": entry.rank}
         for token_id, entry in position.items()
@@ -125,14 +124,14 @@ def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
 def usage(output: RequestOutput) -> dict[str, int]:
     """Token counts of a request; `completion_tokens` is the sum over the completions it returns.
 
-    Tokens of samples that `best_of` ran and did not return are not counted, unlike OpenAI's, which are billed.
+    Unlike OpenAI, does not count tokens of samples that `best_of` ran and did not return.
     """
     num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
     return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold; what is no number comes last, as minus infinity does."""
+    """A log-probability that JSON can represent; NaN becomes the lowest, like minus infinity."""
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
@@ -154,7 +153,7 @@ def _body(
 
 
 def prompt_logprob_records(output: RequestOutput) -> list[list[JsonObject] | None]:
-    """Log-probabilities of the prompt, None for its first token, which nothing precedes."""
+    """Log-probabilities of the prompt, None for its first token."""
     positions = output.prompt_logprobs or []
     return [None if position is None else logprob_records(position) for position in positions]
 
@@ -187,13 +186,13 @@ def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> Jso
 
 
 def num_characters(position: TokenLogprobs) -> int:
-    """Characters that the token at a position adds to the text: none where it is left out of it."""
+    """Characters that the token at a position adds to the text: 0 if it is left out."""
     entry = next(iter(position.values()))
     return 0 if entry.token_bytes == () else len(entry.decoded_token or "")
 
 
 def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str, float]:
-    """Text -> log-probability; of tokens with one text (parts of characters) the first stays."""
+    """Text -> log-probability; of tokens with the same text (parts of characters) the first is kept."""
     top: dict[str, float] = {}
     for token_id, entry in position.items():
         top.setdefault(texts[token_id], finite(entry.logprob))
@@ -201,14 +200,14 @@ def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str,
 
 
 def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | None:
-    """One record per token, each with the `num_top` likeliest tokens of its position, all where that is -1."""
+    """One record per token, each with the top `num_top` tokens of its position, all for -1."""
     if completion.logprobs is None:
         return None
     content = []
     for position in completion.logprobs:
         sampled, entry = next(iter(position.items()))
         likeliest = sorted(position.items(), key=lambda item: item[1].rank)
-        # By their number: a sampled token that is as likely as the last of them has its rank.
+        # Cut by number: a sampled token as probable as the last of them has its rank.
         num_shown = len(likeliest) if num_top == ALL_LOGPROBS else num_top
         top = [_chat_record(token_id, each) for token_id, each in likeliest[:num_shown]]
         content.append({**_chat_record(sampled, entry), "top_logprobs": top})

@@ -1,4 +1,4 @@
-"""Reads a row of the OpenAI batch format: custom_id, method, url, body."""
+"""Parses a row of the OpenAI batch format: custom_id, method, url, body."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, Sampling
 from spmd_worker.tokenizer.messages import MessageProblem
 
 OPENAI_ROW_KEYS: Final = ("method", "url", "body")
-"""A row with any of these is read as an OpenAI batch row."""
+"""A row with any of these is an OpenAI batch row."""
 
 COMPLETIONS_URL: Final = "/v1/completions"
 CHAT_URL: Final = "/v1/chat/completions"
@@ -29,7 +29,7 @@ _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     **dict.fromkeys(("/v1/score", "/score"), "score"),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
 }
-"""vLLM's names too."""
+"""OpenAI's names and vLLM's."""
 COMPLETION_URLS: Final = (COMPLETIONS_URL, CHAT_URL)
 URLS: Final = (*COMPLETION_URLS, *_POOLING_URLS)
 
@@ -60,14 +60,14 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Keys that ask for what is not done here, with the values besides null that ask for nothing."""
+"""Keys of unsupported features, with the values besides null that are neutral."""
 
 _FORM_KEYS: Final = ("tools", "tool_choice", "parallel_tool_calls")
-"""Keys of an answer's form that a chat body alone has."""
+"""Keys of the answer's grammar that only a chat body has."""
 
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **{key: neutral for key, neutral in _UNSUPPORTED.items() if key not in _FORM_KEYS},
-    # OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for.
+    # OpenAI ranks only completions: a chat body has one sample per choice.
     "best_of": (1,),
     "echo": (False,),
 }
@@ -111,7 +111,7 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
     given, echo = _sampling_values(body), _flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
     if is_alone:
-        # The least that an engine does; it is not shown.
+        # The minimum of an engine; it is not shown.
         given["max_tokens"] = 1
     sampling = sampling_from(defaults, given)
     if echo and sampling.logprobs is not None and sampling.prompt_logprobs is None:
@@ -134,7 +134,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         prompt = replace(prompt, template_kwargs={**prompt.template_kwargs, "tools": list(request.tools)})
     given = _sampling_values(body)
     if "best_of" in body:
-        # 1, which a chat body may say, is no rule for its n.
+        # A chat body's 1 is not a limit of its n.
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
@@ -146,7 +146,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
 
 
 def _response_format(body: Mapping[str, Any]) -> ChatRequest | None:
-    """The form of a completion; None where its text is free."""
+    """Grammar of a completion; None for free text."""
     try:
         schema = response_schema(body.get("response_format"))
     except MessageProblem as problem:
@@ -193,7 +193,7 @@ def _check_keys(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Ma
 
 
 def _completion_prompt(value: Any) -> Prompt:
-    """Text, or token ids, or a list that holds one of either."""
+    """Text, or token ids, or a list of one of either."""
     if not isinstance(value, list):
         return text_prompt("prompt", value)
     if any(isinstance(item, str | list) for item in value):
@@ -221,7 +221,7 @@ def _sampling_values(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_logprobs(logprobs: Any, top_logprobs: Any) -> int | None:
-    """Chat bodies say whether, and then how many; the sampler takes how many, or None."""
+    """Alternatives per token; None for none. Chat bodies have a flag and a number."""
     if logprobs is not None and not isinstance(logprobs, bool):
         raise RowProblem("invalid_value", f"logprobs={short(logprobs)} must be true or false in a chat body")
     if top_logprobs is not None and type(top_logprobs) is not int:

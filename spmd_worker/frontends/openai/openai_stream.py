@@ -1,8 +1,8 @@
-"""What clients get, in OpenAI's shapes: whole bodies, the chunks of a stream, errors.
+"""Responses to clients in OpenAI's format: complete bodies, the chunks of a stream, errors.
 
-A body is that of a batch row but for `id` and `created`, which say nothing of the answer. A stream's chunks, put
-together, are that body. Where a chat's answers may have tool calls, what may become one is held back until it is known,
-and a call is one chunk.
+A body is that of a batch row except `id` and `created`, which do not depend on the answer. A stream's joined chunks are
+that body. If a chat's answers may have tool calls, text that may become one is held back until it is known, and a call
+is one chunk.
 """
 
 from collections.abc import Sequence
@@ -45,17 +45,17 @@ _STATUSES: Final = {
     "server_error": 500,
     "server_failed": 503,
 }
-"""By the code of an error; all others are the request's own, 400."""
+"""Status by error code; all others are the request's own fault, 400."""
 _KINDS: Final = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
 def status_of(code: str) -> int:
-    """The HTTP status of an error."""
+    """HTTP status of an error."""
     return _STATUSES.get(code, 400)
 
 
 def error_body(code: str, message: str) -> JsonObject:
-    """An error as OpenAI's API has it."""
+    """An error in OpenAI's format."""
     kind = _KINDS.get(status_of(code), "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
@@ -67,8 +67,8 @@ def event(record: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class AnswerName:
-    """What an answer is called. `request` is unique; `created` is in seconds since the epoch; `model` is for requests
-    that named none.
+    """Identity of an answer. `request` is unique; `created` is in seconds since the epoch; `model` is for requests that
+    named none.
     """
 
     request: str
@@ -79,7 +79,7 @@ class AnswerName:
 def response_body(
     row: EncodedRow | EncodedPooledRow, output: RequestOutput | PooledOutput, name: AnswerName
 ) -> JsonObject:
-    """The body of an answer that is not streamed."""
+    """Body of an answer that is not streamed."""
     if isinstance(row, EncodedPooledRow):
         assert isinstance(output, PooledOutput), output
         body = pooled_response(row, output, name.model)
@@ -90,7 +90,7 @@ def response_body(
 
 
 def joined_body(rows: Sequence[EncodedRow], outputs: Sequence[RequestOutput], name: AnswerName) -> JsonObject:
-    """The body of an answer to several prompts: the choices of each behind those of the one before, as OpenAI's."""
+    """Body of an answer to several prompts: their choices in order, like OpenAI's."""
     bodies = [answer_body(row, output, name) for row, output in zip(rows, outputs, strict=True)]
     choices = [choice for body in bodies for choice in body["choices"]]
     for index, choice in enumerate(choices):
@@ -109,14 +109,14 @@ def _counts(outputs: Sequence[RequestOutput]) -> JsonObject:
 
 
 def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> JsonObject:
-    """The same of a completion or a chat completion."""
+    """Body of a completion or a chat completion."""
     body = (chat_body if row.kind == "chat" else completion_body)(row, output, name.model)
     return {**body, "id": _body_id(row, name), "created": name.created}
 
 
 @dataclass(slots=True)
 class _Sent:
-    """Of one choice: how much of it its chunks had, and where its text and the reading of it are."""
+    """State of one choice: what its chunks have sent, and its text and parser."""
 
     num_characters: int = 0
     num_tokens: int = 0
@@ -130,9 +130,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class ChunkWriter:
-    """The chunks of one prompt's stream, from outputs that each have all of it so far. `first_index` is that of its
-    first choice.
-    """
+    """The chunks of one prompt's stream, from cumulative outputs. `first_index` is the index of its first choice."""
 
     row: EncodedRow
     name: AnswerName
@@ -141,10 +139,10 @@ class ChunkWriter:
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
     def chunks(self, output: RequestOutput) -> list[JsonObject]:
-        """What is new in `output`."""
+        """Chunks of the new parts of `output`."""
         if self.row.echo is not None:
             if self.row.sampling.logprobs is not None and output.prompt_logprobs is None:
-                # Those of the prompt come first, and are there at the end.
+                # The prompt's log-probabilities come first, and are complete at the end.
                 return []
             output = echoed(self.row, output)
         found = []
@@ -160,11 +158,11 @@ class ChunkWriter:
         return found
 
     def last_chunk(self, outputs: Sequence[RequestOutput]) -> JsonObject:
-        """The usage of all prompts."""
+        """Last chunk, with the usage of all prompts."""
         return self._chunk([]) | {"usage": _counts([echoed(self.row, output) for output in outputs])}
 
     def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], sent: _Sent) -> None:
-        """As vLLM's chunks have them: the prompt's once."""
+        """Add ids like vLLM's chunks: the prompt's once."""
         (choice,) = chunk["choices"]
         choice["token_ids"] = list(token_ids)
         if not sent.has_prompt_ids:
@@ -173,7 +171,7 @@ class ChunkWriter:
             prompt["prompt_token_ids"] = list(self.row.prompt_token_ids)
 
     def _choice(self, completion: CompletionOutput) -> JsonObject | None:
-        """None where nothing is new."""
+        """Choice of the new part; None if nothing is new."""
         if self.row.reader is not None:
             return self._read_choice(completion, self.row.reader)
         is_first = completion.index not in self._sent
@@ -183,7 +181,7 @@ class ChunkWriter:
         is_end = completion.finish_reason is not None and not sent.has_ended
         if not (part.text or part.logprobs or is_end):
             return None
-        # Not before: the first chunk of a choice says whose words they are.
+        # Only now: the first chunk of a choice carries the role.
         self._sent[completion.index] = sent
         sent.num_characters, sent.num_tokens = len(completion.text), len(completion.token_ids)
         sent.num_logprobs += len(logprobs or ())
@@ -198,7 +196,9 @@ class ChunkWriter:
         return choice
 
     def _read_choice(self, completion: CompletionOutput, reader: AnswerReader) -> JsonObject | None:
-        """Of a chat whose answers have reasoning and calls: these as they are certain, a call in one piece."""
+        """Choice of a chat whose answers have reasoning and calls: text as soon as it is certain, a call in
+        one piece.
+        """
         is_first = completion.index not in self._sent
         sent = self._sent.setdefault(completion.index, _Sent())
         if sent.has_ended:
@@ -234,8 +234,8 @@ class ChunkWriter:
 
 
 def _ready_logprobs(completion: CompletionOutput, sent: _Sent, *, is_text: bool) -> list[TokenLogprobs] | None:
-    """Those of tokens that are in the text so far: where it is held back, a stop string may cut them off. `is_text`:
-    there is a text.
+    """New log-probabilities of tokens that are in the text so far: held-back ones may be cut off by a stop string.
+    `is_text`: there is a text.
     """
     if completion.logprobs is None:
         return None

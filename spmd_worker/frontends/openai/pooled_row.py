@@ -1,4 +1,4 @@
-"""A row that is pooled: its texts as ids that an engine takes, and the body of its response."""
+"""A pooling row: its texts as ids for an engine, and the body of its response."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
     """A row that can run: the ids and the parameters of each of its texts. `are_pairs`: a text is both of a pair.
-    Vectors of a row that scores are compared by `measure`.
+    `measure` compares the vectors of a row that scores.
     """
 
     row: Row
@@ -32,31 +32,30 @@ class EncodedPooledRow:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Of all texts of a row, in their order."""
+    """Outputs of all texts of a row, in their order."""
 
     outputs: tuple[RequestOutput, ...]
     finished: bool = True
 
     @property
     def failed(self) -> RequestOutput | None:
-        """The first of a text that has no vector; its error is the row's."""
+        """Output of the first text without a vector; its error is the row's."""
         return next((output for output in self.outputs if output.error is not None), None)
 
     @property
     def error(self) -> str | None:
-        """The row's error."""
         return None if self.failed is None else self.failed.error
 
     @property
     def error_code(self) -> str | None:
-        """The same as a code."""
+        """Code of the row's error."""
         return None if self.failed is None else self.failed.error_code
 
 
 def encode_pooled(
     row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits
 ) -> EncodedPooledRow | RowError:
-    """A row with its texts as ids that an engine with the limits `engine` can pool."""
+    """Encode a row's texts as ids within the limits of `engine`."""
     try:
         return _encoded(row, tokenizer, engine, limits.max_prompt_tokens)
     except (RowProblem, RequestError) as problem:
@@ -80,7 +79,7 @@ def _encoded(
     if are_pairs:
         firsts, seconds = ask.prompts[: ask.num_firsts], ask.prompts[ask.num_firsts :]
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-        # One at a time: the first that is too long ends it, before all are there.
+        # Lazily: the first pair that is too long ends it, before all are built.
         pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
         prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
     texts = []
@@ -99,7 +98,7 @@ def _encoded(
 def _cut(
     prompt: Prompt | TextPair, tokenizer: Tokenizer | None, engine: RequestLimits, params: PoolingParams
 ) -> Encoded:
-    """A prompt as ids, cut as `take_pooling` cuts."""
+    """Encode a prompt, truncated like `take_pooling`."""
 
     def need_tokenizer() -> Tokenizer:
         assert tokenizer is not None, "of text"
@@ -115,7 +114,7 @@ def _cut(
         encoded = encode_pair(prompt, need_tokenizer)
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
-        # What a chat template has made of messages is cut as ids are: its special tokens are part of the text.
+        # The text of a chat template is truncated as ids: its special tokens are part of the text.
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
     try:
         take_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
@@ -129,7 +128,7 @@ def _cut(
 def pooled_response(
     encoded: EncodedPooledRow, output: PooledOutput, model_name: str, spell: Spell = shortest_decimals
 ) -> JsonObject:
-    """The body of the response to an OpenAI row."""
+    """Body of the response to an OpenAI row."""
     row = encoded.row
     assert row.pooling is not None, "a row that is pooled"
     scores = pair_scores(row.pooling, output.outputs, are_pairs=encoded.are_pairs, measure=encoded.measure)

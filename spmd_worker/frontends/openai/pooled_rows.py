@@ -1,4 +1,4 @@
-"""Rows that are pooled, through one engine: a row is a request for each of its texts, and is answered when all are."""
+"""Runs pooling rows through one engine: a row is one request per text, and is answered when all are."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from spmd_worker.replica.sequence.request import RequestId
 
 
 def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
-    """Queue a row's texts for the next step; a request each, in their order."""
+    """Queue a row's texts for the next step; returns one request per text, in their order."""
     config = engine.limits.pooling
     assert config is not None, "what was encoded is pooled here"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
@@ -24,7 +24,7 @@ def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
 
 @dataclass(slots=True)
 class _PooledRow:
-    """A row of which some texts are not pooled yet."""
+    """A row with some texts not pooled yet."""
 
     encoded: EncodedPooledRow
     request_ids: list[RequestId]
@@ -32,7 +32,7 @@ class _PooledRow:
 
 
 class PooledRows:
-    """See `RowRunner`, whose part this is."""
+    """Pooling part of `RowRunner`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
@@ -45,11 +45,11 @@ class PooledRows:
         return len(self._rows)
 
     def has(self, request_id: RequestId) -> bool:
-        """Whether the request is of one of these rows."""
+        """Whether the request belongs to one of these rows."""
         return request_id in self._rows
 
     def admit(self, row: Row) -> RowAnswer | None:
-        """Queue a row's texts for the next step; the answer, now, of one that cannot run."""
+        """Queue a row's texts for the next step; returns the answer of one that cannot run."""
         engine = self._engine
         encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits)
         if isinstance(encoded, RowError):
@@ -60,7 +60,7 @@ class PooledRows:
         return None
 
     def take(self, request_id: RequestId, output: RequestOutput) -> RowAnswer | None:
-        """One text's output; the row's answer where it was the last."""
+        """Add one text's output; returns the row's answer after the last."""
         pooled = self._rows.pop(request_id)
         pooled.outputs[request_id] = output
         if len(pooled.outputs) < len(pooled.request_ids):

@@ -1,7 +1,7 @@
-"""Output records of rows that are pooled: OpenAI's for embeddings, vLLM's for scores, Jina's for reranking.
+"""Output records of pooling rows: OpenAI's for embeddings, vLLM's for scores, Jina's for reranking.
 
-Every value follows from the row alone, as in `openai_body.py`. Vectors are float32; a number is written with as many
-digits as tell it from its neighbours.
+Every value depends only on the row, as in `openai_body.py`. Vectors are float32; a number is written with its shortest
+unique digits.
 """
 
 import base64
@@ -20,11 +20,11 @@ _CREATED: Final = 0
 
 
 Spell = Callable[[Sequence[float]], Any]
-"""What a record has of a vector that is written as numbers."""
+"""Formats a vector as numbers for a record."""
 
 
 def pooled_record(row: Row, outputs: Sequence[RequestOutput], spell: Spell = shortest_decimals) -> JsonObject:
-    """The output line's object of a plain row."""
+    """Output record of a plain row."""
     (output,), ask = outputs, row.pooling
     assert ask is not None
     assert output.vector is not None
@@ -45,7 +45,7 @@ def pooling_body(
     model_name: str,
     spell: Spell = shortest_decimals,
 ) -> JsonObject:
-    """The body of a response: `outputs` of the row's texts; of a row that scores, `scores` of its pairs."""
+    """Body of a response: `outputs` of the row's texts; for a row that scores, `scores` of its pairs."""
     ask = row.pooling
     assert ask is not None
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -67,7 +67,7 @@ def pooling_body(
 def pair_scores(
     ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs: bool, measure: str = "cosine"
 ) -> list[float]:
-    """One number a pair: its score, or the similarity of its texts' vectors. None where the row does not score."""
+    """One number per pair: its score, or the similarity of its texts' vectors. Empty if the row does not score."""
     if not ask.num_firsts:
         return []
     vectors = [output.vector or [] for output in outputs]

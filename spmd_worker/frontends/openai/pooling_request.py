@@ -1,4 +1,4 @@
-"""Reads rows that are pooled: bodies of /v1/embeddings, /v1/score and /v1/rerank, and plain rows with a task as key."""
+"""Parses pooling rows: bodies of /v1/embeddings, /v1/score and /v1/rerank, and plain rows with a task as key."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,7 +15,7 @@ from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 PLAIN_TASKS: Final = ("embed", "classify", "reward")
-"""Keys of plain rows that hold what is pooled."""
+"""Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
 _IGNORED_KEYS: Final = ("model", "user", "metadata")
@@ -25,7 +25,7 @@ _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncat
 PLAIN_KEYS: Final = (*PLAIN_TASKS, "custom_id", *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
-"""Texts of one row; OpenAI's limit for `input`."""
+"""Most texts of one row; OpenAI's limit for `input`."""
 
 _Prompt = TextPrompt | TokensPrompt
 
@@ -33,7 +33,7 @@ _Prompt = TextPrompt | TokensPrompt
 def pooling_row(
     index: int, custom_id: str | None, kind: PoolingKind, body: Mapping[str, Any], defaults: SamplingParams
 ) -> Row:
-    """The row of an OpenAI batch line. Raises RowProblem."""
+    """Row of an OpenAI batch line. Raises RowProblem."""
     asks = {"embedding": _embedding, "score": _score, "rerank": _rerank}
     ask = asks[kind](body)
     model = body.get("model")
@@ -43,7 +43,7 @@ def pooling_row(
 
 
 def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    """Of a plain row that has one of `PLAIN_TASKS`. Raises RowProblem."""
+    """Row of a plain line with one of `PLAIN_TASKS`. Raises RowProblem."""
     refuse_unknown_keys(fields, PLAIN_KEYS)
     (task, *others) = [key for key in PLAIN_TASKS if fields.get(key) is not None]
     if others:

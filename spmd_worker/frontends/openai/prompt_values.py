@@ -1,4 +1,4 @@
-"""Checks the values both row shapes share: prompts, messages, sampling parameters, known keys."""
+"""Checks the values of both row formats: prompts, messages, sampling parameters, known keys."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +10,14 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import MessageProblem, checked_content, with_parsed_arguments
 
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
-"""Sampling keys for which null is a value of its own, and not the absence of one."""
+"""Sampling keys for which null is a value of its own, and not an absent one."""
 
 _MAX_WHOLE_NUMBER: Final = 2**31 - 1
-"""The largest whole number of a sampling key other than `seed`: what reaches a kernel is 32 bits wide."""
+"""The maximum of any sampling key except `seed`: kernels take 32 bits."""
 
 
 class RowProblem(ValueError):
-    """Why a row cannot run: the error code of the row, and a message for the person who wrote it."""
+    """A row that cannot run: the error code of the row, and a message for its author."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -25,13 +25,13 @@ class RowProblem(ValueError):
 
 
 def short(value: Any) -> str:
-    """A value as it appears in a message: whole when small, cut when not."""
+    """A value for a message: complete when short, cut when long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def refuse_unknown_keys(given: Iterable[str], known: Sequence[str], where: str = "") -> None:
-    """Raise RowProblem for the first key that is not known, with the nearest known one and all of them."""
+    """Raise RowProblem for the first unknown key, with the nearest known one and all of them."""
     for key in given:
         if key in known:
             continue
@@ -50,10 +50,10 @@ def text_prompt(name: str, value: Any) -> TextPrompt:
 
 
 def tokens_prompt(name: str, value: Any) -> TokensPrompt:
-    """Whole numbers of any size and sign: whether they are in the vocabulary is known later."""
+    """Integers of any size and sign: the vocabulary is checked later."""
     if not isinstance(value, list):
         raise RowProblem("invalid_value", f"{name}={short(value)} must be a list of token ids")
-    # Long prompts pass without a turn of the interpreter a token.
+    # Fast path: long prompts need no loop in the interpreter.
     if list(map(type, value)).count(int) < len(value):
         for position, token_id in enumerate(value):
             if type(token_id) is int:
@@ -67,7 +67,7 @@ def tokens_prompt(name: str, value: Any) -> TokensPrompt:
 
 
 def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
-    """A conversation of at least one message. Raises RowProblem naming the message and the key that is wrong."""
+    """A conversation of at least one message. Raises RowProblem naming the invalid message and key."""
     if not isinstance(value, list):
         raise RowProblem("invalid_value", f"messages={short(value)} must be a list of messages")
     if not value:
@@ -78,7 +78,7 @@ def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
 
 
 def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """The defaults with what the row gives in their place. Raises RowProblem with the rule that was broken."""
+    """The defaults, overridden by the row's values. Raises RowProblem with the violated rule."""
     overrides = {key: value for key, value in given.items() if value is not None or key in _KEYS_WITH_NULL}
     for key, value in overrides.items():
         if key != "seed" and isinstance(value, int) and abs(value) > _MAX_WHOLE_NUMBER:
@@ -90,8 +90,8 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
 
 
 def _message(position: int, value: Any) -> dict[str, Any]:
-    """A message with its content as text or text parts and the arguments of its tool calls as objects; keys whose value
-    is null are dropped, as chat templates expect.
+    """A message with its content as text or text parts and the arguments of its tool calls as objects; keys with null
+    are dropped, as chat templates expect.
     """
     name = f"messages[{position}]"
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The records a row passes through: what was asked, what it becomes when it can run, and what is wrong when it cannot.
+"""Records of a row: the request, its encoded form, and the error if it cannot run.
 
-Knows the two row shapes of the input file. Knows nothing about files, tokenizers, models or ranks.
+Knows the two row formats of the input file. Knows nothing about files, tokenizers, models or ranks.
 
     line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writer.format_result--> line
                      \\--------------> RowError <------/             RowError --row_writer.format_error--> line
@@ -17,24 +17,24 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank"]
-"""OpenAI rows that are pooled."""
+"""Kinds of OpenAI pooling rows."""
 
 RowKind = Literal["plain", "completion", "chat", "pooled", "embedding", "score", "rerank"]
-"""Shape of the output row: the project's own, an OpenAI completion or chat completion; the same of what is pooled."""
+"""Format of the output row: the project's own, an OpenAI completion or chat completion; the same for pooling rows."""
 
 ErrorShape = Literal["plain", "openai"]
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to encode, with the tokens the tokenizer adds of its own accord (a beginning-of-sequence token, say)."""
+    """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say)."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Token ids, used as they are: nothing is added. Whether they lie inside the vocabulary is `resolve`'s to check."""
+    """Token ids, used unchanged: nothing is added. `resolve` checks the vocabulary."""
 
     token_ids: tuple[int, ...]
 
@@ -56,8 +56,8 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class PoolingAsk:
-    """What a row wants pooled: `prompts`, each by itself. Of a row that scores, the first `num_firsts` are what the
-    others are compared with, one or as many. `top_n` is how many results a rerank row wants, None for all.
+    """Pooling request of a row: `prompts`, each by itself. If the row scores, the others are compared with the first
+    `num_firsts`, one or as many. `top_n` is the number of results of a rerank row, None for all.
     """
 
     prompts: tuple[TextPrompt | TokensPrompt, ...]
@@ -68,14 +68,14 @@ class PoolingAsk:
 
 
 EchoKind = Literal["both", "prompt"]
-"""The text of a choice: the prompt and the completion, or the prompt alone (`max_tokens` 0)."""
+"""Text of a choice: the prompt and the completion, or only the prompt (`max_tokens` 0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for,
-    `request` what it asks of its answer's form. With `pooling` nothing is generated: `prompt` is the first of its
-    prompts, and `sampling` says nothing. `returns_token_ids`: the answer has the ids of its prompt and texts.
+    """One well-formed input row. `index` counts input rows from 0; `model` is the name in an OpenAI body, `request` the
+    constraints on its answer. With `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling`
+    is unused. `returns_token_ids`: the answer has the ids of its prompt and texts.
     """
 
     index: int
@@ -92,8 +92,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt's text as it stands before a completion. `first_token` is that of its first token, which has no
-    log-probability. `is_alone`: nothing stands behind it.
+    """The prompt's text before a completion. `first_token` is the text of its first token, which has no
+    log-probability. `is_alone`: nothing follows it.
     """
 
     text: str
@@ -106,8 +106,8 @@ class EncodedRow:
     """A row that can run: its prompt is 1 to `max_model_len - 1` ids of the vocabulary, `sampling.max_tokens` is a
     number.
 
-    `prompt` is the text that was encoded (a chat after its template), None for a row that gave token ids. `reader`
-    reads tool calls and reasoning out of the answers of a chat; None where they are content and nothing else.
+    `prompt` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool calls
+    and reasoning in the answers of a chat; None if they are only content.
     """
 
     index: int
@@ -124,14 +124,14 @@ class EncodedRow:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """A row without an answer. `code` is one of the snake_case codes below, `message` says what to change.
+    """A row without an answer. `code` is one of the snake_case codes below, `message` is the error with the way out.
 
     Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
-    grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, of a row
-    that ran and could not be answered to its end.
+    grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, for a row
+    that ran and could not be completed.
     """
 
     index: int
@@ -142,5 +142,5 @@ class RowError:
 
 
 def shape_of(kind: RowKind) -> ErrorShape:
-    """Shape of the error row of a row of this kind."""
+    """Format of the error row of a row of this kind."""
     return "plain" if kind in ("plain", "pooled") else "openai"

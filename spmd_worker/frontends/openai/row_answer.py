@@ -1,4 +1,4 @@
-"""The result of a row: its output line, and the counts that the job's metrics add up."""
+"""Result of a row: its output line, and its counts for the job's metrics."""
 
 from dataclasses import dataclass
 
@@ -19,5 +19,5 @@ class RowAnswer:
 
 
 def error_result(row: RowError) -> RowAnswer:
-    """The answer of a row that does not run."""
+    """Answer of a row that does not run."""
     return RowAnswer(row.index, format_error(row), row.code)

@@ -1,6 +1,6 @@
-"""Turns one line into a Row, and a Row into an EncodedRow; whatever is wrong becomes a RowError, never an exception.
+"""Parses a line into a Row, and encodes a Row; any error becomes a RowError, never an exception.
 
-The OpenAI shape is read in `openai_request.py`.
+The OpenAI format is parsed in `openai_request.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer, num_unfinished
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
-"""Keys of rows of all shapes."""
+"""Keys of rows of all formats."""
 
 
 _DEFAULT_LIMITS: Final = RowLimits()
@@ -54,9 +54,9 @@ _MOST_TOKENS_KEY: Final = "limits.max_prompt_tokens"
 
 
 def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _DEFAULT_LIMITS) -> Row | RowError:
-    """The row on a line. `defaults` holds for every sampling key that the row does not give.
+    """Parse a line. `defaults` apply to every sampling key that the row leaves out.
 
-    In both shapes null means the default, but for the keys whose null has a meaning of its own: `best_of`, `seed`,
+    In both formats null means the default, except for the keys whose null has a meaning of its own: `best_of`, `seed`,
     `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`, and those whose null is off.
     """
     if len(line) > limits.max_line_bytes:
@@ -70,7 +70,7 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
 
 
 def parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row | RowError:
-    """As `parse_row`, of the object that a line holds."""
+    """Parse the object of a line (`parse_row`)."""
     shape: ErrorShape = "openai" if any(key in fields for key in OPENAI_ROW_KEYS) else "plain"
     custom_id = fields.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
@@ -143,11 +143,10 @@ def resolve(
     limits: RowLimits = _DEFAULT_LIMITS,
     chat_format: ChatFormat = _NO_FORMAT,
 ) -> EncodedRow | RowError:
-    """The row with its prompt as token ids and its limits made concrete: a request that an engine with the limits
-    `engine` can answer.
+    """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`.
 
-    `max_tokens` becomes what the row asks for or what is left of the engine's `max_model_len`, whichever is less; a row
-    that names none gets `limits.max_tokens` at most. `chat_format` is how the model writes tool calls and reasoning.
+    `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
+    at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning.
     """
     try:
         engine.check_runner(None)
@@ -160,7 +159,7 @@ def resolve(
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
             message = f"the prompt has {len(token_ids)} tokens, more than {_MOST_TOKENS_KEY}="
             raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
-        # A prompt that is only scored may fill the length: of its one token nothing is computed.
+        # A prompt that is only scored may fill the length: its one token is not computed.
         num_left = max(engine.max_model_len - len(token_ids), 1)
         if limits.max_tokens is not None:
             num_left = min(num_left, limits.max_tokens)
@@ -187,7 +186,7 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
         skips_special = row.sampling.skip_special_tokens
         text = tokenizer.decode(token_ids, skip_special_tokens=skips_special)
         if row.echo != "prompt":
-            # It begins the completion's text.
+            # Its rest begins the completion's text.
             text = text[: len(text) - num_unfinished(tokenizer, token_ids, skips_special)]
     texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
     ((first,),) = texts.spell([token_ids[:1]], is_last=len(token_ids) == 1)
@@ -212,9 +211,9 @@ def encode(
     check_text: Callable[[str], None] = lambda text: None,
     adds_special_tokens: bool | None = None,
 ) -> tuple[str | None, tuple[int, ...]]:
-    """A prompt's text, None of one that gave ids, and its ids. `check_text` gets the text before it is encoded. Special
-    tokens are added to text and not to a chat, whose template writes them, unless `adds_special_tokens` says otherwise.
-    Raises RowProblem, and what `check_text` raises.
+    """Text of a prompt, None for token ids, and its ids. `check_text` is called with the text before it is encoded.
+    Special tokens are added to text and not to a chat, whose template writes them, unless `adds_special_tokens` is
+    given. Raises RowProblem, and what `check_text` raises.
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
@@ -252,7 +251,7 @@ def _concrete_sampling(sampling: SamplingParams, has_tokenizer: bool, num_left: 
 
 
 def _check_words(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """What the engine makes of words, tried before it has the row."""
+    """Check the row's bad words with the engine's conversion, before admission."""
     try:
         taken_params(sampling, tokenizer, vocab_size)
     except ValueError as error:
@@ -260,16 +259,16 @@ def _check_words(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_si
 
 
 class CustomIds:
-    """Remembers every custom_id of a run, 16 bytes of digest for each, and refuses the second row that has it.
+    """Stores every custom_id of a run, 16 bytes of digest for each, and rejects the second row that has it.
 
-    Two ids of the billions a file may hold share a digest with a probability below 1e-18.
+    Two ids of the billions a file may contain share a digest with a probability below 1e-18.
     """
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
     def check(self, row: Row | RowError) -> Row | RowError:
-        """The row, or an error row when an earlier row had its custom_id. An error row stays itself."""
+        """The row, or an error row when an earlier row had its custom_id. An error row is unchanged."""
         if row.custom_id is None:
             return row
         digest = blake2b(row.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

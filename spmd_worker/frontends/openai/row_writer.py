@@ -15,14 +15,14 @@ from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, shape_of
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
 
 REFUSED: Final = "request_refused"
-"""The code of an error that has no code of its own."""
+"""Code of an error without one of its own."""
 
 _LINE_BREAKS: Final = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""Characters at which some readers end a line; JSON allows them in strings, JSONL is better without."""
+"""Characters that some readers interpret as line ends; JSON allows them in strings, JSONL is safer without."""
 
 
 def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") -> bytes:
-    """The output line, with its line end, of a row that ran. `model_name` is named when the row's body names none."""
+    """Output line of a row that ran, with its line end. `model_name` is used when the row's body names none."""
     if output.error is not None:
         shape = shape_of(row.kind)
         return format_error(RowError(row.index, row.custom_id, shape, error_code_of(output), output.error))
@@ -33,18 +33,18 @@ def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") 
 
 
 def response_line(row: EncodedRow | Row, body: JsonObject) -> bytes:
-    """The output line of an OpenAI row that ran."""
+    """Output line of an OpenAI row that ran."""
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
     return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
 
 
 def error_code_of(output: RequestOutput) -> str:
-    """Of a request that has an error."""
+    """Error code of a request that failed."""
     return output.error_code or REFUSED
 
 
 def format_error(row: RowError) -> bytes:
-    """The output line, with its line end, of a row that did not run: an error and no outputs."""
+    """Output line of a row that did not run, with its line end: an error and no outputs."""
     error = {"code": row.code, "message": row.message}
     if row.shape == "plain":
         return json_line({"custom_id": row.custom_id, "index": row.index, "error": error})
@@ -78,8 +78,8 @@ def _plain_output(completion: CompletionOutput) -> JsonObject:
 
 
 def json_line(record: Any) -> bytes:
-    """JSON with a line end. UTF-8 as it is, for people; half of a surrogate pair has no UTF-8, and makes its line all
-    escapes.
+    """JSON with a line end, in readable UTF-8; a lone surrogate has no UTF-8, so its line is written with
+    escapes only.
     """
     text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_BREAKS)
     try:

@@ -1,4 +1,4 @@
-"""What happened to one request, step by step, in words: what `spmd-worker-replay --row` prints."""
+"""History of one request, step by step, as text: the output of `spmd-worker-replay --row`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ _MAX_ITEMS_SHOWN: Final = 12
 
 @dataclass(slots=True)
 class _Decoding:
-    """Steps in a row in which a sequence computed one position each and took no block: one line of a history."""
+    """Consecutive steps in which a sequence computed one position each and allocated no block: one line of a
+    history.
+    """
 
     first_step: int
     first_position: int
@@ -42,7 +44,7 @@ class _Decoding:
 
 
 class _LastSeen(NamedTuple):
-    """Where a step has left a sequence; `transfer` is what it waits for, 0 for none."""
+    """State of a sequence after a step; `transfer` is the number that it waits for, or 0."""
 
     status: SequenceStatus
     num_computed_tokens: int
@@ -51,25 +53,25 @@ class _LastSeen(NamedTuple):
 
 
 class RowHistory:
-    """One line an event, given to `write`. Call `tell_request`, then `tell_step` for each step, then `tell_rest`."""
+    """One line per event, passed to `write`. Call `tell_request`, then `tell_step` for each step, then `tell_rest`."""
 
     def __init__(self, request: Request, write: Callable[[str], object]) -> None:
         self._request, self._write = request, write
-        # As the last step left them.
+        # State after the last step.
         self._sequences: dict[int, Sequence] = {}
         self._places: dict[int, _LastSeen] = {}
         self._signalled_ends: list[int] = []
         self._decoding: dict[int, _Decoding] = {}
 
     def tell_request(self) -> None:
-        """What was asked for."""
+        """Report the request's parameters."""
         request, sampling = self._request, self._request.sampling
         prompt = shorten(request.prompt_token_ids)
         self._write(f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")
         self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}")
 
     def tell_step(self, step: ReplayedStep, scheduler: Scheduler) -> None:
-        """What the step did to the request; `scheduler` is as the step has left it."""
+        """Report the step's effect on the request; `scheduler` is in its state after the step."""
         self._tell_put_out(step.plan.step)
         self._tell_scheduled(step)
         self._tell_finished(step)
@@ -84,7 +86,7 @@ class RowHistory:
         }
 
     def tell_rest(self) -> None:
-        """What was held back to be said in one line."""
+        """Report steps that were held back to be joined in one line."""
         for sample_index in list(self._decoding):
             self._tell_decoding(sample_index)
 
@@ -124,7 +126,7 @@ class RowHistory:
                     self._write_report(step.plan.step, data.sample_index, text)
 
     def _entrance(self, data: SequenceData | SequenceDataDelta) -> str:
-        """Where the computed tokens of a sequence come from that did not run in the last step."""
+        """Source of the computed tokens of a sequence that did not run in the last step."""
         place = self._places.get(data.sample_index)
         if place is None or place.status is SequenceStatus.RUNNING:
             return ""
@@ -204,7 +206,7 @@ class RowHistory:
 
 
 def _sampled_by_sequence(step: ReplayedStep) -> dict[SequenceKey, tuple[int, ...]]:
-    """What each scheduled sequence sampled; several ids where it forked."""
+    """Sampled ids of each scheduled sequence; several where it forked."""
     sampled = dict(zip(sampling_keys(step.plan), step.sampled.rows())) if step.sampled is not None else {}
     for group in step.plan.groups:
         for data in group.sequences:
@@ -240,7 +242,7 @@ def _ending_of(sequence: Sequence) -> str:
 
 
 def shorten(items: Iterable[object]) -> str:
-    """A list in square brackets, its middle left out where it is long."""
+    """A list in square brackets, with its middle left out if it is long."""
     texts = [str(item) for item in items]
     if len(texts) > _MAX_ITEMS_SHOWN:
         half = _MAX_ITEMS_SHOWN // 2

@@ -1,9 +1,9 @@
 """Recomputes the token ids of a step log on one rank, whatever the number of ranks that made it.
 
-The plans are the log's, so every step computes exactly what the run's step computed; its ids are compared with the
-log's, which stay what the next step goes on from: one different id shows once.
+The plans are the log's, so every step computes exactly the same as in the run; its ids are compared with the log's,
+which the next step continues from: one different id shows once.
 
-The log has the events that changed the workers, and not the weights that a trainer loaded: what comes after new weights
+The log has the events that changed the workers, and not the weights that a trainer loaded: steps after new weights
 cannot be recomputed.
 """
 
@@ -34,12 +34,12 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import resolve_run
 
 _KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP})
-"""Worker events that leave weights as they are, or are followed by a `CommitWeights`."""
+"""Worker events that do not change weights, or are followed by a `CommitWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An id of the log that was not sampled again; None for one that only one of them has."""
+    """An id that differs between log and recomputation; None if only one of them has it."""
 
     step: int
     place: SampledPosition
@@ -59,8 +59,8 @@ class RecomputedStep:
 def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedStep]) -> Iterator[RecomputedStep]:
     """Execute each step's plan and compare. `steps` are read as they are needed, all from the first on.
 
-    Raises ConfigError or ModelConfigError for a model or device that cannot be had here, CheckpointError for weights,
-    and ReplayError at the first step after a change of weights or workers that is not in the log.
+    Raises ConfigError or ModelConfigError for a model or device that is not available here, CheckpointError for
+    weights, and ReplayError at the first step after a change of weights or workers that is not in the log.
     """
     executor, changes = _start(header, model_path), _Changes()
     last: ReplayedStep | None = None
@@ -90,7 +90,7 @@ def _with_ids(plan: StepPlan, last: ReplayedStep | None) -> StepPlan:
     assert last.sampled is not None, plan.step
     known = dict(zip(last.places, last.sampled.rows(), strict=True))
     by_key = {SequenceKey(place.request_id, place.sample_index): ids for place, ids in known.items()}
-    # One without an id has ended, and nobody reads what is computed of it.
+    # One without an id has ended, and its computed token is not read.
     own = [max(*by_key[key], 0) for key in plan.continuing[: plan.num_ahead]]
     nums = (1,) * plan.num_ahead + plan.continuing_num_ids if plan.continuing_num_ids else ()
     ids = (*own, *plan.continuing_token_ids)
@@ -98,7 +98,7 @@ def _with_ids(plan: StepPlan, last: ReplayedStep | None) -> StepPlan:
 
 
 def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
-    """Raise ReplayError for rows that the model's folder does not serve: it is another than the run's."""
+    """Raise ReplayError for rows that the model's folder does not support: it is not the run's."""
     pools = executor.resolved.model_config.pooling is not None
     for event in step.events:
         if isinstance(event, Admit) and (event.request.pooling is not None) != pools:
@@ -110,14 +110,14 @@ def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
 
 
 class _Changes:
-    """What changed the workers for good. `last` is in words, empty where nothing did."""
+    """Permanent changes of the workers. `last` describes the last one, empty if there was none."""
 
     def __init__(self) -> None:
         self.last = ""
         self._open = ""
 
     def add(self, step: ReplayedStep) -> None:
-        """After the step come its events."""
+        """Apply the step's events, after the step."""
         for event in step.events:
             self.last = self._change(event, step.plan.step) or self.last
 
@@ -134,7 +134,7 @@ class _Changes:
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
     resolved = resolve_run(_config(header, model_path), header.device)
-    # `min_tokens` forbids the run's own, whatever this code would read from the folder.
+    # `min_tokens` forbids the run's own, whatever the folder has now.
     model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
     executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())
     executor.start()
@@ -157,7 +157,7 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
             max_model_len=header.max_model_len,
             load_format=header.load_format,
             quantization=header.quantization,
-            # What the run has loaded.
+            # Load the same weights as the run.
             allow_nonfinite=True,
             runner=header.runner,
             pooling_type=header.pooling_type,
@@ -177,7 +177,7 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
 
 
 def _compare(step: ReplayedStep, logged: SampledIds, recomputed: SampledIds) -> RecomputedStep:
-    """Id by id."""
+    """Compare id by id."""
     mismatches = tuple(
         Mismatch(step.plan.step, place._replace(position=place.position + offset), old, new)
         for place, old_ids, new_ids in zip(step.places, logged.rows(), recomputed.rows(), strict=True)

@@ -1,7 +1,8 @@
-"""Runs a step log again: scheduler, cache and mirror on one process, without weights, against every plan and digest.
+"""Replays a step log: scheduler, cache and mirror in one process, without weights, checked against every plan and
+digest.
 
-A replica is a pure function of (state, events, sampled ids), and the log holds events and sampled ids, so replaying
-gives the same plans or shows where they part.
+A replica is a pure function of (state, events, sampled ids), and the log contains events and sampled ids, so a replay
+makes the same plans or shows the first difference.
 """
 
 from collections import deque
@@ -30,11 +31,11 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "data_parallel_size"),)
-"""Two runs that differ in these alone should have equal steps: that is what comparing them shows."""
+"""Runs that differ only in these should have equal steps: comparing them checks that."""
 
 
 class SampledPosition(NamedTuple):
-    """Where a sequence's first sampled id goes: `position` counts from 0 over prompt and output."""
+    """Target of a sequence's first sampled id: `position` counts from 0 over prompt and output."""
 
     request_id: RequestId
     sample_index: int
@@ -46,11 +47,10 @@ class SampledPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step as the replay has left it: `plan` is the same in run and replay, `ended` are the groups it ended.
+    """One replayed step: `plan` is the same in run and replay, `ended` are the groups it ended.
 
-    `places` says where the ids of each sequence go that the step samples for. `sampled`, parallel to it, is None at the
-    end of a log that was cut short: the message that carries them is missing, so neither they nor `events` were taken
-    in.
+    `places` are the positions of the sampled ids of each sequence. `sampled`, parallel to it, is None at the end of a
+    truncated log: the message that carries them is missing, so neither they nor `events` were applied.
     """
 
     plan: StepPlan
@@ -61,10 +61,10 @@ class ReplayedStep:
 
 
 class Replay:
-    """One run, replayed. Read `steps` to its end; between two steps `scheduler` and `mirror` are as they were in it."""
+    """One run, replayed. Read `steps` to its end; between two steps `scheduler` and `mirror` are in the run's state."""
 
     def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer` finds stop strings; None where no request has any."""
+        """`tokenizer` finds stop strings; None if no request has any."""
         self.scheduler = _new_replica(header, tokenizer)
         self.mirror = Mirror(header.num_blocks, header.block_size, header.num_steps_ahead)
         self.num_steps = 0
@@ -73,11 +73,11 @@ class Replay:
         self.is_closed = False
         self._header, self._tokenizer = header, tokenizer
         self._digest = ChainedDigest()
-        # Steps in flight, oldest first, and where their ids go.
+        # Steps in flight, oldest first, and the positions of their ids.
         self._in_flight: deque[tuple[StepMessage, tuple[SampledPosition, ...]]] = deque()
 
     def steps(self, payloads: Iterable[bytes]) -> Iterator[ReplayedStep]:
-        """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
+        """Each step once its result is known. Raises ReplayDivergedError at the first that differs."""
         last_events: tuple[Event, ...] = ()
         for message in read_messages(payloads, self._header.num_in_flight):
             yield from self._settle(message.sampled)
@@ -132,7 +132,7 @@ class Replay:
         self.num_equal_digests += 1
 
     def _mirror(self, plan: StepPlan) -> tuple[SampledPosition, ...]:
-        """Where the ids go of each sequence that the step samples for."""
+        """Positions of the sampled ids of each sequence in the step."""
         try:
             rows = self.mirror.apply(plan)
         except MirrorError as error:
@@ -150,7 +150,7 @@ class Replay:
     def _finish(
         self, message: StepMessage, places: tuple[SampledPosition, ...], sampled: SampledIds | None
     ) -> ReplayedStep:
-        """Take in what was sampled, then the events."""
+        """Apply the sampled ids, then the events."""
         plan = message.plan
         if sampled is None:
             return ReplayedStep(plan, message.events, places, None, ())
@@ -179,8 +179,8 @@ def _wrong_count(step: int, num_samples: int, num_logged: int) -> ReplayDiverged
 
 
 def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
-    """Decode a log's messages in order, of a run with `num_in_flight` steps in flight. Raises ReplayError for one that
-    does not follow from those before.
+    """Decode a log's messages in order, from a run with `num_in_flight` steps in flight. Raises ReplayError for one
+    that does not follow from those before.
     """
     decoder = Decoder(num_in_flight)
     for number, payload in enumerate(payloads, start=1):
@@ -191,10 +191,10 @@ def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator
 
 
 def find_request(messages: Iterable[StepMessage], key: str, seed: int) -> Request | None:
-    """The request that `key` names: a number is its id; `index:N` the row's index in the input, else a custom id.
+    """Request named by `key`: a number is its id; `index:N` the row's index in the input, else a custom id.
 
-    The log holds neither indices nor custom ids, but each request's random stream is made from one of them and the
-    job's seed; a row with a seed of its own is found by number only.
+    The log has neither indices nor custom ids, but each request's random stream is made from one of them and the job's
+    seed; a row with a seed of its own is found by number only.
     """
     streams = [random_stream(seed, None, key.removeprefix("id:"), 0)]
     index = key.removeprefix("index:")
@@ -214,15 +214,15 @@ def header_differences(first: StepLogHeader, other: StepLogHeader) -> list[tuple
 
 
 def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str]) -> str | None:
-    """The first message in which two logs differ, and the field; None where one is as the other. `names` are theirs.
+    """First message in which two logs differ, and the field; None if they are equal. `names` are the logs' names.
 
-    Of logs that begin at different steps (the last records of two ranks), the common steps are compared. Raises
-    ReplayError where a log cannot be read on.
+    If logs begin at different steps (the last records of two ranks), the common steps are compared. Raises ReplayError
+    if a log becomes unreadable.
     """
     depths = [log.header.num_in_flight for log in (first, other)]
     messages = [read_messages(log.messages(), depth) for log, depth in zip((first, other), depths)]
     last: StepMessage | None = None
-    # Whose ids come with the next message, the oldest first.
+    # Steps whose ids come with the next messages, the oldest first.
     in_flight: deque[StepMessage] = deque(maxlen=depths[0])
     for mine, theirs in _common_steps(*messages):
         if mine is None and theirs is None:
@@ -242,7 +242,7 @@ def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str])
 def _common_steps(
     first: Iterator[StepMessage], other: Iterator[StepMessage]
 ) -> Iterator[tuple[StepMessage | None, StepMessage | None]]:
-    """Pairs from the step on with which both have begun; None for the one that has ended."""
+    """Pairs from the first common step on; None for a log that has ended."""
     mine, theirs = next(first, None), next(other, None)
     while mine is not None and theirs is not None and mine.step != theirs.step:
         if mine.step < theirs.step:
@@ -256,7 +256,7 @@ def _common_steps(
 def _message_difference(
     mine: StepMessage, theirs: StepMessage, sampled_by: StepMessage | None, names: tuple[str, str]
 ) -> str | None:
-    # The message carries what an earlier step sampled, and under which masks: name that, the cause first.
+    # The message carries an earlier step's samples and mask checksums: report that step, the cause first.
     if sampled_by is not None and mine.mask_checksums != theirs.mask_checksums:
         masks = replace(mine, mask_checksums=theirs.mask_checksums)
         difference = first_difference(record_of(mine), record_of(masks), 0, 1)
@@ -284,12 +284,12 @@ def _is_named(request: Request, key: str, streams: list[int]) -> bool:
 
 
 def _in_words(difference: str, first: str, other: str) -> str:
-    """Two logs are compared like two ranks; here they have names."""
+    """Replace ranks by names: two logs are compared like two ranks."""
     return difference.replace(" on rank 0", f" {first}").replace(" on rank 1", f" {other}")
 
 
 def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Scheduler:
-    """With the limits that the engine had."""
+    """A scheduler with the engine's limits."""
     limits = SchedulerLimits(
         header.max_num_seqs,
         header.max_num_batched_tokens,

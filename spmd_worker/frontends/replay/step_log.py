@@ -8,9 +8,9 @@
 
 Integers are unsigned and little-endian.
 
-The marker lets a reader find the next good frame after damage, and so tell a torn tail, which a killed run leaves and
-which costs only the last steps, from damage in the middle, after which nothing can be trusted. Knows nothing about what
-a message says (`codec.py`); nothing in the file is ever unpickled.
+The marker lets a reader find the next good frame after damage, and so distinguish a torn tail, which a killed run
+leaves and which costs only the last steps, from damage in the middle, after which nothing can be trusted. Knows nothing
+about the content of messages (`codec.py`); nothing in the file is ever unpickled.
 """
 
 import json
@@ -28,7 +28,7 @@ from spmd_worker.base.errors import StepLogError
 from spmd_worker.base.files import JsonError, begin_own_file, open_regular_file, parse_json_object
 
 STEP_LOG_NAME: Final = "steps.log"
-"""In a run directory, with job.step_log=true."""
+"""File in a run directory, with job.step_log=true."""
 FORMAT_VERSION: Final = 6
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
@@ -40,13 +40,13 @@ _LENGTH: Final = struct.Struct("<I")
 class StepLogHeader:
     """Everything outside the messages that a replay needs. Two runs of the same job have equal headers: no clock.
 
-    `model_path` is absolute. `num_blocks` and `num_host_blocks` are what the ranks agreed on, `num_tier_blocks` can be
-    kept beyond both. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
+    `model_path` is absolute. The ranks agreed on `num_blocks` and `num_host_blocks`; the offload tier has
+    `num_tier_blocks`. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
     swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda"), `dtype` and
-    `quantization` are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say
-    what has changed since; `tokenizer` is None for a folder without one. `runner`, `pooling_type` and
-    `classifier_from_token` are the settings that say whether rows generate or are pooled, and how. With
-    `num_steps_ahead` of 1 a step was decided before the ids of the one before it were read.
+    `quantization` are those of the computation. `code` and `tokenizer` are fingerprints, so that a replay can report
+    changes since; `tokenizer` is None for a folder without one. `runner`, `pooling_type` and `classifier_from_token`
+    decide whether rows generate or are pooled, and how. With `num_steps_ahead` of 1 a step was decided before the ids
+    of the one before it were read.
     """
 
     code: str
@@ -82,7 +82,7 @@ class StepLogHeader:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were in flight at once: a message has the ids of the one so many steps before it."""
+        """Steps that were in flight at once: a message has the ids of the step this many before it."""
         return self.pipeline_parallel_size + self.num_steps_ahead
 
 
@@ -90,18 +90,18 @@ class StepLogWriter:
     """Writes header and messages; a reader sees every message whose `write` has returned.
 
     Each frame is handed to the operating system at once, in one write (a few microseconds): a rank that is killed at
-    any moment leaves its log whole but for the frame it was in. Only `close` waits for the disk, so a machine that
-    loses power may lose the last seconds. OSError (a full disk) is the caller's to handle.
+    any moment loses only the frame it was writing. Only `close` waits for the disk, so a machine that loses power may
+    lose the last seconds. OSError (a full disk) is the caller's to handle.
     """
 
     def __init__(self, path: Path, header: StepLogHeader) -> None:
-        """Begins the file anew where there is one."""
+        """Begins the file, replacing an existing one."""
         self.path = Path(path)
         self._stream: BinaryIO = begin_own_file(self.path)
         self._write_all(_MAGIC + _frame(_header_bytes(header)))
 
     def write(self, payload: bytes) -> None:
-        """One message, as `codec.Encoder` made it."""
+        """Write one message, encoded by `codec.Encoder`."""
         self._write_all(_frame(payload))
 
     def close(self) -> None:
@@ -122,7 +122,9 @@ class StepLogWriter:
         self.close()
 
     def _write_all(self, data: bytes) -> None:
-        """An unbuffered write may take a part of the data (on a disk that fills up): the rest follows, or OSError."""
+        """Write all data: an unbuffered write may be partial (on a disk that fills up); the rest follows, or
+        OSError.
+        """
         rest = memoryview(data)
         while rest:
             rest = rest[self._stream.write(rest) :]
@@ -130,7 +132,7 @@ class StepLogWriter:
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A log that was checked from end to end. `torn_tail` says what its end lost, None for a log that ends whole."""
+    """A log that was checked from end to end. `torn_tail` describes a lost end, None for a complete log."""
 
     path: Path
     header: StepLogHeader
@@ -182,7 +184,7 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
 
 
 class _Frame(NamedTuple):
-    """Where the payload of a good frame begins and ends."""
+    """Start and end of the payload of a good frame."""
 
     start: int
     end: int
@@ -213,7 +215,7 @@ def _frame(payload: bytes) -> bytes:
 
 
 def _read_payload(path: Path, stream: BinaryIO) -> bytes:
-    """The next frame of a log that `read_step_log` has checked."""
+    """Read the next frame of a log that `read_step_log` has checked."""
     head = stream.read(_HEAD.size)
     payload = stream.read(_HEAD.unpack(head)[1]) if len(head) == _HEAD.size else b""
     if not head or _frame(payload)[: _HEAD.size] != head:
@@ -252,7 +254,7 @@ def _good_frame(data: mmap.mmap, offset: int) -> _Frame | None:
 
 
 def _torn_tail(path: Path, data: mmap.mmap, end: int, num_messages: int) -> str | None:
-    """What is left after the last good frame. Raises StepLogError where a good frame follows it."""
+    """Description of the bytes after the last good frame. Raises StepLogError if a good frame follows."""
     if end == len(data):
         return None
     found = data.find(_MARKER, end + 1)

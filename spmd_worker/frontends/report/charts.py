@@ -1,7 +1,7 @@
-"""The charts of the report as data: what is shown of the steps, in which colours, with which words.
+"""Charts of the report as data: series, colours and texts.
 
-drawing.py makes pictures of them and page.py tables. A colour has one meaning on the whole page; colour-blind readers
-can tell them apart (most are Okabe and Ito's).
+drawing.py draws them and page.py makes tables. A colour has one meaning on the complete page; colour-blind readers can
+distinguish them (most are Okabe and Ito's).
 """
 
 from dataclasses import dataclass
@@ -29,20 +29,20 @@ PHASE_LOOKS: Final = {
     "schedule": ("#c4bd4a", "deciding what to compute"),
     "apply": ("#8c6d31", "applying the tokens"),
 }
-"""A phase's colour and what it is in plain words, in the order of the stack."""
+"""Colour and plain text of each phase, in the order of the stack."""
 
 _WORTH_A_LINE: Final = 0.02
 _SHARE_ABOVE: Final = 0.02
-"""Of the columns, so many may reach above a chart in which all others would be flat beside them."""
+"""Share of columns that may exceed a chart in which all others would be flat next to them."""
 _FAR_ABOVE: Final = 3.0
 _FEW_COLUMNS: Final = 40
 _FAR_ABOVE_FEW: Final = 10.0
-"""Few columns are wide: they can be told apart when they are lower."""
+"""Few columns are wide: they are visible even when lower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One number for each column of the frame; for the whole run in a chart of shares."""
+    """One number for each column of the frame; one for the complete run in a chart of shares."""
 
     label: str
     color: str
@@ -58,8 +58,8 @@ class Series:
 class Chart:
     """`series` are stacked, the first at the bottom, or have a lane each, or share one bar.
 
-    Values are in `unit`, in microseconds where it is "time". `peak` is the most of any step of a column. Values end at
-    `limit`, where there is one, and what is higher is marked. `numbered` are steps to number, from 1.
+    Values are in `unit`, in microseconds for "time". `peak` is the maximum of any step of a column. Values are cut at
+    `limit`, if given, and higher ones are marked. `numbered` are steps to number, from 1.
     """
 
     kind: Literal["stack", "lanes", "shares"]
@@ -77,7 +77,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What all charts share: the steps, condensed to columns, and the totals."""
+    """Common data of all charts: the steps, condensed to columns, and the totals."""
 
     steps: list[StepStats]
     columns: list[Column]
@@ -85,23 +85,22 @@ class Frame:
 
     @classmethod
     def of(cls, steps: list[StepStats], totals: Totals, max_columns: int) -> "Frame":
-        """Of at least one step."""
         return cls(steps, make_columns(steps, max_columns), totals)
 
     @property
     def is_condensed(self) -> bool:
-        """Whether a column may be of several steps."""
+        """Whether a column may cover several steps."""
         return len(self.columns) < len(self.steps)
 
     def means(self, field: str) -> list[float]:
-        """A field per step, for each column."""
+        """Mean of a field per step, for each column."""
         return [getattr(column.sums, field) / column.num_steps for column in self.columns]
 
 
 def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
-    """All charts, in the page's order; the slowest are numbered in the chart of durations.
+    """All charts, in the page's order; the slowest steps are numbered in the chart of durations.
 
-    What never happened has no chart.
+    Events that never happened have no chart.
     """
     totals = frame.totals
     return [
@@ -116,7 +115,7 @@ def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
 
 
 def usual_top(heights: list[float]) -> float:
-    """What nearly all columns stay below, with room; the tallest where it is not far above them."""
+    """Height that nearly all columns remain below, with a margin; the tallest if it is not far above them."""
     by_height = sorted(heights)
     usual = by_height[int((len(by_height) - 1) * (1 - _SHARE_ABOVE))]
     far = _FAR_ABOVE if len(heights) >= _FEW_COLUMNS else _FAR_ABOVE_FEW
@@ -146,7 +145,7 @@ def _blocks_chart(frame: Frame) -> Chart:
 
 
 def _fullest(frame: Frame) -> Series | None:
-    """Where columns' means hide how full it was at times."""
+    """Maximum per column, if the means hide it."""
     fullest = [float(column.max_blocks_used) for column in frame.columns]
     hidden = sum(fullest) - sum(frame.means("num_blocks_used"))
     if hidden <= _WORTH_A_LINE * frame.totals.num_blocks * len(fullest):
@@ -167,7 +166,7 @@ def _host_chart(frame: Frame) -> Chart:
 
 
 def _marks_chart(frame: Frame) -> Chart:
-    """A lane for each kind of event that happened."""
+    """One lane for each kind of event that happened."""
     kinds = [(field, label, color) for (field, label), color in zip(MARKS, MARK_COLORS)]
     happened = [kind for kind in kinds if getattr(frame.totals.sums, kind[0])]
     never = [label for field, label, _ in kinds if not getattr(frame.totals.sums, field)]
@@ -222,7 +221,7 @@ def _tokens_chart(frame: Frame) -> Chart:
         "Blue and orange were computed. Green was not: the prefix cache had it." + _if_condensed(frame),
         "tokens",
         series,
-        # Hits of many prompts in one step would flatten what was computed.
+        # Cache hits of many prompts in one step would flatten the computed tokens.
         limit=min(max(_tops(series)), 2.5 * most_computed) * 1.06 if most_computed else None,
     )
 

@@ -1,7 +1,7 @@
-"""Steps condensed to what a page can show: columns of the charts, totals of the run, the slowest steps.
+"""Steps condensed for a page: columns of the charts, totals of the run, the slowest steps.
 
-A run of any length becomes at most so many columns, each of consecutive steps; counts are summed, so no preemption and
-no cache hit is lost.
+A run of any length becomes a bounded number of columns, each of consecutive steps; counts are summed, so no preemption
+and no cache hit is lost.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from typing import Final
 from spmd_worker.base.metrics.step_stats import StepStats
 
 NEARLY_FULL: Final = 0.9
-"""From this share of the device blocks in use on, the cache is called nearly full."""
+"""From this share of the device blocks in use on, the cache counts as nearly full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The whole run. `wall_us` ends with the last step; `between_us` of it lay between the steps."""
+    """Totals of the run. `wall_us` ends with the last step; `between_us` of it lay between the steps."""
 
     num_steps: int
     wall_us: int
@@ -51,12 +51,12 @@ class Totals:
 
     @property
     def num_preemptions(self) -> int:
-        """By swap and by recompute."""
+        """Preemptions by swap and by recompute."""
         return self.sums.num_swapped_out + self.sums.num_recomputed
 
 
 def make_columns(steps: list[StepStats], max_columns: int) -> list[Column]:
-    """Condense steps that began in the same small span of time; with few steps each is a column of its own."""
+    """Condense steps that began in the same small span of time; few steps have a column each."""
     if not steps:
         return []
     groups = _spans(steps, max_columns) if len(steps) > max_columns else ([stats] for stats in steps)
@@ -66,7 +66,7 @@ def make_columns(steps: list[StepStats], max_columns: int) -> list[Column]:
 
 
 def make_totals(steps: list[StepStats]) -> Totals:
-    """Of at least one step."""
+    """Totals of at least one step."""
     sums = _sum(steps)
     wall_us = _end_us(steps) - steps[0].start_us
     return Totals(
@@ -118,7 +118,7 @@ def _end_us(steps: list[StepStats]) -> int:
 
 
 def _nearly_full_us(steps: list[StepStats]) -> int:
-    """A step's blocks stay as they are until the next step begins."""
+    """Time with a nearly full cache: a step's blocks count until the next step begins."""
     ends = [stats.start_us for stats in steps[1:]] + [_end_us(steps)]
     return sum(
         end_us - stats.start_us

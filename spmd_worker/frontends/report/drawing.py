@@ -1,6 +1,6 @@
-"""Pictures of the charts: matplotlib figures, as SVG that stands in an HTML page.
+"""Drawings of the charts: matplotlib figures, as SVG for an HTML page.
 
-Needs matplotlib, which the extra `report` brings; everything else of the report does without.
+Needs matplotlib, from the extra `report`; the rest of the report does not.
 """
 
 import re
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WIDE_INCHES: Final = 8.4
 NARROW_INCHES: Final = 4.0
-"""As wide as a phone, so that texts keep their size there."""
+"""Width of a phone, so that texts keep their size there."""
 
 _PLOT_INCHES: Final = 1.75
 _LANE_INCHES: Final = 0.42
@@ -30,7 +30,7 @@ _BAR_INCHES: Final = 0.3
 _LEGEND_ROW_INCHES: Final = 0.19
 _LETTER_INCHES: Final = 0.061
 _NUMBER_INCHES: Final = 0.18
-"""Room for the numbers of steps that reach the top."""
+"""Space for the numbers of steps that reach the top."""
 _LEFT_INCHES: Final = 0.62
 _RIGHT_INCHES: Final = 0.25
 _TIME_AXIS_INCHES: Final = 0.58
@@ -57,7 +57,7 @@ _STYLE: Final[dict[Any, Any]] = {
     "grid.linewidth": 0.6,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
-    # Texts stay texts: a reader can search for them, and the page's font is theirs.
+    # Texts remain texts: they are searchable, and use the page's font.
     "svg.fonttype": "none",
 }
 _TIME_UNITS: Final = (
@@ -67,11 +67,11 @@ _TIME_UNITS: Final = (
     (2e3, 1e3, "milliseconds"),
     (0.0, 1.0, "microseconds"),
 )
-"""From how many microseconds on, how many one is, and its name."""
+"""Threshold in microseconds, microseconds per unit, and its name."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -81,7 +81,7 @@ def can_draw() -> bool:
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """matplotlib's defaults and ours, whatever the user's matplotlibrc says. Figures are made and drawn within it."""
+    """matplotlib's defaults and ours, independent of the user's matplotlibrc. Figures are made and drawn within it."""
     import matplotlib as mpl
 
     with mpl.rc_context():
@@ -91,22 +91,22 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_chart(chart: Chart, frame: Frame, width_inches: float) -> str:
-    """An `svg` element. Equal for equal charts."""
+    """Draw an `svg` element. Equal for equal charts."""
     import matplotlib as mpl
 
     with chart_style(), StringIO() as stream:
-        # Names of clipping paths are hashes of what they are, and must not meet those of another picture of the page.
+        # Ids of clipping paths are content hashes, and must differ from those of other pictures on the page.
         mpl.rcParams["svg.hashsalt"] = f"{chart.title} {width_inches}"
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         make_figure(chart, frame, width_inches).savefig(stream, format="svg", metadata=nothing)
         text = stream.getvalue()
-    # Names of groups, such as axes_1, are the same in every picture and nothing refers to them.
+    # Ids of groups, such as axes_1, are the same in every picture and nothing refers to them.
     text = re.sub(r' id="[A-Za-z0-9.]+_[0-9]+"', "", text[text.index("<svg ") :])
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(chart.title)}" ', 1).strip()
 
 
 def make_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
-    """Within `chart_style`."""
+    """Figure of a chart; call within `chart_style`."""
     if chart.kind == "lanes":
         return _lanes_figure(chart, frame, width_inches)
     if chart.kind == "shares":
@@ -129,14 +129,14 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     room = _legend_inches(names, width_inches) + (_NUMBER_INCHES if chart.numbered else 0.0)
     figure, (axes,) = _make_axes(frame, width_inches, room, [_PLOT_INCHES])
     edges, _ = _edges(frame)
-    # The peak is an area behind the stack where it is above it, else a line over the stack.
+    # The peak is an area behind the stack if it is above it, else a line over the stack.
     is_behind = chart.peak is not None and max(chart.peak.values) > max(tops)
     peaks = []
     if chart.peak is not None:
         values = [value / scale for value in chart.peak.values]
         look: dict[str, Any] = {"color": chart.peak.color, "label": chart.peak.name}
         peaks = [axes.stairs(values, edges, baseline=0 if is_behind else None, fill=is_behind, linewidth=0.9, **look)]
-    # Each is drawn down to zero and covered by those below it: no seams between them.
+    # Each is drawn down to zero and covered by those below it: no seams.
     patches = []
     for each in reversed(chart.series):
         patches.append(axes.stairs([top / scale for top in tops], edges, fill=True, color=each.color, label=each.name))
@@ -164,7 +164,7 @@ def _lanes_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     edges, _ = _edges(frame)
     for axes, each in zip(lanes, chart.series):
         most = max(each.values)
-        # Never so low that one beside a hundred is not seen; its edge makes a narrow one wide enough.
+        # Never too low to see one next to a hundred; the edge makes a narrow one wide enough.
         heights = [max(value, most * 0.15) if value else nan for value in each.values]
         axes.stairs(heights, edges, fill=True, facecolor=each.color, edgecolor=each.color, linewidth=1.2)
         axes.set_title(each.name, loc="left", fontsize=8, pad=3)
@@ -198,7 +198,7 @@ def _shares_figure(chart: Chart, width_inches: float) -> "Figure":
 def _make_axes(
     frame: Frame, width_inches: float, above_inches: float, heights_inches: list[float], gap_inches: float = 0.0
 ) -> tuple["Figure", list["Axes"]]:
-    """Plots of these heights below one another over one time axis, which is the same in all figures of a width."""
+    """Plots of these heights, stacked over one time axis, which is the same in all figures of a width."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -231,7 +231,7 @@ def _make_axes(
 
 
 def _edges(frame: Frame) -> tuple[list[float], str]:
-    """Where the columns begin, and where the last ends, since the first step; and in which unit."""
+    """Column edges since the first step, and their unit."""
     first_us = frame.columns[0].start_us
     scale, unit = _time_unit(_span_us(frame))
     ends = [column.start_us for column in frame.columns] + [frame.columns[-1].end_us]
@@ -247,7 +247,7 @@ def _time_unit(most_us: float) -> tuple[float, str]:
 
 
 def _number_steps(axes: "Axes", chart: Chart, frame: Frame, limit: float, scale: float) -> None:
-    """Where two numbers would cover each other, that of the slower step."""
+    """Number the slowest steps; of two numbers that would overlap, only the slower step's."""
     first_us, time_scale = frame.columns[0].start_us, _time_unit(_span_us(frame))[0]
     width_points = axes.get_window_extent().width / axes.figure.dpi * _POINTS
     points_per_unit = width_points / (axes.get_xlim()[1] or 1.0)
@@ -269,17 +269,17 @@ def _number_steps(axes: "Axes", chart: Chart, frame: Frame, limit: float, scale:
 
 
 def _legend_columns(names: list[str], width_inches: float) -> int:
-    """As many as the longest name allows, whatever the font."""
+    """Number of columns that the longest name allows, with any font."""
     return max(1, min(4, int(width_inches / (0.5 + _LETTER_INCHES * max(map(len, names))))))
 
 
 def _legend_inches(names: list[str], width_inches: float) -> float:
-    """Room above the plot."""
+    """Height of the legend above the plot."""
     return ceil(len(names) / _legend_columns(names, width_inches)) * _LEGEND_ROW_INCHES + 0.1
 
 
 def _add_legend(figure: "Figure", handles: list["Artist"], width_inches: float) -> None:
-    """From the upper left corner of the figure."""
+    """Add the legend at the upper left corner of the figure."""
     height = figure.get_figheight()
     figure.legend(
         handles=handles,

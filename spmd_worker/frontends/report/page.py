@@ -1,6 +1,6 @@
-"""The report of a run: one HTML page that needs nothing else, neither network nor script.
+"""The report of a run: one self-contained HTML page, without network or script.
 
-Each chart is there as a table too, and as a table alone where matplotlib is not installed.
+Each chart is also a table, and only a table if matplotlib is not installed.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ NO_CHARTS: Final = (
 )
 MAX_SLOWEST: Final = 10
 _MAX_COLUMNS: Final = {"wide": 400, "narrow": 150, "table": 24}
-"""A run of more steps is condensed to so many: in a picture for a screen, for a phone, in a table."""
+"""Most columns of a longer run: in a picture for a screen, for a phone, in a table."""
 _SLOWEST_HEADS: Final = (
     *("", "step", "began at", "took", "× median", "sequences"),
     *("what took the time", "what happened in it"),
@@ -74,8 +74,7 @@ footer { color: #666666; font-size: 13px; }
 
 def report_page(name: str, steps: list[StepStats], metrics: Mapping[str, Any] | None, *, has_charts: bool) -> str:
     """The page as text. `metrics` are those of `metrics.json`, of which any may be missing; None for a run without.
-
-    Charts need matplotlib: `has_charts` is what `can_draw` found.
+    Charts need matplotlib: `has_charts` is the result of `can_draw`.
     """
     body = _steps_page(steps, metrics, has_charts) if steps else _empty_page(metrics)
     title = escape(f"Run {name}")
@@ -143,7 +142,7 @@ def _explanation(chart: Chart) -> str:
 
 
 def _chart_table(chart: Chart, frame: Frame) -> str:
-    """A row for each column of the frame; of lanes, for each in which something happened."""
+    """One row for each column of the frame; for lanes, only for columns with events."""
     if chart.kind == "shares":
         return _table(("", "time"), [(each.label, each.note) for each in chart.series], (0, 1))
     series = [*chart.series, *([chart.peak] if chart.peak is not None else [])]
@@ -179,7 +178,7 @@ def _slowest_table(slowest: list[StepStats], totals: Totals, first_us: int) -> s
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], text_columns: Container[int]) -> str:
-    """Numbers are aligned at the right, the others at the left."""
+    """Table with numbers aligned at the right, text at the left."""
     lines = [_table_row("th", heads, text_columns), *(_table_row("td", row, text_columns) for row in rows)]
     return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>"
 

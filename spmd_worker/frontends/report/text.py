@@ -1,8 +1,8 @@
-"""Numbers, durations and shares as people read them."""
+"""Formats numbers, durations and shares for people."""
 
 
 def count(value: float, noun: str = "") -> str:
-    """`1 step`, `1,200 steps`, `2.5 steps`, or the number alone."""
+    """Count with a noun: `1 step`, `1,200 steps`, `2.5 steps`, or only the number."""
     number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
     if not noun:
         return number
@@ -10,13 +10,13 @@ def count(value: float, noun: str = "") -> str:
 
 
 def named(value: float, noun: str) -> tuple[str, str]:
-    """`1` and `step`, or `1,200` and `steps`."""
+    """Number and noun: `1` and `step`, or `1,200` and `steps`."""
     number, _, name = count(value, noun).partition(" ")
     return number, name
 
 
 def compact(value: int) -> str:
-    """At most seven characters: `99,999`, `284k`, `3.31M`, `12G`."""
+    """Number of at most seven characters: `99,999`, `284k`, `3.31M`, `12G`."""
     if value < 100_000:
         return f"{value:,}"
     for power, suffix in ((1e9, "G"), (1e6, "M")):
@@ -26,7 +26,7 @@ def compact(value: int) -> str:
 
 
 def duration(microseconds: float) -> str:
-    """`0 s`, `850 µs`, `12.3 ms`, `4.56 s`, `3 min 05 s`, `2 h 03 min`."""
+    """Readable duration: `0 s`, `850 µs`, `12.3 ms`, `4.56 s`, `3 min 05 s`, `2 h 03 min`."""
     if not microseconds:
         return "0 s"
     if microseconds < 1_000:
@@ -42,7 +42,7 @@ def duration(microseconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """`41 %`, `3.2 %`, `under 0.1 %`; of nothing, `0 %`."""
+    """Share in percent: `41 %`, `3.2 %`, `under 0.1 %`; `0 %` if the total is 0."""
     percent = 100 * part / whole if whole else 0.0
     if 0 < percent < 0.1:
         return "under 0.1 %"

@@ -1,6 +1,6 @@
-"""The summary of a run, in figures with words beside them, and why its slowest steps were slow.
+"""Texts of a run's summary: its figures, its diagnosis, and why its slowest steps were slow.
 
-Steps tell most; `metrics.json` tells what only the end of a run knows (rows, errors, tokens computed again), and is
+Most come from the steps; `metrics.json` has what only the end of a run knows (rows, errors, recomputed tokens), and is
 empty for a run that was killed.
 """
 
@@ -22,7 +22,7 @@ NO_METRICS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of the summary: `28 %`, what it is, and what it is of."""
+    """One figure of the summary: `28 %`, its label, and a note."""
 
     value: str
     label: str
@@ -30,7 +30,7 @@ class Figure:
 
 
 def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
-    """In reading order."""
+    """Figures of the summary, in reading order."""
     return [
         _rows(totals, metrics),
         _output_tokens(totals, metrics),
@@ -44,7 +44,7 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
 
 
 def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
-    """Two or three sentences: what the cache did to this run."""
+    """Two or three sentences about the cache's effect on this run."""
     if not totals.num_blocks:
         return "There is no cache: rows of an encoder are computed whole, and nothing of them is kept."
     cache = f"The cache of {count(totals.num_blocks, 'block')}"
@@ -65,7 +65,7 @@ def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
 
 
 def why_slow(stats: StepStats) -> str:
-    """The phase that took most of the step, what it had to do, and its share."""
+    """The phase that took most of the step, its work, and its share."""
     phase = max(PHASES, key=lambda name: getattr(stats, f"{name}_us"))
     doing = {
         "schedule": "deciding what to compute",
@@ -77,7 +77,7 @@ def why_slow(stats: StepStats) -> str:
 
 
 def what_happened(stats: StepStats) -> str:
-    """Preemptions, returns, cache hits and endings of a step, as a list in words; empty for none."""
+    """Preemptions, returns, cache hits and endings of a step, as a list of texts; empty without any."""
     parts = (
         (stats.num_swapped_out, "preempted by swap"),
         (stats.num_recomputed, "preempted by recompute"),
@@ -176,9 +176,7 @@ def _recomputed(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
 
 
 def _cached_and_prompt_tokens(totals: Totals, metrics: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the rows that ended; of a run without metrics what the steps tell, in which prompts computed again count
-    twice.
-    """
+    """Tokens of the rows that ended; without metrics the steps' counts, in which recomputed prompts count twice."""
     cached, prompt = _number(metrics, "cached_prompt_tokens"), _number(metrics, "prompt_tokens")
     if cached is None or not prompt:
         cached = totals.sums.num_cached_tokens
