@@ -120,8 +120,8 @@ def exchange(
     text of the first, or KeyboardInterrupt for one. RanksDisagreeError if they called different things. If a rank does
     not come, RankFailedError names it, and this engine has ended.
 
-    `is_optional`: with other arguments the call needs no exchange, so ranks that passed such are in a later call. The
-    ranks of the optional call still miss theirs, and continue to wait for it.
+    `is_optional`: with other arguments the call needs no exchange, so ranks that passed such are in a later call. Their
+    own exchange is then still to come, and they continue to wait for it.
     """
     channel = engine.engine_channel
     if channel.size == 1:

@@ -129,7 +129,7 @@ class Progress:
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
-    """Size for tqdm: dynamic, or a fixed one where the terminal's is 0 and tqdm would display nothing, as in some
+    """Size for tqdm: dynamic, or a fixed one where the terminal's is unknown and tqdm would display nothing, as in some
     containers.
     """
     try:

@@ -186,7 +186,7 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
         skips_special = row.sampling.skip_special_tokens
         text = tokenizer.decode(token_ids, skip_special_tokens=skips_special)
         if row.echo != "prompt":
-            # Its rest begins the completion's text.
+            # The unfinished character begins the completion's text.
             text = text[: len(text) - num_unfinished(tokenizer, token_ids, skips_special)]
     texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
     ((first,),) = texts.spell([token_ids[:1]], is_last=len(token_ids) == 1)

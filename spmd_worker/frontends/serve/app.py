@@ -1,11 +1,11 @@
-"""The ASGI application: OpenAI's paths, who may ask, how much, and what becomes of a client that leaves.
+"""The ASGI application: OpenAI's paths, authentication, limits, and clients that disconnect.
 
     POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /ping, /version, /metrics
-    POST /v1/embeddings, /v1/score, /v1/rerank    of a model that pools; /score, /rerank and /v2/rerank too
+    POST /v1/embeddings, /v1/score, /v1/rerank    for a pooling model; /score, /rerank and /v2/rerank too
     POST /tokenize, /detokenize
 
-Everything but /health and /ping needs the key. A request holds places from its headers on, so that at most so many
-bodies are in memory as there are places, few of them large. Knows the engine only through the exchange.
+Everything but /health and /ping needs the key. A request holds capacity from its headers on, which bounds the bodies in
+memory, few of them large. Knows the engine only through the exchange.
 """
 
 import asyncio
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BODY_S: Final = 60.0
-"""So long the body of a request may take to arrive."""
+"""Time limit for the body of a request to arrive."""
 _MOST_LARGE: Final = 4
-"""Bodies of more than `LARGE_BYTES` that are in memory at a time; they are read and encoded beside the others."""
+"""Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
@@ -88,16 +88,16 @@ class _GoneError(Exception):
 
 @dataclass(slots=True)
 class ServerCounts:
-    """What the server has done; in the server's thread."""
+    """Counters of the server; used in the server's thread."""
 
     answered: int = 0
     aborted: int = 0
     refused: dict[int, int] = field(default_factory=dict)
-    """By HTTP status."""
+    """Number by HTTP status."""
 
 
 class ServerApp:
-    """`asgi` is the application. `reader_s` is how long a client may leave what was sent to it unread."""
+    """`asgi` is the application. `reader_s` is the time that a client may leave sent data unread."""
 
     def __init__(
         self, exchange: RequestExchange, reader: RequestReader, model_name: str, api_key: str, reader_s: float
@@ -107,14 +107,14 @@ class ServerApp:
         self._api_key = api_key.encode()
         self._indices = count()
         self._started_s = int(time.time())
-        # Prompts are encoded beside the loop, which must not wait for a chat template, one at a time.
+        # Encoded one at a time outside the loop, which must not wait for a chat template.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
         self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
         self._large = asyncio.Semaphore(_MOST_LARGE)
         self._routes = _routes(self)
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application: who has no key learns nothing, not even which paths there are."""
+        """The application: without a key even unknown paths are not revealed."""
         if scope["type"] != "http":
             return
         if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
@@ -126,13 +126,13 @@ class ServerApp:
         await self._routes(scope, receive, send)
 
     def close(self) -> None:
-        """Prompts that are being encoded are not waited for."""
+        """Shut down without waiting for prompts that are being encoded."""
         for pool in (self._pool, self._large_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: "Request") -> AsgiApp:
-        """A completion or a chat completion, whole or streamed; vectors or scores; what is not here, as a row's error
-        says it.
+        """Answer a completion or a chat completion, complete or streamed, or vectors or scores; or an error, worded as
+        a row's.
         """
         places = Places(self.exchange)
         try:
@@ -158,10 +158,10 @@ class ServerApp:
         return Answer(self, served, places)
 
     async def tokens(self, request: "Request") -> AsgiApp:
-        """vLLM's answer of `/tokenize` or `/detokenize`."""
+        """Answer `/tokenize` or `/detokenize` like vLLM."""
         places = Places(self.exchange)
         try:
-            # A body is in memory.
+            # Its body is in memory.
             places.take(1)
             answer = partial(answer_tokens, self.reader, request.url.path)
             return JsonResponse(await self._read_by(request, answer))
@@ -174,11 +174,11 @@ class ServerApp:
             places.free()
 
     async def version(self, request: "Request") -> AsgiApp:
-        """Under vLLM's key."""
+        """The version, under vLLM's key."""
         return JsonResponse({"version": version()})
 
     async def models(self, request: "Request") -> AsgiApp:
-        """The one model there is."""
+        """The model that is served."""
         model = {"id": self.model_name, "object": "model", "created": self._started_s, "owned_by": "spmd-worker"}
         model["max_model_len"] = self.reader.engine_limits.max_model_len
         name = request.path_params.get("name")
@@ -189,12 +189,12 @@ class ServerApp:
         return JsonResponse(model)
 
     async def health(self, request: "Request") -> AsgiApp:
-        """200 while requests are taken."""
+        """200 while requests are accepted."""
         ending = self.exchange.ending
         return JsonResponse({"status": "ending", "reason": ending}, 503) if ending else JsonResponse({"status": "ok"})
 
     async def metrics(self, request: "Request") -> AsgiApp:
-        """For Prometheus: the engine's, and the server's own."""
+        """Prometheus metrics of the engine and of the server."""
         counts, exchange = self.counts, self.exchange
         own: list[Metric] = [
             Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
@@ -209,11 +209,11 @@ class ServerApp:
         return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
 
     def count_refused(self, status: int) -> None:
-        """One more request that got an error of this HTTP status."""
+        """Count a request that got an error of this HTTP status."""
         self.counts.refused[status] = self.counts.refused.get(status, 0) + 1
 
     async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
-        """A path or a method that is not here."""
+        """Answer an unknown path or method."""
         asked = f"{request.method} {request.url.path[:100]}"
         if getattr(error, "status_code", 404) == 404:
             return self.refusal(_RefusedError("not_found", f"{asked}: no such path: use one of {', '.join(_PATHS)}"))
@@ -222,7 +222,7 @@ class ServerApp:
         return self.refusal(refused, (("allow", allowed),))
 
     async def broken(self, request: "Request", error: Exception) -> AsgiApp:
-        """A fault of ours; the server logs it."""
+        """Answer an internal error; the server logs it."""
         return self.refusal(_RefusedError("server_error", "the server made a mistake, which is in its log"))
 
     def _has_key(self, scope: Scope) -> bool:
@@ -238,7 +238,7 @@ class ServerApp:
         return await self._read_by(request, lambda data: read(data, custom_id))
 
     async def _read_by(self, request: "Request", read: Callable[[bytes], _Read | RowError]) -> _Read:
-        """What `read` makes of the body, in a thread."""
+        """Parse the body with `read`, in a thread."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
@@ -248,7 +248,7 @@ class ServerApp:
         return found
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
-        """The request's body. One that is large has a place among the large ones until `held` ends."""
+        """The request's body. A large one holds one of `_MOST_LARGE` slots until `held` ends."""
         most = self.reader.limits.max_line_bytes
         too_long = _RefusedError("line_too_long", f"the body is longer than limits.max_line_bytes={most}")
         announced = request.headers.get("content-length", "")
@@ -269,14 +269,14 @@ class ServerApp:
                 raise too_long
             if len(data) > LARGE_BYTES and not is_large:
                 is_large, waits_since_s = True, loop.time()
-                # Meanwhile the client's further bytes stay where they are.
+                # Meanwhile the client's further bytes are not read.
                 await held.enter_async_context(self._large)
                 until_s += loop.time() - waits_since_s
             if not message.get("more_body", False):
                 return bytes(data)
 
     def refusal(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> AsgiApp:
-        """The response to a request that is refused: by its own fault, for want of places, or at the end."""
+        """Response to a rejected request: by its own fault, for lack of capacity, or at the server's end."""
         if isinstance(error, NoPlaceError):
             message = (
                 f"{self.exchange.num_sequences} sequences are not answered yet: ask again later (serve.max_queued)"
@@ -291,24 +291,24 @@ class ServerApp:
 
 
 class Places:
-    """What one request holds of the exchange's places."""
+    """Capacity of the exchange that one request holds."""
 
     def __init__(self, exchange: RequestExchange) -> None:
         self._exchange, self._num = exchange, 0
 
     def take(self, num: int) -> None:
-        """So many more. Raises NoPlaceError or EndingError, and has what it had."""
+        """Reserve `num` more. Raises NoPlaceError or EndingError, with the held number unchanged."""
         self._exchange.reserve(num)
         self._num += num
 
     def free(self) -> None:
-        """All of them. Idempotent."""
+        """Free all of them. Idempotent."""
         self._exchange.free(self._num)
         self._num = 0
 
 
 class Answer:
-    """The response to one request. Whatever ends it, the engine is told and the places are free."""
+    """The response to one request. However it ends, the request is closed in the engine and its capacity freed."""
 
     def __init__(self, app: ServerApp, served: ServedRow, places: Places) -> None:
         self._app, self._served, self._places = app, served, places
@@ -404,7 +404,7 @@ class Answer:
                 each.cancel()
 
     def _writers(self) -> list[ChunkWriter]:
-        """One for each prompt, with the numbers of its choices."""
+        """One writer per prompt, with the index of its first choice."""
         writers, first_index = [], 0
         for row in self._served.rows:
             assert isinstance(row, EncodedRow), "what is pooled is not streamed"
@@ -416,7 +416,7 @@ class Answer:
         return (("x-request-id", self._name.request),)
 
     async def _send(self, send: Send, message: Message) -> None:
-        """Waits while the client does not read. Raises _GoneError when that takes too long."""
+        """Send, waiting while the client does not read. Raises _GoneError after `reader_s`."""
         try:
             async with asyncio.timeout(self._app.reader_s):
                 await send(message)
@@ -454,12 +454,12 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _say_nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """The response to a client that has left."""
+    """Empty response to a client that has left."""
 
 
 async def _beside(pool: ThreadPoolExecutor, call: Callable[[], _Read], receive: Receive) -> _Read:
-    """What `call` returns in `pool`. Raises _GoneError where the client leaves: a call that has not begun is not made,
-    and the end of one that has is waited for, because until then it holds memory.
+    """Result of `call` in `pool`. Raises _GoneError if the client leaves: a call that has not begun is cancelled, and
+    one that has is waited for, because until its end it holds memory.
     """
     loop = asyncio.get_running_loop()
     future = pool.submit(call)

@@ -1,8 +1,8 @@
-"""The server's command: an OpenAI-shaped API on rank 0, over the engine of all ranks.
+"""The server's command: an OpenAI-compatible API on rank 0, over the engine of all ranks.
 
     torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
 
-Exit codes: 0 it was asked to end (SIGTERM, Ctrl-C) and did; 1 it failed; 70 the ranks diverged.
+Exit codes: 0 ended by request (SIGTERM, Ctrl-C); 1 it failed; 70 the ranks diverged.
 """
 
 import argparse
@@ -38,7 +38,7 @@ KEY_VARIABLE: Final = "SPMD_WORKER_API_KEY"
 _OPTIONS: Final = "--host HOST, --port PORT, --api-key KEY, --help, --cfg job, --config-dir DIR or --version"
 
 _MORE_S: Final = 10.0
-"""A rank that drains is ended so long after the requests' time is up."""
+"""A draining rank is ended this long after the requests' time limit."""
 
 _USAGE: Final = """\
 An OpenAI-shaped API over the engine of all ranks: rank 0 answers clients, the others follow its steps.
@@ -113,19 +113,19 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
             f"serve.host={host} can be reached from other machines, which needs a key of your own: set {KEY_VARIABLE}, "
             f"or give serve.host=127.0.0.1"
         )
-    # A download may take hours: before anything watches the ranks.
+    # A download may take hours: before the watchdog starts.
     find_model(config)
     prepare_torch()
-    # Imported here because it brings torch, which help does without.
+    # Imported here because it imports torch, which help does without.
     from spmd_worker.frontends.serve.server import Listener, serve
 
     resume_collections()
     exchange = RequestExchange(config.scheduler.max_num_seqs + config.serve.max_queued)
     listener = None
     if environment.is_leader:
-        # A connection for each request that may wait.
+        # One connection for each request that may wait.
         check_limits(exchange.most_sequences + MORE_CONNECTIONS)
-        # Before anything is loaded, which takes its time: the port may be taken.
+        # Before the slow load of the model: the port may be in use.
         listener = Listener(bind(host, port), api_key or secrets.token_urlsafe(24), api_key is None)
     drain = Drain(lambda: exchange.end("the server is ending"), config.serve.drain_s + _MORE_S)
     return run_rank(

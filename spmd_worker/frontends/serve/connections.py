@@ -1,7 +1,7 @@
-"""Accepts a server's connections: so many at a time, and never without an end to those that ask for nothing.
+"""Accepts a server's connections: at most a given number, with idle ones closed when another needs the descriptor.
 
-asyncio's own loop over `accept` goes on where there are no descriptors left, thousands of times a second, and writes a
-line for each; a limit on connections that refuses requests would let those who ask nothing shut out those who ask.
+asyncio's own loop over `accept` retries without descriptors thousands of times a second, and logs a line for each; a
+limit that rejects requests would let idle clients shut out active ones.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 BACKLOG: Final = 1024
 _AT_A_TIME: Final = 32
-"""Accepted before the loop goes on: so many descriptors more than `most` are in use for a moment."""
+"""Most connections accepted per callback: this many descriptors above `most` are in use for a moment."""
 _PAUSE_S: Final = 0.5
 _SAID_S: Final = 60.0
-"""Between two lines about the same."""
+"""Interval between two log lines about the same."""
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connections:
-    """Those of one bound socket, at most `most`. One more takes the place of that which has been idle for longest;
-    where none is, it waits in the system's queue.
+    """Connections of one bound socket, at most `most`. One more replaces the one that has been idle for longest; if
+    none is idle, it waits in the system's queue.
     """
 
     def __init__(self, bound: socket.socket, most: int, make: Callable[["Connections"], HttpConnection]) -> None:
@@ -36,7 +36,7 @@ class Connections:
         self._loop = asyncio.get_running_loop()
         self._open: dict[HttpConnection, None] = {}
         self._idle: dict[HttpConnection, None] = {}
-        """In the order in which they became so."""
+        """In the order in which they became idle."""
         self._joining: set[asyncio.Task[object]] = set()
         self._is_listening = False
         self._has_stopped = False
@@ -49,30 +49,30 @@ class Connections:
         self._listen()
 
     def stop(self) -> None:
-        """Accept no more; those that are open stay."""
+        """Stop accepting; open connections remain."""
         self._has_stopped = True
         self._pause()
 
-    # As `ConnectionList`.
+    # Implements `ConnectionList`.
 
     def opened(self, connection: HttpConnection) -> None:
-        """It is idle until its first request."""
+        """Add a connection, idle until its first request."""
         self._open[connection] = self._idle[connection] = None
         self._listen()
 
     def idle(self, connection: HttpConnection) -> None:
-        """The last in the order."""
+        """Mark as idle, last in the order."""
         self.busy(connection)
         if connection in self._open:
             self._idle[connection] = None
             self._listen()
 
     def busy(self, connection: HttpConnection) -> None:
-        """Not closed for another."""
+        """Mark as busy: not to be closed for another."""
         self._idle.pop(connection, None)
 
     def closed(self, connection: HttpConnection) -> None:
-        """There is a descriptor again."""
+        """Remove a connection, which frees a descriptor."""
         self._open.pop(connection, None)
         self._idle.pop(connection, None)
         self._listen()
@@ -80,7 +80,7 @@ class Connections:
     def _accept(self) -> None:
         for _ in range(_AT_A_TIME):
             if len(self._open) + len(self._joining) >= self._most and not self._make_room():
-                # Whatever is closed or becomes idle goes on with it.
+                # A connection that closes or becomes idle resumes accepting.
                 self._pause()
                 return
             try:
@@ -88,7 +88,7 @@ class Connections:
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:
-                # It has left already.
+                # The client has already left.
                 continue
             except OSError as error:
                 self._wait(error)
@@ -102,11 +102,11 @@ class Connections:
     def _has_joined(self, task: asyncio.Task[object]) -> None:
         self._joining.discard(task)
         if not task.cancelled():
-            # One that failed has left before it was there.
+            # Retrieve the exception: the client left before it was connected.
             task.exception()
 
     def _make_room(self) -> bool:
-        """End the connection that has been idle for longest; whether there was one."""
+        """End the connection that has been idle for longest; returns whether there was one."""
         oldest = next(iter(self._idle), None)
         if oldest is None:
             return False
@@ -116,7 +116,7 @@ class Connections:
         return True
 
     def _wait(self, error: OSError) -> None:
-        """There are no descriptors, or the network has a fault: both are tried again a little later."""
+        """Retry a little later: there are no descriptors, or the network has a fault."""
         is_short = error.errno in _SHORTAGES
         now_s = self._loop.time()
         if now_s - self._said_s >= _SAID_S:

@@ -1,7 +1,7 @@
 """The loop of rank 0's main thread: requests of the exchange into the engine, step by step, and outputs back.
 
-The other ranks are in `follow`. While there is nothing to do this thread sleeps; now and then it takes an empty step,
-because the others wait for steps, and not for ever.
+The other ranks are in `follow`. This thread sleeps when idle, and periodically runs an empty step, because the others
+wait for steps with a timeout.
 """
 
 import logging
@@ -21,31 +21,31 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """`drain_s` is how long requests that are there may go on once the exchange ends."""
+    """`drain_s` is the time that open requests may continue once the exchange ends."""
 
     def __init__(self, engine: Engine, exchange: RequestExchange, drain_s: float) -> None:
         self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
         self._requests: dict[RequestId, OpenRequest] = {}
-        # Of a row that is pooled one for each text, in their order.
+        # A pooling row has one per text, in their order.
         self._numbers: dict[OpenRequest, list[RequestId]] = {}
         self._pooled: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
         self._patience_s = patience_s(engine.config.executor.timeout_s)
-        # A worker of another process that ends is noticed between steps, by the next.
+        # A worker process that ends is noticed by the next step.
         engine.executor.register_failure_callback(exchange.look)
 
     def run(self) -> None:
-        """Until the exchange ends and what was there is answered; then the other ranks leave `follow`. Raises what a
+        """Run until the exchange ends and its requests are answered; then the other ranks leave `follow`. Raises what a
         step raises, with every open request answered by an error.
         """
         try:
             self._run()
-            # What came in the moment of the end.
+            # Requests that arrived at the moment of the end.
             self._exchange.fail(self._exchange.ending)
-            # Asked to end because a rank is gone? The step that follows another finds out.
+            # If it ends because a rank is gone, the next step finds out.
             self._step()
             self._engine.close_followers()
-        except BaseException as error:  # told to the clients, and raised again
+        except BaseException as error:  # reported to the clients, and re-raised
             self._exchange.fail(f"the server has failed: {str(error) or type(error).__name__}")
             raise
 
@@ -63,13 +63,13 @@ class EngineLoop:
                 ending_s = now_s if ending_s is None else ending_s
                 if now_s - ending_s >= self._drain_s:
                     self._end_all(exchange.ending)
-            # An empty step where nothing came for a while.
+            # An empty step after an idle period.
             if engine.has_unfinished_requests() or must_look or now_s - stepped_s >= self._patience_s:
                 self._step()
                 stepped_s = time.monotonic()
 
     def _take(self) -> bool:
-        """Returns whether the engine must be looked after."""
+        """Admit and abort requests of the exchange. Returns whether the engine must be checked."""
         arrived, closed, must_look = self._exchange.take()
         for request in arrived:
             self._admit(request)
@@ -89,7 +89,7 @@ class EngineLoop:
                 row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
             )
         except ValueError as error:
-            # Of what only the engine knows, such as a bad word that is no token.
+            # Errors that only the engine detects, such as a bad word that is not a token.
             refused = RequestOutput("", row.prompt, list(row.prompt_token_ids), finished=True, error=str(error))
             self._exchange.give([(request, refused)])
             return
@@ -103,7 +103,7 @@ class EngineLoop:
         groups = self._engine.scheduler.queues.groups
         for number, partial in self._partials.items():
             request, group = self._requests[number], groups.get(number)
-            # A reader that has not taken the last one gets all in the next.
+            # A reader that has not read the last one gets everything in the next.
             if request.output is None and group is not None:
                 part = partial.partial(group, None)
                 if part is not None:
@@ -112,7 +112,7 @@ class EngineLoop:
         self._publish()
 
     def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | PooledOutput] | None:
-        """What the request gets; None while other texts of it are not pooled."""
+        """Output of a request; None while other texts of it are not pooled."""
         number = RequestId(int(output.request_id))
         request = self._requests.pop(number)
         self._partials.pop(number, None)

@@ -1,11 +1,11 @@
-"""What passes between the thread that steps the engine and the thread that serves: requests down, outputs up.
+"""Exchange between the engine's thread and the server's thread: requests down, outputs up.
 
     server's thread   reserve -> submit -> newest ... -> close
     engine's thread   wait -> take -> give
 
-Bounded both ways. Down: every request that is not answered to its end holds a place, as many as it has sequences, and
-there are so many places. Up: a request has one slot, which the newest output, all of it so far, replaces; a reader that
-is slow finds more in it the next time, and costs the engine nothing meanwhile.
+Bounded both ways. Down: a request that is not completed holds capacity for each of its sequences, up to
+`most_sequences` in total. Up: a request has one slot, in which the newest cumulative output replaces the last; a slow
+reader finds more in it the next time, without cost to the engine.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.replica.sequence.outputs import RequestOutput
 
 FAILED: Final = "server_failed"
-"""`RequestOutput.error_code` where the engine, and not the request, is the reason; also of a server that ends."""
+"""`RequestOutput.error_code` of an error in the engine, not in the request; also of a server that ends."""
 
 
 class NoPlaceError(Exception):
@@ -28,7 +28,7 @@ class NoPlaceError(Exception):
 
 
 class EndingError(Exception):
-    """The server takes no more requests; the message says why."""
+    """The server accepts no more requests; the message is the reason."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,20 +40,20 @@ class OpenRequest:
     loop: asyncio.AbstractEventLoop
     news: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | PooledOutput | None = None
-    """The newest, until its reader takes it; under the exchange's lock."""
+    """The newest output, until it is read; under the exchange's lock."""
 
 
 class RequestExchange:
-    """`most_sequences` is how many places there are. Any thread may call `end` and `fail`."""
+    """`most_sequences` is the capacity. Any thread may call `end` and `fail`."""
 
     def __init__(self, most_sequences: int) -> None:
         self.most_sequences = most_sequences
         self.num_sequences = 0
-        """Places that are held."""
+        """Capacity in use."""
         self.metrics: list[Metric] = []
-        """Of the engine, after its last step."""
+        """The engine's, after its last step."""
         self.ending = ""
-        """Why there are no more requests; empty while there are."""
+        """Reason why no more requests are accepted; empty while they are."""
         self.has_failed = False
         self._changed = threading.Condition()
         self._open: dict[OpenRequest, None] = {}
@@ -64,7 +64,7 @@ class RequestExchange:
     # The server's side.
 
     def reserve(self, num_sequences: int = 1) -> None:
-        """Hold so many places. Raises NoPlaceError or EndingError."""
+        """Reserve capacity. Raises NoPlaceError or EndingError."""
         with self._changed:
             if self.ending:
                 raise EndingError(self.ending)
@@ -73,13 +73,13 @@ class RequestExchange:
             self.num_sequences += num_sequences
 
     def free(self, num_sequences: int) -> None:
-        """Give places back."""
+        """Free reserved capacity."""
         with self._changed:
             self.num_sequences -= num_sequences
             self._changed.notify_all()
 
     def submit(self, request: OpenRequest) -> None:
-        """Hand a request, whose places are held, to the engine. Raises EndingError."""
+        """Hand a request, whose capacity is reserved, to the engine. Raises EndingError."""
         with self._changed:
             if self.ending:
                 raise EndingError(self.ending)
@@ -88,7 +88,7 @@ class RequestExchange:
             self._changed.notify_all()
 
     async def newest(self, request: OpenRequest) -> RequestOutput | PooledOutput:
-        """Wait for an output that was not read yet: all of the request so far."""
+        """Wait for an unread output: all of the request so far."""
         await request.news.wait()
         with self._changed:
             request.news.clear()
@@ -97,7 +97,9 @@ class RequestExchange:
         return output
 
     def close(self, request: OpenRequest) -> None:
-        """Its response has ended, whole or not: the engine ends what is left of the request. Its places stay held."""
+        """Close a request whose response has ended, complete or not: the engine aborts the rest. Its capacity remains
+        reserved.
+        """
         with self._changed:
             del self._open[request]
             self._given_up.append(request)
@@ -106,18 +108,18 @@ class RequestExchange:
     # The engine's side.
 
     def wait(self, limit_s: float) -> None:
-        """Until there is something to take, or the server ends, for so long at most."""
+        """Wait until there is something to take, or the server ends, at most `limit_s`."""
         with self._changed:
             self._changed.wait_for(self._has_news, limit_s)
 
     def look(self) -> None:
-        """Have the engine's thread look after its engine, though there is nothing to take."""
+        """Wake the engine's thread to check its engine, though there is nothing to take."""
         with self._changed:
             self._must_look = True
             self._changed.notify_all()
 
     def take(self) -> tuple[list[OpenRequest], list[OpenRequest], bool]:
-        """Since the last call: requests that have arrived, those whose responses have ended (each request comes in
+        """Requests since the last call that have arrived, those whose responses have ended (each request comes in
         both), and whether `look` was called.
         """
         with self._changed:
@@ -127,7 +129,7 @@ class RequestExchange:
             return arrived, given_up, must_look
 
     def give(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | PooledOutput]]) -> None:
-        """Put outputs into their requests' slots, and wake the readers whose slot was empty. After `fail` nothing."""
+        """Put outputs into their requests' slots, and wake the readers whose slot was empty. No effect after `fail`."""
         with self._changed:
             if not self.has_failed:
                 self._put(outputs)
@@ -135,24 +137,24 @@ class RequestExchange:
     # Any thread.
 
     def end(self, reason: str) -> None:
-        """Take no more requests; those that are there go on. The first reason counts."""
+        """Accept no more requests; open ones continue. The first reason is kept."""
         with self._changed:
             self.ending = self.ending or reason
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Answer everything that is open with an error, now: the engine will answer nothing more. Idempotent."""
+        """Answer all open requests with an error, now: the engine will answer nothing more. Idempotent."""
         self.end(reason)
         with self._changed:
             if self.has_failed:
                 return
-            # What was answered to its end, and only waits for its reader, stays answered.
+            # A completed output that only waits for its reader is kept.
             unanswered = [each for each in self._open if each.output is None or not each.output.finished]
             self._put([(request, _failed(request, reason)) for request in unanswered])
             self.has_failed = True
 
     def wait_until_closed(self, limit_s: float) -> bool:
-        """Until every response has ended, for so long at most. Returns whether they have."""
+        """Wait until every response has ended, at most `limit_s`. Returns whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, limit_s)
 
@@ -164,7 +166,7 @@ class RequestExchange:
         for request, output in outputs:
             request.output = output
         for loop in dict.fromkeys(request.loop for request in woken):
-            # One that was closed has no readers any more.
+            # A closed loop has no readers any more.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_wake, [request for request in woken if request.loop is loop])
 

@@ -1,8 +1,8 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol over h11, stricter about what it reads, and with times that end.
+"""HTTP/1.1 on one connection: uvicorn's protocol over h11, with stricter parsing, and with time limits.
 
 idle        no request yet, part of a header, or the last response is complete: closed after a while
 busy        a request is being answered: the application bounds the time
-lingering   its response is complete and its request is not: what still comes is read and dropped, because a
+lingering   its response is complete and its request is not: further bytes are read and dropped, because a
             connection that is closed over unread bytes is reset, and the client may never read the response
 """
 
@@ -17,11 +17,11 @@ from spmd_worker.frontends.openai.openai_stream import error_body
 from spmd_worker.frontends.openai.row_writer import json_line
 
 HEADER_BYTES: Final = 32 * 1024
-"""Of a request's line and headers."""
+"""Most bytes of a request's line and headers."""
 HEADER_S: Final = 30.0
-"""For a request's complete header, from the connection or the last response on."""
+"""Time limit for a request's complete header, from the connection or the last response on."""
 LINGER_S: Final = 30.0
-"""Of a connection, once it lingers."""
+"""Time limit of a lingering connection."""
 
 _WORDS: Final = {
     400: ("invalid_http", "the request is not valid HTTP/1.1"),
@@ -31,23 +31,23 @@ _WORDS: Final = {
 
 
 class ConnectionList(Protocol):
-    """Who knows all connections of a server."""
+    """Listener for all connections of a server."""
 
     def opened(self, connection: "HttpConnection") -> None:
-        """There is one more, idle."""
+        """A connection was opened, idle."""
 
     def idle(self, connection: "HttpConnection") -> None:
-        """It may be closed where another needs its descriptor."""
+        """It may be closed when another needs its descriptor."""
 
     def busy(self, connection: "HttpConnection") -> None:
-        """It may not."""
+        """It must not be closed."""
 
     def closed(self, connection: "HttpConnection") -> None:
         """Its descriptor is free, or about to be."""
 
 
 class HttpConnection(H11Protocol):
-    """`list_` is told what becomes of it."""
+    """`list_` is notified of its state."""
 
     def __init__(self, list_: ConnectionList, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -57,7 +57,7 @@ class HttpConnection(H11Protocol):
         self._socket: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Idle from here on."""
+        """Start idle."""
         self._socket = transport
         lingering: Any = _LingeringTransport(transport, self)
         super().connection_made(lingering)
@@ -65,39 +65,39 @@ class HttpConnection(H11Protocol):
         self._arm(HEADER_S)
 
     def data_received(self, data: bytes) -> None:
-        """What comes while it lingers is dropped."""
+        """Drop what arrives while it lingers."""
         if not self.transport.is_closing():
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """A header that is complete makes it busy."""
+        """Mark as busy once a header is complete."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._list.busy(self)
 
     def eof_received(self) -> None:
-        """A client that lingers has sent what it wanted to."""
+        """End a lingering connection: its client has sent everything."""
         if self.transport.is_closing():
             self.end()
 
     def on_response_complete(self) -> None:
-        """Idle again, before the next request, which may have come already, begins."""
+        """Mark as idle before the next request, which may have arrived already, begins."""
         if not self.transport.is_closing():
             self._list.idle(self)
             self._arm(HEADER_S)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what h11 has refused, in OpenAI's form, and closes."""
+        """Answer a request that h11 rejected, in OpenAI's format, and close."""
         problem = sys.exception()
         hint = problem.error_status_hint if isinstance(problem, h11.RemoteProtocolError) else 400
         status = hint if hint in _WORDS else 400
         code, words = _WORDS[status]
-        # h11's own words are about its states; ours name the rule.
+        # h11's own texts are about its states; ours name the rule.
         words = str(problem) if isinstance(problem, _RefusedRequestError) else words
         body = json_line(error_body(code, words))
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # A response has begun: the client cannot be told.
+            # A response has begun: the client cannot get an error.
             self.transport.close()
             return
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
@@ -106,14 +106,14 @@ class HttpConnection(H11Protocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client, or the time, has ended it."""
+        """The client, or a time limit, has ended it."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._list.closed(self)
         super().connection_lost(exc)
 
     def linger(self) -> None:
-        """Nothing more is sent; for a while what comes is dropped."""
+        """Stop sending; for a while drop what arrives."""
         self._list.idle(self)
         self._arm(LINGER_S)
 
@@ -123,7 +123,7 @@ class HttpConnection(H11Protocol):
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def end(self) -> None:
-        """At once."""
+        """Abort the connection."""
         if self._socket is not None:
             self._socket.abort()
 
@@ -140,7 +140,7 @@ class HttpConnection(H11Protocol):
 
 
 class _LingeringTransport:
-    """A transport that closes its own direction alone while its client may still send."""
+    """A transport that closes only its own direction while its client may still send."""
 
     def __init__(self, socket: asyncio.Transport, connection: HttpConnection) -> None:
         self._socket, self._connection = socket, connection
@@ -163,11 +163,11 @@ class _LingeringTransport:
 
 
 class _RefusedRequestError(h11.RemoteProtocolError):
-    """A request that h11 takes."""
+    """A request that h11 accepts and this server rejects."""
 
 
 class _StrictConnection(h11.Connection):
-    """Refuses what servers understand differently, and headers beyond the limit that came in one piece."""
+    """Rejects ambiguous requests, and headers beyond the limit that arrived in one piece."""
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -182,6 +182,6 @@ def _check(request: h11.Request) -> None:
         raise _RefusedRequestError("the request has Content-Length and Transfer-Encoding: send one of them", 400)
     if b"transfer-encoding" in names and request.http_version < b"1.1":
         raise _RefusedRequestError("the request is HTTP/1.0, which has no Transfer-Encoding: use Content-Length", 400)
-    # As on the wire: `name: value` and a line end each.
+    # Size on the wire: `name: value` and a line end each.
     if len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers) > HEADER_BYTES:
         raise _RefusedRequestError(_WORDS[431][1], 431)

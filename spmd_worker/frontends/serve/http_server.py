@@ -1,4 +1,4 @@
-"""uvicorn in a thread of its own, on a socket that was bound before anything was loaded."""
+"""uvicorn in its own thread, on a socket that was bound before anything was loaded."""
 
 import asyncio
 import ipaddress
@@ -13,14 +13,14 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.serve.responses import AsgiApp
 
 _IDLE_S: Final = 5
-"""A connection that was used and is idle is closed."""
+"""Time after which an idle connection that was used is closed."""
 MORE_CONNECTIONS: Final = 64
-"""Beside one for each request that may be open: health checks, and what is idle and gives way where it must."""
+"""Connections in addition to one per open request: health checks, and idle ones that can be closed for others."""
 _FLUSH_S: Final = 2
 
 
 def require_server() -> None:
-    """Raises ConfigError where the extra `serve` is missing."""
+    """Raise ConfigError if the extra `serve` is missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -29,7 +29,7 @@ def require_server() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet. Raises ConfigError for an address that cannot be had."""
+    """A bound socket that does not listen yet. Raises ConfigError for an unavailable address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -50,7 +50,7 @@ def _not_listened_on(host: str, port: int, error: Exception) -> ConfigError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach the host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,9 +58,8 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpServer:
-    """`most_requests` may be open at once; a client that takes nothing of what was sent to it for `reader_s` is
-    disconnected. The socket is closed when the server has stopped. `has_ended` is called, in the server's thread, when
-    that ends, asked to or not.
+    """`most_requests` may be open at once; a client that reads nothing for `reader_s` is disconnected. The socket is
+    closed when the server has stopped. `has_ended` is called, in the server's thread, when that ends for any reason.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class HttpServer:
         from spmd_worker.frontends.serve.http_protocol import HttpConnection
 
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Else what is left in buffers would keep a connection. Accepted ones inherit it.
+            # Else data left in buffers would keep a connection. Accepted ones inherit it.
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * reader_s))
 
         config = uvicorn.Config(
@@ -102,23 +101,23 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="spmd-serve", daemon=True)
 
     def start(self) -> None:
-        """From now on whoever connects is answered, or waits until the thread runs."""
+        """Start: from now on clients are answered, or wait until the thread runs."""
         try:
             self._socket.listen()
         except OSError as error:
-            # Another one that was bound while neither listened was first.
+            # Another socket bound to the same address listened first.
             host, port = self._socket.getsockname()[:2]
             raise _not_listened_on(host, port, error) from None
         self._thread.start()
 
     def check(self) -> None:
-        """Raise RuntimeError where the server has ended without being asked to."""
+        """Raise RuntimeError if the server has ended without `stop`."""
         if self._is_over and not self._server.should_exit:
             why = "nobody knows why" if self._error is None else str(self._error) or type(self._error).__name__
             raise RuntimeError(f"the server's thread has ended: {why}") from self._error
 
     def stop(self) -> None:
-        """Responses that are not complete have a little time. Idempotent."""
+        """Stop; incomplete responses have a little time. Idempotent."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(3 * _FLUSH_S)
@@ -126,7 +125,7 @@ class HttpServer:
     def _run(self) -> None:
         try:
             asyncio.run(self._server.serve(sockets=[self._socket]))
-        except Exception as error:  # for whoever asks, in another thread
+        except Exception as error:  # `check` raises it in another thread
             self._error = error
         finally:
             self._is_over = True

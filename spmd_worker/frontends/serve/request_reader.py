@@ -1,8 +1,8 @@
-"""Reads the body of a request: it becomes the row that the same body is in a batch file, by the same code.
+"""Parses the body of a request into the same row as in a batch file, with the same code.
 
-What a request has beside a row: `stream` and `stream_options`, and a name for its random numbers, where it has no seed.
-A row of a file has its `custom_id`, or its index; a request has the header `X-Custom-Id`, or its content. Never when it
-came: the answer does not depend on who else asks.
+A request has in addition `stream` and `stream_options`, and, without a seed, a name for its random stream. A row of a
+file has its `custom_id`, or its index; a request has the header `X-Custom-Id`, or its content. The time of arrival is
+never used: the answer does not depend on other clients.
 """
 
 import json
@@ -33,7 +33,7 @@ _UNNAMED: Final = "request"
 @dataclass(frozen=True, slots=True)
 class ServedRow:
     """A request that can run: a row, or one for each prompt of a completion. `includes_usage`: its stream ends with the
-    numbers of tokens.
+    token counts.
     """
 
     rows: tuple[EncodedRow, ...] | tuple[EncodedPooledRow]
@@ -42,12 +42,12 @@ class ServedRow:
 
     @property
     def row(self) -> EncodedRow | EncodedPooledRow:
-        """The first."""
+        """The first row."""
         return self.rows[0]
 
     @property
     def num_sequences(self) -> int:
-        """Of the engine, at a time."""
+        """Sequences that the request runs at once."""
         return sum(
             len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences for row in self.rows
         )
@@ -55,7 +55,7 @@ class ServedRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """What an engine's requests are read with. Any thread may read."""
+    """Parser of an engine's requests. Any thread may use it."""
 
     defaults: SamplingParams
     limits: RowLimits
@@ -64,8 +64,8 @@ class RequestReader:
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
     def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow | RowError:
-        """The request with this body at `url`. `custom_id` is the header's; `index` is its number here, for its name
-        among the engine's requests alone.
+        """Parse the request with this body at `url`. `custom_id` is the header's; `index` is its number here, used only
+        for its name among the engine's requests.
         """
         try:
             # A row's body is one level deeper.
@@ -87,7 +87,7 @@ class RequestReader:
     def _read_several(
         self, index: int, url: str, asked: dict[str, Any], prompts: list[Any], custom_id: str | None, stream: Any
     ) -> ServedRow | RowError:
-        """Each prompt as if it were asked alone, under a name of its own."""
+        """Parse each prompt like a single one, under its own name."""
         name = content_name(url, asked) if custom_id is None else custom_id
         rows: list[EncodedRow] = []
         for place, prompt in enumerate(prompts):
@@ -107,7 +107,7 @@ class RequestReader:
         is_streamed: bool,
         includes_usage: bool,
     ) -> ServedRow | RowError:
-        # A name of the content is made for what can run: of what is refused there may be megabytes.
+        # Content is named only for what can run: rejected bodies may have megabytes.
         fields = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": asked}
         row = parse_fields(index, fields, self.defaults, self.limits)
         if isinstance(row, RowError):
@@ -131,14 +131,14 @@ class RequestReader:
 
 
 def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
-    """Of a completion that asks for several texts, or lists of ids; else none."""
+    """Prompts of a completion with several texts, or lists of ids; else empty."""
     given = asked.get("prompt")
     is_several = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
     return list(given or ()) if is_several and url == COMPLETIONS_URL else []
 
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:
-    """The name of a request that was given none: a digest of all that its answer depends on."""
+    """Default name of a request: a digest of all that its answer depends on."""
     asked = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
     text = json.dumps([url, asked], sort_keys=True, separators=(",", ":"))
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"

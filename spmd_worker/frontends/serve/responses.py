@@ -22,7 +22,7 @@ class PlainResponse:
         self.headers = (("content-type", content_type.decode()), ("content-length", str(len(body))), *headers)
 
     def messages(self) -> list[Message]:
-        """What is sent."""
+        """Messages to send."""
         return [response_start(self.status, self.headers), response_part(self.body, more_body=False)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,14 +32,14 @@ class PlainResponse:
 
 
 class JsonResponse(PlainResponse):
-    """A record."""
+    """A record as JSON."""
 
     def __init__(self, record: Mapping[str, Any], status: int = 200, headers: Headers = ()) -> None:
         super().__init__(json_line(record), b"application/json", status, headers)
 
 
 def prometheus_text(metrics: list[Metric]) -> bytes:
-    """In Prometheus' text format, version 0.0.4."""
+    """Metrics in Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
     for each in metrics:
         is_counter = isinstance(each, Counter)
@@ -53,11 +53,11 @@ def prometheus_text(metrics: list[Metric]) -> bytes:
 
 
 def response_start(status: int, headers: Headers) -> Message:
-    """The beginning of a response; header names in small letters."""
+    """Start of a response; header names in lower case."""
     coded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     return {"type": "http.response.start", "status": status, "headers": coded}
 
 
 def response_part(body: bytes, *, more_body: bool = True) -> Message:
-    """A part of its body, the last one unless there is more."""
+    """Part of a response's body, the last one unless `more_body`."""
     return {"type": "http.response.body", "body": body, "more_body": more_body}

@@ -1,4 +1,4 @@
-"""The server on one rank: every rank starts its replica; rank 0 answers clients, the others follow its steps."""
+"""The server on one rank: every rank starts its engine; rank 0 answers clients, the others follow its steps."""
 
 import logging
 import socket
@@ -24,12 +24,12 @@ from spmd_worker.ranks.topology import check_world_size
 logger = logging.getLogger(__name__)
 
 _FLUSH_S: Final = 1.0
-"""How long clients have to take an error before the process ends."""
+"""Time for clients to read an error before the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """What rank 0 has before anything is loaded. `is_new_key`: nobody knows the key yet."""
+    """Rank 0's socket and key, before anything is loaded. `is_new_key`: the key was generated and must be printed."""
 
     bound: socket.socket
     api_key: str
@@ -37,7 +37,7 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """Of the API, as clients want it."""
+        """URL of the API, as clients use it."""
         host, port = self.bound.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -51,7 +51,7 @@ def serve(
 ) -> None:
     """Serve until `exchange` ends, which ends the other ranks too. `listener` is rank 0's.
 
-    Raises ConfigError for what cannot run, and what a step raises.
+    Raises ConfigError for an invalid run, and what a step raises.
     """
     if config.parallel.data_parallel_size > 1:
         raise ConfigError(
@@ -67,7 +67,7 @@ def serve(
             engine.follow()
         else:
             answer_clients(engine, watchdog, exchange, listener)
-    except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
+    except BaseException as error:  # reported to the other ranks, before anything is taken down, and re-raised
         watchdog.fail(error)
         raise
     finally:
@@ -85,7 +85,7 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     # Without its server the engine would wait for ever.
     has_ended = partial(exchange.end, "the server's thread has ended")
     server = HttpServer(app.asgi, listener.bound, exchange.most_sequences, config.serve.reader_timeout_s, has_ended)
-    # The watchdog ends this process where the main thread waits for a rank that is gone.
+    # The watchdog ends this process if the main thread waits for a rank that is gone.
     watchdog.before_exit = partial(_end_clients, exchange)
     server.start()
     _announce(listener, model_name)
@@ -104,7 +104,7 @@ def _end_clients(exchange: RequestExchange) -> None:
 
 
 def _announce(listener: Listener, model_name: str) -> None:
-    """Where the server is, and its key if nobody knows it; the key goes into no log."""
+    """Log the server's address, and print a generated key; the key is never logged."""
     logger.info("serving %s at %s", model_name, listener.url)
     if listener.is_new_key:
         text = f"clients of {listener.url} show this key (SPMD_WORKER_API_KEY gives one of your own):"

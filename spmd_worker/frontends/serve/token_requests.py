@@ -1,4 +1,4 @@
-"""vLLM's `/tokenize` and `/detokenize`: bodies in, answers out. Nothing of them reaches the engine."""
+"""vLLM's `/tokenize` and `/detokenize`, answered without the engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ TOKENIZE_URL: Final = "/tokenize"
 DETOKENIZE_URL: Final = "/detokenize"
 
 MAX_CHARACTERS: Final = 1 << 20
-"""Of a text: encoding a megabyte takes about a second. So many ids are decoded at most."""
+"""Most characters of a text, and most ids to decode: encoding a megabyte takes about a second."""
 
 _CHAT_KEYS: Final = ("messages", "tools", "chat_template_kwargs")
 _FLAGS: Final = ("add_special_tokens", "return_token_strs", "add_generation_prompt")
@@ -31,9 +31,9 @@ _KEYS: Final = ("model", "prompt", *_CHAT_KEYS, *_FLAGS)
 
 
 def answer_tokens(reader: RequestReader, url: str, data: bytes) -> JsonObject | RowError:
-    """The body of the response to a request at one of the two. Any thread may call it."""
+    """Body of the response to a request at either path. Any thread may call it."""
     try:
-        # As deep as a row's body may be.
+        # The same depth as a row's body.
         body = parse_json_object(data, max_nesting=reader.limits.max_nesting - 1)
         if reader.tokenizer is None:
             raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json")
@@ -52,7 +52,7 @@ def _tokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str, A
         code = "conflicting_prompts" if given else "missing_prompt"
         raise RowProblem(code, "the body needs one of prompt and messages")
     prompt: Prompt = text_prompt("prompt", body["prompt"]) if given == ["prompt"] else _conversation(reader, body)
-    # Of text the tokenizer adds special tokens; a chat template has written them.
+    # The tokenizer adds special tokens to text; a chat template has written them.
     adds = _flag(body, "add_special_tokens", default=not isinstance(prompt, ChatPrompt))
     shows_strings = _flag(body, "return_token_strs", default=False)
     _, token_ids = encode(prompt, tokenizer, _check_length, adds)
@@ -79,7 +79,7 @@ def _detokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str,
 
 
 def _conversation(reader: RequestReader, body: Mapping[str, Any]) -> ChatPrompt:
-    """As a chat body's, by the same code."""
+    """The prompt of a chat body, parsed by the same code."""
     chat = {key: body[key] for key in _CHAT_KEYS if key in body}
     fields = {"custom_id": "tokens", "method": "POST", "url": CHAT_URL, "body": chat}
     row = parse_fields(0, fields, reader.defaults, reader.limits)

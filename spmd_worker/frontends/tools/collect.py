@@ -1,11 +1,11 @@
-"""Print what is finished of a job that has not ended, in the order of its rows.
+"""Print the finished rows of a job that has not ended, in the order of the rows.
 
     python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
     python -m spmd_worker.tools.collect runs/demo | head
 
 RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Reads the journal of a job that was killed or is
-still running, and changes nothing. Rows that are not finished are left out; the terminal is told how many are. Exits
-with 2 where there is nothing to read, as of a job that has ended: its rows are in its output.
+still running, and changes nothing. Unfinished rows are left out; the number of finished ones goes to the terminal.
+Exits with 2 if there is nothing to read, also for a job that has ended: its rows are in its output.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             num_rows += 1
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The reader has seen enough, as in `collect RUN_DIR | head`.
+        # The reader has closed the pipe, as in `collect RUN_DIR | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def refuse_ended(run_dir: Path) -> None:
-    """Raises RunDirError for a job whose rows are in its output. A manifest that cannot be read is in nobody's way."""
+    """Raise RunDirError for a job whose rows are in its output. An unreadable manifest is only a warning."""
     try:
         run = look_at_run(run_dir)
     except RunDirError as error:

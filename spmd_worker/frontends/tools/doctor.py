@@ -4,9 +4,9 @@
     python -m spmd_worker.tools.doctor runs/demo
 
 RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the rank status that was on the terminal
-from what the ranks left: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
-killed as a whole, or is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 where it
-cannot tell.
+from the ranks' files: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
+killed completely, or is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 if that is
+unknown.
 """
 
 import os
@@ -31,7 +31,7 @@ RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may be running still."""
 
 FULL_BYTES = 64 * 1024
-"""A disk with less room is full: an error record has this size."""
+"""A disk with less free space is full: an error record has this size."""
 
 ADVICE = (
     (
@@ -63,7 +63,7 @@ ADVICE = (
     (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
     (" failed while ", "It could not start; the sentence says what it lacked."),
 )
-"""By a part of the diagnosis: what to do. The first that fits."""
+"""Advice by a part of the diagnosis. The first match applies."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(run_dir: Path) -> tuple[list[str], int]:
-    """What there is to say, and the exit code. Raises RunDirError."""
+    """Lines to print, and the exit code. Raises RunDirError."""
     run = look_at_run(run_dir)
     try:
         records = read_records(run_dir)
@@ -94,7 +94,7 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         return running_lines(run_dir, steps), EXIT_FAILED
     if run.state is RunState.COMPLETE:
         return complete_lines(metrics or {}), EXIT_FAILED
-    # Without a manifest it is a folder of before there were some.
+    # A folder without a manifest is older than manifests.
     is_of_this_run = run.state is RunState.ENDED or (
         run.state is RunState.UNKNOWN and is_newer(run_dir / METRICS_NAME, run_dir / STEP_STATS_NAME)
     )
@@ -111,7 +111,7 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
 
 
 def read_steps(run_dir: Path) -> list[StepStats] | None:
-    """None where no step was recorded, or what was cannot be read any more."""
+    """Step statistics; None if no step was recorded, or the file is unreadable."""
     try:
         return read_step_stats(run_dir / STEP_STATS_NAME)
     except (FileNotFoundError, StepStatsError):
@@ -119,7 +119,7 @@ def read_steps(run_dir: Path) -> list[StepStats] | None:
 
 
 def is_newer(path: Path, other: Path) -> bool:
-    """Whether `path` was written after `other`, which need not be there."""
+    """Whether `path` was written after `other`, which may be missing."""
     if not path.exists() or not other.exists():
         return path.exists()
     return path.stat().st_mtime_ns >= other.stat().st_mtime_ns
@@ -150,8 +150,8 @@ def running_lines(run_dir: Path, steps: list[StepStats] | None) -> list[str]:
 
 
 def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
-    """From the record of the rank that knew first; the others' agree, or were written when that rank had left
-    already. Of those that agree the lowest rank's, which was on the terminal.
+    """Lines from the record of the rank that knew first; the others' agree, or were written after that rank had left.
+    Of those that agree the lowest rank's, which was on the terminal.
     """
     first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
     record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
@@ -195,7 +195,7 @@ def unfinished_lines(run: Run, steps: list[StepStats]) -> list[str]:
     what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no whole step"
     if free_bytes(run_dir) < FULL_BYTES:
         return [f"The run did not end: {what}, and no rank could leave a word.", f"What to do: {ADVICE[0][1]}"]
-    # Where there is a manifest its lock has told that no process holds it.
+    # With a manifest, its lock has shown that no process holds it.
     if age_s < RUNNING_S and run.state is RunState.UNKNOWN:
         return [f"The run has not ended: {what}, recorded {age_s:.0f} s ago. It may be running still."]
     return [

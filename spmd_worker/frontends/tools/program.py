@@ -1,4 +1,4 @@
-"""The name and the help of a tool's program, which is run as an installed command or as a module."""
+"""Name and help of a tool's program, which is run as an installed command or as a module."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def program_name(tool: str) -> str:
-    """In the form that the user typed: `spmd-worker-report` or `python -m spmd_worker.tools.report`."""
+    """Program name as the user typed it: `spmd-worker-report` or `python -m spmd_worker.tools.report`."""
     is_command = Path(sys.argv[0]).name.startswith("spmd-worker-")
     return f"spmd-worker-{tool}" if is_command else f"python -m spmd_worker.tools.{tool}"
 

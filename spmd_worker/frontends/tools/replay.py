@@ -1,9 +1,9 @@
-"""Run a step log again on one process, look into it, or compare two.
+"""Replay a step log in one process, look into it, or compare two.
 
     python -m spmd_worker.tools.replay RUN_DIR
         replays scheduler and cache, without weights
     python -m spmd_worker.tools.replay RUN_DIR --until STEP
-        and prints the state that STEP left
+        and prints the state after STEP
     python -m spmd_worker.tools.replay RUN_DIR --row KEY
         and prints one request's history: KEY is its number, its custom_id, or index:N for row N of the input
     python -m spmd_worker.tools.replay RUN_DIR --with-model
@@ -13,7 +13,7 @@
 
 RUN_DIR is job.run_dir, or <job.output>.run where the job named none, of a job with job.step_log=true; a step log by
 itself, such as runs/demo/steps.log or records.rank0.log, may be given too. Exits with 0 when the replay is equal to the
-run (or the two logs are equal), with 1 when it is not, with 2 when that cannot be told.
+run (or the two logs are equal), with 1 when it is not, with 2 when that is unknown.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def replay_log(options: argparse.Namespace) -> int:
 
 
 def open_log(path: Path) -> StepLog:
-    """Of a run directory its step log. Raises StepLogError or ReplayError; a torn tail is a warning."""
+    """Open a step log, or a run directory's. Raises StepLogError or ReplayError; a torn tail is a warning."""
     if path.is_dir():
         path = log_of_run(path)
     try:
@@ -216,7 +216,7 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
 
 
 def print_moves(operations: BlockOps) -> None:
-    """What was copied before the step computed, as from>to."""
+    """Print the blocks copied before the step computed, as from>to."""
     for name, pairs in (
         ("swapped out, device>host", operations.swap_out),
         ("copied on the device", operations.copy),
@@ -253,7 +253,7 @@ def event_in_words(event: Event) -> str:
 
 
 def print_waiting(head: str, sequences: Iterable[Sequence], num_sequences: int) -> None:
-    """`sequences` has `num_sequences`."""
+    """Print the first of `num_sequences` sequences."""
     print(f"  {head}: {num_sequences}")
     shown = list(islice(sequences, MAX_WAITING_SHOWN))
     print_table([waiting_line(sequence) for sequence in shown], ("request", "sample", "tokens", "computed", "why"))
@@ -280,7 +280,7 @@ def running_line(sequence: Sequence) -> tuple[object, ...]:
 
 
 def print_table(rows: list[tuple[object, ...]], heads: tuple[str, ...]) -> None:
-    """Columns to the right, the last one to the left."""
+    """Print columns aligned right, the last one left."""
     if not rows:
         return
     texts = [heads, *(tuple(map(str, row)) for row in rows)]
@@ -293,7 +293,7 @@ def print_table(rows: list[tuple[object, ...]], heads: tuple[str, ...]) -> None:
 
 
 def with_history(log: StepLog, key: str, replay: Replay, steps: Iterator[ReplayedStep]) -> Iterator[ReplayedStep]:
-    """The same steps; what they did to the request is printed as they go by. Raises ReplayError for an unknown key."""
+    """The same steps; their effect on the request is printed as they pass. Raises ReplayError for an unknown key."""
     request = find_request(read_messages(log.messages(), log.header.num_in_flight), key, log.header.seed)
     if request is None:
         raise ReplayError(

@@ -3,12 +3,12 @@
     python -m spmd_worker.tools.report RUN_DIR
         writes RUN_DIR/report.html and RUN_DIR/timeline.json
     python -m spmd_worker.tools.report runs/demo --output night.html
-        writes night.html, and timeline.json beside it
+        writes night.html, and timeline.json next to it
 
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. The page needs nothing but a browser; its
-charts are drawn by matplotlib (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in
-ui.perfetto.dev. Also for a run that was killed, or is still running. Prints where both are and what the run came to;
-the last line is one JSON object. Exits with 2 for what cannot be read or written.
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. The page needs nothing but a browser; its charts
+are drawn by matplotlib (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in
+ui.perfetto.dev. Also for a run that was killed, or is still running. Prints the paths of both and a summary; the last
+line is one JSON object. Exits with 2 for files that cannot be read or written.
 """
 
 import argparse
@@ -56,14 +56,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def report_run(run_dir: Path, page_path: Path) -> None:
-    """Raises RunDirError or StepStatsError for what cannot be read, ConfigError for a page that would be written over
-    another file of the run, OSError for what cannot be written.
+    """Write the report of a run. Raises RunDirError or StepStatsError for unreadable files, ConfigError for a page that
+    would overwrite another file of the run, OSError for files that cannot be written.
     """
     check_folder(run_dir)
     check_report(run_dir, page_path, page_path.with_name(TIMELINE_NAME))
     steps = read_steps(run_dir)
     metrics = read_metrics(run_dir)
-    # A folder's name may hold bytes that are no text.
+    # A folder's name may contain bytes that are not text.
     name = os.fsencode(run_dir.resolve().name).decode("utf-8", "replace")
     timeline_path = page_path.with_name(TIMELINE_NAME)
     has_charts = can_draw()
@@ -87,7 +87,7 @@ def read_steps(run_dir: Path) -> list[StepStats]:
 
 
 def read_stages(run_dir: Path) -> list[StageSpan]:
-    """None where there is no pipeline, or the run has not ended."""
+    """Stage times; empty without a pipeline, or if the run has not ended."""
     try:
         return read_stage_times(run_dir / STAGE_TIMES_NAME)
     except FileNotFoundError:

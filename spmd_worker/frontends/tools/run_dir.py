@@ -1,4 +1,4 @@
-"""A run directory as every tool reads it: what is one, how its run stands, and its metrics. Changes nothing."""
+"""A run directory for all tools: its validity, the state of its run, and its metrics. Changes nothing."""
 
 import fcntl
 import os
@@ -17,12 +17,12 @@ NO_JOB: Final = "no job ran in this folder; give job.run_dir, or <job.output>.ru
 
 
 class RunDirError(Exception):
-    """What was given cannot be read as a run directory; the message says why and what to do."""
+    """The argument cannot be read as a run directory; the message has the reason and the way out."""
 
 
 class RunState(Enum):
-    """How a run stands; `ENDED` is of a job that ended well, `COMPLETE` of one that has its output and failed all the
-    same (`job.max_error_rows`). `UNKNOWN` is of a folder without a manifest.
+    """State of a run; `ENDED` is a job that ended well, `COMPLETE` one that has its output and failed nevertheless
+    (`job.max_error_rows`). `UNKNOWN` is a folder without a manifest.
     """
 
     UNKNOWN = "no manifest"
@@ -34,7 +34,7 @@ class RunState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`output` is `job.output` as the job was given it, for people."""
+    """A run directory with the run's state. `output` is `job.output` as given to the job, for people."""
 
     folder: Path
     state: RunState
@@ -42,7 +42,7 @@ class Run:
 
 
 def check_folder(path: Path) -> None:
-    """Raises RunDirError for what is no folder."""
+    """Raise RunDirError for anything but a folder."""
     try:
         if path.is_dir():
             return
@@ -57,7 +57,7 @@ def check_folder(path: Path) -> None:
 
 
 def look_at_run(folder: Path) -> Run:
-    """Raises RunDirError for what is no folder, and for a manifest that cannot be read."""
+    """State of the run. Raises RunDirError for anything but a folder, and for an unreadable manifest."""
     check_folder(folder)
     try:
         manifest = read_manifest(folder / MANIFEST_NAME)
@@ -65,7 +65,7 @@ def look_at_run(folder: Path) -> Run:
         raise RunDirError(str(error)) from None
     if manifest is None:
         return Run(folder, RunState.UNKNOWN)
-    # Of an older version it may be missing.
+    # An older version may lack it.
     output = str(manifest.get("config", {}).get("job", {}).get("output", ""))
     if manifest["has_ended"]:
         return Run(folder, RunState.ENDED, output)
@@ -77,7 +77,7 @@ def look_at_run(folder: Path) -> Run:
 
 
 def read_metrics(folder: Path) -> dict[str, Any] | None:
-    """None where there are none: they are written when the output is complete. Raises RunDirError."""
+    """Metrics; None if there are none: they are written when the output is complete. Raises RunDirError."""
     path = folder / METRICS_NAME
     try:
         metrics = read_json_object(path)
@@ -103,7 +103,7 @@ _NUMBERS: Final[tuple[str, ...]] = (
     *("resumed_rows", "resumed_output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "steps"),
     *("load_s", "generate_s", "wall_s"),
 )
-"""Keys of metrics that the tools say something about."""
+"""Keys of metrics that the tools report."""
 
 
 def _is_count(value: Any) -> bool:
@@ -117,7 +117,7 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # Asked as the next job would ask, and given back at once.
+        # Requested as the next job would, and released at once.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -5,13 +5,13 @@
     python -m spmd_worker.tools.verify A.jsonl B.jsonl --tokens-only
         leaves the log-probabilities out
     python -m spmd_worker.tools.verify A.jsonl B.jsonl --bytes
-        compares the files as they are
+        compares the files byte by byte
 
 Prints "same" and exits with 0; or names the first row that differs, its sample, the token (counted from 0 in the
-output: the row's step) and both values, and exits with 1; or says why it cannot tell, and exits with 2. Of rows that
-are pooled the embeddings, scores or results are compared, bit for bit with and without --tokens-only. Rows, plain or
-OpenAI's, are matched by custom_id, so their order does not matter; those without one by their index. A row's usage,
-model name and response ids are not compared.
+output: the row's step) and both values, and exits with 1; or reports why that is unknown, and exits with 2. Embeddings,
+scores and results of pooling rows are compared bit for bit with and without --tokens-only. Rows, plain or OpenAI's, are
+matched by custom_id, so their order does not matter; those without one by their index. A row's usage, model name and
+response ids are not compared.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from spmd_worker.frontends.tools.program import make_parser, print_error
 
 GENERATED = ("outputs", "choices")
 POOLED = ("embedding", "scores", "data", "results")
-"""Where the answer of a row is that was generated, and of one that was pooled: plain, OpenAI's, and a reranker's."""
+"""Keys of generated answers, and of pooled ones: plain, OpenAI's, and a reranker's."""
 
 MAX_VALUE_CHARACTERS = 100
 NUM_CONTEXT_CHARACTERS = 20
 
 
 class VerifyError(Exception):
-    """The files cannot be compared; the message says which file or line, and why."""
+    """The files cannot be compared; the message names the file or line, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One output of a row. `tokens` are ids, or texts where the row has no ids; both lists are None where absent.
-    `rest` is what a chat's message has beside its content.
+    `rest` is a chat message without its content.
     """
 
     tokens: list[Any] | None
@@ -67,14 +67,14 @@ class Row:
 
 @dataclass(slots=True)
 class Totals:
-    """What was compared."""
+    """Numbers of compared rows and tokens."""
 
     rows: int = 0
     tokens: int = 0
 
 
 def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals) -> str | None:
-    """The first difference in words, None where there is none."""
+    """The first difference as text, None if there is none."""
     unmatched: dict[tuple[str, Any, int], Row] = {}
     rest = read_rows(other)
     for row in read_rows(first):
@@ -98,7 +98,7 @@ def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals
 
 
 def find_row(key: tuple[str, Any, int], unmatched: dict[tuple[str, Any, int], Row], rest: Iterator[Row]) -> Row | None:
-    """Reads on until the row comes; in files of one order it is the next."""
+    """Find a row, reading on until it comes; in files of one order it is the next."""
     while key not in unmatched:
         row = next(rest, None)
         if row is None:
@@ -108,7 +108,7 @@ def find_row(key: tuple[str, Any, int], unmatched: dict[tuple[str, Any, int], Ro
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Raises VerifyError for a line that is no JSON object."""
+    """Parse the rows. Raises VerifyError for a line that is not a JSON object."""
     seen: Counter[tuple[str, Any]] = Counter()
     for position, line in enumerate(line for line in each_line(path) if line.strip()):
         value = parse_object(line, f"{path}, line {position + 1}")
@@ -131,7 +131,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def row_name(value: dict[str, Any], position: int) -> tuple[str, Any]:
-    """What a row is matched by."""
+    """Key that a row is matched by."""
     if isinstance(value.get("custom_id"), str):
         return "custom_id", value["custom_id"]
     index = value.get("index")
@@ -163,7 +163,7 @@ def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: b
 
 
 def body_of(row: dict[str, Any]) -> dict[str, Any]:
-    """A plain row is its own body; OpenAI's lies in the response."""
+    """Body of a row: the row itself if plain; OpenAI's is in the response."""
     response = row.get("response")
     body = response.get("body") if isinstance(response, dict) else row
     return body if isinstance(body, dict) else {}
@@ -175,7 +175,7 @@ def samples_of(body: dict[str, Any]) -> list[Sample]:
 
 
 def list_of(values: dict[str, Any], key: str) -> list[Any]:
-    """[] for null and where there is none. Raises VerifyError for what is no list."""
+    """A list; [] for null or a missing key. Raises VerifyError for any other type."""
     value = values.get(key)
     if value is not None and not isinstance(value, list):
         raise VerifyError(f"{key} must be a list, not {shown(value)}")
@@ -194,7 +194,9 @@ def sample_of(entry: dict[str, Any]) -> Sample:
 
 
 def logprobs_by_position(logprobs: Any) -> list[Any] | None:
-    """Plain rows have a list; chat has it under "content"; completions have parallel lists."""
+    """Log-probabilities per position: plain rows have a list; chat has it under "content"; completions have parallel
+    lists.
+    """
     if not isinstance(logprobs, dict):
         return logprobs if isinstance(logprobs, list) else None
     content = logprobs.get("content")
@@ -206,7 +208,7 @@ def logprobs_by_position(logprobs: Any) -> list[Any] | None:
 
 
 def compare_samples(mine: Sample, theirs: Sample, *, tokens_only: bool) -> str | None:
-    """By position: a token, then its log-probabilities, so that the first sign of a difference is the one named."""
+    """Compare by position: a token, then its log-probabilities, so that the earliest difference is reported."""
     positions = max(len(mine.tokens or ()), len(theirs.tokens or ()))
     for position in range(positions):
         one, two = entry(mine.tokens, position), entry(theirs.tokens, position)
@@ -225,7 +227,7 @@ def compare_samples(mine: Sample, theirs: Sample, *, tokens_only: bool) -> str |
 
 
 class Absent:
-    """Stands where the shorter list has ended."""
+    """Placeholder after the end of the shorter list."""
 
 
 def entry(values: list[Any] | None, position: int) -> Any:
@@ -243,7 +245,7 @@ def compare_texts(mine: Any, theirs: Any) -> str | None:
 
 
 def first_difference(mine: Any, theirs: Any, path: str) -> str | None:
-    """The first place where two JSON values differ, with both values. 1 and 1.0, and 0.0 and -0.0, are different."""
+    """First path at which two JSON values differ, with both values. 1 and 1.0, and 0.0 and -0.0, are different."""
     if mine is Absent and theirs is Absent:
         return None
     if type(mine) is type(theirs):
@@ -269,13 +271,13 @@ def first_of(pairs: list[tuple[str, Any, Any]]) -> str | None:
 def shown(value: Any) -> str:
     if value is Absent:
         return "nothing"
-    # Half of a surrogate pair cannot be printed.
+    # A lone surrogate cannot be printed.
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
 
 
 def first_place(mine: str | bytes, theirs: str | bytes) -> int:
-    """Where they part; the end of the shorter one where it begins the longer."""
+    """Index of the first difference; the length of the shorter one if it begins the longer."""
     pairs = enumerate(zip(mine, theirs))
     return next((place for place, (one, two) in pairs if one != two), min(len(mine), len(theirs)))
 

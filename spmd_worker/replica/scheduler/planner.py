@@ -19,7 +19,7 @@ from spmd_worker.replica.scheduler.updates import Decision, Decisions
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceStatus
 
 LEAST_PROMPT_SHARE: Final = 64
-"""Least prompt tokens of a step: a smaller share would cost a pass over the weights for few tokens."""
+"""Least share of prompt tokens of a step: a smaller one would cost a pass over the weights for few tokens."""
 
 PROMPT_ROUNDS: Final = 4
 """With several steps in flight, the prompts at hand are spread over this many steps for each of them."""

@@ -46,7 +46,7 @@ class PoolingParams:
 
     `task` is one of `TASKS`; None is the model's own. `dimensions` cuts a vector to its first numbers, before it is
     normalised. `normalize` and `use_activation` default to the model's own. `truncate_prompt_tokens` k keeps the last k
-    tokens, -1 as many as the model accepts; of texts for an encoder, the first ones next to special tokens.
+    tokens, -1 as many as the model accepts; of an encoder's texts the first ones, special tokens included.
     `skip_reading_prefix_cache`: the row uses nothing from the cache. `num_first_tokens`: the row is a pair of texts,
     for a model with token types: this many tokens, before truncation, belong to the first text.
     """
