@@ -167,9 +167,7 @@ def run_job(
 
 
 def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
-    """Open the run directory for this job until `held` ends; the journal has finished rows, also of an
-    earlier start.
-    """
+    """Open the run directory until `held` ends; its journal has the finished rows, also of an earlier start."""
     config = resolved.config
     check_files(resolved)
     if config.job.prometheus_file:

@@ -170,9 +170,7 @@ class JobOutput:
             self.take(answer)
 
     def show(self, num_output_tokens: int) -> None:
-        """Update the display; call once a step, also while no row has ended: tokens are counted as they are
-        generated.
-        """
+        """Update the display; call once a step, also while no row has ended: tokens count as generated."""
         self._journal.tick()
         now = (self.counts.rows, num_output_tokens)
         self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])

@@ -1,8 +1,9 @@
 """The job's output: a file that appears under its name when it is complete, in the format of its suffix.
 
-answers.jsonl         one line per row answers.jsonl.gz      the same, compressed (.zst too); equal lines make equal
-bytes answers.parquet       one row per row: index, custom_id, outputs, token counts, error, and the line of JSON
-itself; with pooling also a row's vector, if it has one of the model's length
+answers.jsonl         one line per row
+answers.jsonl.gz      the same, compressed (.zst too); equal lines make equal bytes
+answers.parquet       one row per row: index, custom_id, outputs, token counts, error, and the line of JSON itself; with
+                      pooling also a row's vector, if it has one of the model's length
 """
 
 import base64

@@ -29,9 +29,7 @@ _MOST_SHARE: Final = 8
 
 
 def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
-    """Start the prefault; returns its bytes. `spec` is this rank's cache, `num_ranks` the number of ranks on
-    this node.
-    """
+    """Start the prefault; returns its bytes. `spec` is this rank's cache, `num_ranks` the node's ranks."""
     num_bytes = min(
         guess_tokens(inputs, shares_beginnings=config.cache.enable_prefix_caching)
         // config.parallel.data_parallel_size

@@ -129,9 +129,7 @@ class Progress:
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
-    """Size for tqdm: dynamic, or a fixed one where the terminal's is unknown and tqdm would display nothing, as in some
-    containers.
-    """
+    """Size for tqdm: dynamic, or fixed if the terminal's is unknown (tqdm would display nothing), as in containers."""
     try:
         is_known = min(os.get_terminal_size(stream.fileno())) > 0
     except (OSError, ValueError):

@@ -154,9 +154,7 @@ class JobSharer:
 
 
 def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model_name: str) -> ReplicaCounts:
-    """Rank 0's part. Returns the counts of its own replica, when every row has its answer and every replica
-    has ended.
-    """
+    """Rank 0's part. Returns its own replica's counts, when every row is answered and every replica has ended."""
     engine = replicas.engine
     with replicas.round() as round_:
         engine.engine_channel.broadcast(model_name.encode())
@@ -173,9 +171,7 @@ def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model
 
 
 def help_shared_job(replicas: Replicas) -> ReplicaCounts | None:
-    """Part of every other rank. Returns the counts of its replica, when the job has ended on all; None except on a
-    leader.
-    """
+    """Part of every other rank. Returns its replica's counts, when the job has ended; None except on a leader."""
     engine, counts = replicas.engine, None
     with replicas.round() as round_:
         model_name = engine.engine_channel.broadcast(None).decode()

@@ -196,9 +196,7 @@ class ChunkWriter:
         return choice
 
     def _read_choice(self, completion: CompletionOutput, reader: AnswerReader) -> JsonObject | None:
-        """Choice of a chat whose answers have reasoning and calls: text as soon as it is certain, a call in
-        one piece.
-        """
+        """Choice of a chat with reasoning and calls: text as soon as it is certain, a call in one piece."""
         is_first = completion.index not in self._sent
         sent = self._sent.setdefault(completion.index, _Sent())
         if sent.has_ended:

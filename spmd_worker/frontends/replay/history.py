@@ -26,9 +26,7 @@ _MAX_ITEMS_SHOWN: Final = 12
 
 @dataclass(slots=True)
 class _Decoding:
-    """Consecutive steps in which a sequence computed one position each and allocated no block: one line of a
-    history.
-    """
+    """Consecutive steps that computed one position of a sequence each, without a new block: one line of a history."""
 
     first_step: int
     first_position: int

@@ -122,9 +122,7 @@ class StepLogWriter:
         self.close()
 
     def _write_all(self, data: bytes) -> None:
-        """Write all data: an unbuffered write may be partial (on a disk that fills up); the rest follows, or
-        OSError.
-        """
+        """Write all data: an unbuffered write may be partial (a disk that fills up); the rest follows, or OSError."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._stream.write(rest) :]

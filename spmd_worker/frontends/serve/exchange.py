@@ -97,9 +97,7 @@ class RequestExchange:
         return output
 
     def close(self, request: OpenRequest) -> None:
-        """Close a request whose response has ended, complete or not: the engine aborts the rest. Its capacity remains
-        reserved.
-        """
+        """Close a request whose response has ended, complete or not: the engine aborts the rest. Keeps its capacity."""
         with self._changed:
             del self._open[request]
             self._given_up.append(request)

@@ -194,9 +194,7 @@ def sample_of(entry: dict[str, Any]) -> Sample:
 
 
 def logprobs_by_position(logprobs: Any) -> list[Any] | None:
-    """Log-probabilities per position: plain rows have a list; chat has it under "content"; completions have parallel
-    lists.
-    """
+    """Log-probabilities per position: a list in plain rows; under "content" in chat; parallel lists in completions."""
     if not isinstance(logprobs, dict):
         return logprobs if isinstance(logprobs, list) else None
     content = logprobs.get("content")

@@ -242,9 +242,7 @@ def _narrow_piece(piece: str) -> str:
 
 
 def _pieces(pattern: str) -> Iterator[str]:
-    """Escapes, classes, and single characters. Raises SchemaProblem for a piece that the engine interprets
-    differently.
-    """
+    """Escapes, classes, and single characters. Raises SchemaProblem for a piece with another meaning in the engine."""
     place, was_quantifier = 0, False
     while place < len(pattern):
         quantifier = _QUANTIFIER.match(pattern, place)

@@ -60,9 +60,7 @@ class Allocator:
         return self._cache.find_prefix(self._findable(sequence))
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
-        """Number of the transfer that brings the blocks after `prefix`, started if needed; None if there is none to
-        wait for.
-        """
+        """Transfer that brings the blocks after `prefix`, started if needed; None if there is none to wait for."""
         if not sequence.request.sampling.reads_prefix_cache:
             return None
         return self._cache.load_prefix(prefix, self._findable(sequence), sequence.num_tokens)

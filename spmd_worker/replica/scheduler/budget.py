@@ -7,8 +7,8 @@ from spmd_worker.replica.sequence.sequence import Sequence
 from spmd_worker.replica.sequence.structured_outputs import MAX_GRAMMAR_BYTES
 
 MOST_FORM_BYTES: Final = MAX_GRAMMAR_BYTES
-"""Compile budget of a step (`compile_bytes`): as much as the largest grammar counts, so each grammar fits into some
-step. At most 64 are compiled in a step.
+"""Compile budget of a step (`compile_bytes`): the maximum of a single grammar, so each fits into some step. At most 64
+are compiled in a step.
 """
 
 

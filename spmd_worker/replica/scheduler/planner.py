@@ -220,9 +220,7 @@ class Planner:
         return sequence.num_computed_tokens == num_full and not sequence.begins_form
 
     def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
-        """A sequence that computes exactly its given ids continues, if its table only grows; a copied block needs a
-        delta.
-        """
+        """A sequence that computes just its given ids continues if its table only grows; a copy needs a delta."""
         num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
         is_all = num_tokens == sequence.num_uncomputed_tokens
         if is_all and not budget.may_sample(sequence):

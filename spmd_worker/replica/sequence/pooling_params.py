@@ -172,9 +172,7 @@ def cosine(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def similarity(name: str, x: Sequence[float], y: Sequence[float]) -> float:
-    """Similarity of two vectors, by a `PoolingConfig.similarity`; a distance is negated, so that more means
-    more alike.
-    """
+    """Similarity of two vectors, by a `PoolingConfig.similarity`; a distance is negated: more is more alike."""
     if name == "cosine":
         return cosine(x, y)
     if name == "dot":

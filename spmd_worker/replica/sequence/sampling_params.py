@@ -211,7 +211,7 @@ class SamplingParams(_Freezable):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the argmax is taken and no random number is sampled."""
+        """Whether the argmax is selected and no random number is sampled."""
         return self.temperature <= GREEDY_TEMPERATURE
 
     @property

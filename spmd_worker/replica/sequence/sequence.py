@@ -150,9 +150,7 @@ class SequenceGroup:
         insort(self.sequences, sequence, key=_sample_index)
 
     def place_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
-        """Set the entries of positions from `first` on. A recomputed prompt reports positions again, which
-        overwrite.
-        """
+        """Set the entries of positions from `first` on; a recomputed prompt overwrites them."""
         self.prompt_logprobs[first : first + len(entries)] = entries
 
 

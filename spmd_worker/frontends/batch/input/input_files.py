@@ -1,8 +1,9 @@
 """Files of `job.input`, each as a stream of bytes or rows.
 
--                          standard input; a FIFO and /dev/stdin work alike: read once, by the job rows.jsonl
-a file, plain or compressed, by its suffix (.gz, .zst) parts/*.jsonl.gz           all files that match, in the order of
-their names rows.parquet               a row group at a time, each of its rows as a line of JSON
+-                          standard input; a FIFO and /dev/stdin work alike: read once, by the job
+rows.jsonl                 a file, plain or compressed, by its suffix (.gz, .zst)
+parts/*.jsonl.gz           all files that match, in the order of their names
+rows.parquet               a row group at a time, each of its rows as a line of JSON
 """
 
 import glob
@@ -48,9 +49,7 @@ _VALUE_BYTES: Final = 16
 
 
 def is_stream(name: str) -> bool:
-    """Whether `job.input` can be read only once: standard input, or a FIFO. A file redirected to standard input is a
-    file.
-    """
+    """Whether `job.input` can be read only once: standard input, or a FIFO; not a file redirected to it."""
     if name == STANDARD_INPUT:
         return True
     try:
@@ -72,9 +71,7 @@ def open_stream(name: str) -> BinaryIO:
 
 
 def _open_standard_input() -> BinaryIO:
-    """A separate file object: the interpreter closes `sys.stdin` when it ends, and aborts while a thread still waits in
-    it.
-    """
+    """A separate file object: the interpreter closes `sys.stdin` at its end, and aborts if a thread waits in it."""
     if sys.stdin is None:
         raise ConfigError(
             f"job.input={STANDARD_INPUT}, and standard input is closed: give it rows, as by '< rows.jsonl'"

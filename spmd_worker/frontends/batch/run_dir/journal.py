@@ -35,9 +35,7 @@ _READ_BYTES: Final = 1 << 20
 
 
 class JournalRecord(NamedTuple):
-    """A row that is done. `key` is that of its input line, `checksum` of its output line at [offset, offset +
-    length).
-    """
+    """A row that is done. `key` is its input line's, `checksum` its output line's, at [offset, offset + length)."""
 
     row: int
     key: int
@@ -281,9 +279,7 @@ class RowJournal:
         self._cut(lines_end, end)
 
     def _warn_of_lost(self, end: int, size: int) -> None:
-        """Log valid records after a torn tail: a killed job leaves a torn tail, only a disk fault leaves records after
-        it.
-        """
+        """Log valid records after a torn tail: a killed job leaves only the tail, records after it are a disk fault."""
         behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
         lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
         if lost:

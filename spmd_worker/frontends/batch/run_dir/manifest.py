@@ -105,9 +105,7 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
 
 
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, which claims the journal for this job: another's must be durably removed before. Raises
-    OSError.
-    """
+    """Write the manifest, which claims the journal: another job's must be durably removed before. Raises OSError."""
     write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _checksum(manifest)})
 
 

@@ -78,9 +78,7 @@ class Encoder:
         self._base: _Base | None = None
 
     def encode(self, message: StepMessage) -> bytes:
-        """The bytes of the run's next message. Raises MessageError, with its state unchanged, for values outside the
-        layout.
-        """
+        """Bytes of the run's next message. Raises MessageError, without a change, for values outside the layout."""
         base = self._base if self._base is not None and self._base.next_step == message.step else None
         writer = ByteWriter()
         _write_head(writer, message, base)
@@ -100,7 +98,7 @@ class Decoder:
         self._base: _Base | None = None
 
     def decode(self, data: bytes) -> StepMessage:
-        """The next message. Raises MessageError, with its state unchanged, unless these are exactly its bytes."""
+        """The next message. Raises MessageError, without a change, unless these are exactly its bytes."""
         reader = ByteReader(data, _checked_end(data))
         step, base, has_masks = self._read_head(reader)
         digest = reader.blob()

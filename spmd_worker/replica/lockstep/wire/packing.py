@@ -76,9 +76,7 @@ class ByteWriter:
             self.dense(values)
 
     def dense(self, values: Sequence[int]) -> None:
-        """Integers at the width of the widest, one byte at least: the reader can check their number against
-        the bytes.
-        """
+        """Integers at the width of the widest, at least a byte each: the reader can check their number."""
         if not values:
             return
         array = _as_array(values) if len(values) > _MAX_SHORT else None
@@ -108,9 +106,7 @@ class ByteWriter:
 
 
 class ByteReader:
-    """Reads the output of a ByteWriter. Every method raises MessageError for bytes that do not hold the requested
-    value.
-    """
+    """Reads the output of a ByteWriter. Every method raises MessageError for bytes without the requested value."""
 
     __slots__ = ("_data", "_end", "_position")
 
