@@ -19,7 +19,7 @@ read.
 
 _LEAST: Final = 1e-13
 _MOST: Final = 1e5
-"""Between these a number of 5 to 9 digits is an integer divided by one of the powers, and none is halfway between two
+"""Range in which a number of 5 to 9 digits is an integer divided by one of the powers, and none is halfway between two
 float32.
 """
 

@@ -13,7 +13,7 @@ from typing import Final
 from spmd_worker.base.metrics.step_stats import StepStats
 
 NEARLY_FULL: Final = 0.9
-"""From this share of the device blocks in use on, the cache counts as nearly full."""
+"""Share of the device blocks in use from which the cache counts as nearly full."""
 
 
 @dataclass(frozen=True, slots=True)

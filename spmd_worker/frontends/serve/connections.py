@@ -36,7 +36,7 @@ class Connections:
         self._loop = asyncio.get_running_loop()
         self._open: dict[HttpConnection, None] = {}
         self._idle: dict[HttpConnection, None] = {}
-        """In the order in which they became idle."""
+        """Idle connections, in the order in which they became idle."""
         self._joining: set[asyncio.Task[object]] = set()
         self._is_listening = False
         self._has_stopped = False

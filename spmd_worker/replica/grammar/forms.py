@@ -14,7 +14,7 @@ from spmd_worker.replica.grammar.exact_schema import SchemaProblem, exact_schema
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
 DEFAULT_WHITESPACE: Final = r"[ \t\n\r]{1,32}"
-"""Between the parts of a JSON answer. Unbounded, a model that repeats spaces would never end."""
+"""Whitespace between the parts of a JSON answer. Unbounded, a model that repeats spaces would never end."""
 
 _NO_FORCING: Final = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
 """An additional, unreferenced grammar: the forcing option of one applies to all. Where only one text can follow, the

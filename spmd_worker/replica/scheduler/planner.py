@@ -22,7 +22,7 @@ LEAST_PROMPT_SHARE: Final = 64
 """Least share of prompt tokens of a step: a smaller one would cost a pass over the weights for few tokens."""
 
 PROMPT_ROUNDS: Final = 4
-"""With several steps in flight, the prompts at hand are spread over this many steps for each of them."""
+"""Steps per step in flight over which the prompts at hand are spread, if several are in flight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ NON_FINITE: Final = -1
 """Replaces the id of a sequence whose logits are not finite: it ends there, without an id."""
 
 FORM_FAILED: Final = -2
-"""Like `NON_FINITE`, for a sequence whose grammar allows no token, or exceeds the limits of its engine."""
+"""Replaces the id of a sequence whose grammar allows no token, or exceeds its engine's limits: like `NON_FINITE`."""
 
 
 NOT_READ: Final = -3

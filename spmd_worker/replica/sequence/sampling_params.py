@@ -17,7 +17,7 @@ from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, I
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_TEMPERATURE: Final = 1e-5
-"""At or below this temperature sampling is greedy: dividing by less would overflow float32 logits."""
+"""Maximum temperature of greedy sampling: dividing by less would overflow float32 logits."""
 
 MAX_LOGPROBS: Final = 64
 """Most alternatives that `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""

@@ -41,7 +41,7 @@ _GROUP_BYTES: Final = 64 << 20
 _INDEX_NAME: Final = re.compile(r"__index_level_[0-9]+__")
 """Column name of an unnamed pandas index."""
 _MOST_WHOLE: Final = 2**53
-"""Up to here a float represents a single integer."""
+"""Integers up to this are unique as floats."""
 _NO_UTF8: Final = b"\xff"
 """A line that its parser rejects as not UTF-8."""
 _VALUE_BYTES: Final = 16

@@ -24,10 +24,10 @@ _MAX_VARINT_BITS: Final = 65
 
 _CONSTANT: Final = 16
 _MAX_SHORT: Final = 16
-"""Up to this many integers are written one by one: an array costs more."""
+"""Most integers written one by one: an array costs more."""
 
 _MAX_BASE: Final = 2**62
-"""Beyond this a column uses 8 bytes a value, so that the least value plus an offset fits 64 bits."""
+"""Maximum base of a narrow column: beyond it values have 8 bytes, so that the base plus an offset fits 64 bits."""
 
 _DTYPES: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("<u1"),
