@@ -85,6 +85,7 @@ class Frame:
 
     @classmethod
     def of(cls, steps: list[StepStats], totals: Totals, max_columns: int) -> "Frame":
+        """Frame of at least one step."""
         return cls(steps, make_columns(steps, max_columns), totals)
 
     @property
