@@ -63,10 +63,10 @@ class Planner:
     token would arrive for a sequence that is gone. All others can, whatever is in flight: stages execute steps in
     order, so a later step reads what has been written.
 
-    One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is already on
-    the device; unless it may be known already to end with that token, or its next sample depends on the token's value.
-    If it does end with it, what the step samples for it is dropped. Where the blocks do not suffice, no sequence goes
-    ahead: once the ids are applied every sequence can be preempted.
+    One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is on the device
+    that needs it; unless it may be known already to end with that token, or its next sample depends on the token's
+    value. If it does end with it, what the step samples for it is dropped. Where the blocks do not suffice, no sequence
+    goes ahead: once the ids are applied every sequence can be preempted.
     """
 
     def __init__(

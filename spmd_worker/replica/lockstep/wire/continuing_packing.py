@@ -47,7 +47,7 @@ def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sample
 def read_continuing(
     reader: ByteReader, last_keys: Keys, sampled: SampledIds
 ) -> tuple[Keys, tuple[int, ...], tuple[int, ...], tuple[tuple[int, BlockId], ...]]:
-    """Keys, appended ids, their numbers per sequence, new blocks: the inverse of `write_continuing`."""
+    """Keys, appended ids, numbers per sequence, new blocks: inverse of `write_continuing` with its arguments."""
     flags = reader.byte()
     if flags not in (0, _IS_SELECTION, _IS_SELECTION + _ARE_SAMPLED):
         raise MessageError(f"unknown flags {flags:#x} of continuing sequences")

@@ -17,7 +17,7 @@ here. Values of one type are written together, column by column; one value is a 
                                 another value (absent where no field has a default); then a column of each of these
                                 fields and of each field without a default
 
-No values have no bytes. Equal values have equal bytes and different values different ones, bit for bit in floats. A
+Zero values take zero bytes. Equal values have equal bytes and different values different ones, bit for bit in floats. A
 reader checks numbers of values against the bytes: where `is_dense`, each value takes one at least.
 """
 
