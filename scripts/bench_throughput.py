@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         watch = StepWatch()
         engine.executor.collective_rpc(watch.instrument)
         # The prefix cache would answer what the first pass computed.
-        engine.reset_prefix_cache()
+        engine.changes.reset_prefix_cache()
         before = engine.times.phases()
         split = run_rows(engine, watch) if is_first else engine.follow_round()
         phases = [after - earlier for after, earlier in zip(engine.times.phases(), before, strict=True)]

@@ -14,7 +14,7 @@ OFFERED = {
     "TextPrompt": "spmd_worker.compat.prompts",
     "TokensPrompt": "spmd_worker.compat.prompts",
     "PromptsRefusedError": "spmd_worker.base.errors",
-    "WorkerEventError": "spmd_worker.engine.worker_events",
+    "WorkerEventError": "spmd_worker.base.errors",
     "SamplingParams": "spmd_worker.replica.sequence.sampling_params",
     "RequestOutputKind": "spmd_worker.replica.sequence.sampling_params",
     "StructuredOutputsParams": "spmd_worker.replica.sequence.structured_outputs",

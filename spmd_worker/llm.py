@@ -60,7 +60,7 @@ def _in_one_thread(
 ) -> Callable[
     [Callable[Concatenate["LLM", _Arguments], _Prepared]], Callable[Concatenate["LLM", _Arguments], _Prepared]
 ]:
-    """For methods that no two threads are in at a time (`OneCaller.inside`)."""
+    """For methods that no two threads are in at a time (`CallGuard.inside`)."""
 
     def guarded(
         method: Callable[Concatenate["LLM", _Arguments], _Prepared],
@@ -115,7 +115,7 @@ class LLM:
     def _open(self) -> None:
         # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
         # process when it takes them down with the interpreter.
-        self._release = weakref.finalize(self.llm_engine, self.llm_engine.release, is_closed=False)
+        self._release = weakref.finalize(self.llm_engine, self.llm_engine.life.release, is_closed=False)
         replicas = open_replicas(self.llm_engine)
         self._turns = Turns(self.llm_engine, replicas)
         self._prompt_calls = PromptCalls(self.llm_engine, replicas, self._turns)
@@ -411,7 +411,7 @@ class LLM:
         again.
         """
         with self.llm_engine.calls.inside("turns", is_alone=True):
-            self.llm_engine.check_open()
+            self.llm_engine.life.check_open()
             with self._turns.block():
                 yield
 
@@ -508,10 +508,10 @@ class LLM:
         why; the LLM is as it was before.
         """
         engine = self.llm_engine
-        engine.check_open()
+        engine.life.check_open()
 
         def prepare() -> tuple[str, Any, bool]:
-            engine.complete_weights()
+            engine.changes.complete_weights()
             return name, payload, reset_prefix_cache
 
         self._agree("worker_event", prepare)
@@ -563,8 +563,8 @@ class LLM:
         transformers has as buffers (`e_score_correction_bias`; `beta` and `eps` of Apertus) may be left out, as a
         trainer's `named_parameters()` does: they stay as they are, and are taken where they come.
         """
-        self.llm_engine.check_open()
-        self.llm_engine.weight_updates.hold(is_partial=partial)
+        self.llm_engine.life.check_open()
+        self.llm_engine.changes.weights.hold(is_partial=partial)
 
     @_in_one_thread()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]] | None, *, source: int | None = None) -> None:
@@ -578,7 +578,7 @@ class LLM:
         misshapen, sharded or, unless the LLM has `allow_nonfinite`, not finite, which is not written; TypeError for
         what is not a name and a tensor.
         """
-        self.llm_engine.check_open()
+        self.llm_engine.life.check_open()
         if source is not None:
             tensors = broadcast_weights(self.llm_engine, self._turns, tensors, source)
         elif tensors is None:
@@ -594,11 +594,11 @@ class LLM:
         embedding it is tied to, and RanksDisagreeError that names a weight of which ranks were given different tensors;
         load it again then.
         """
-        engine, updates = self.llm_engine, self.llm_engine.weight_updates
-        engine.check_open()
+        engine, updates = self.llm_engine, self.llm_engine.changes.weights
+        engine.life.check_open()
 
         def prepare() -> None:
-            engine.commit_weights(is_partial=updates.release())
+            engine.changes.commit_weights(is_partial=updates.release())
 
         self._turns.check_outside("finish_weight_update")
         agree_to_compute(engine, "finish_weight_update", prepare, {}, lambda _: None)
@@ -609,7 +609,7 @@ class LLM:
         one, and `finish_weight_update`. After an exception inside, which the other ranks hear of at the end of their
         block, all weights have to be loaded before anything is computed.
         """
-        updates = self.llm_engine.weight_updates
+        updates = self.llm_engine.changes.weights
         updates.check_not_held()
         try:
             self.start_weight_update(partial=partial)
@@ -646,11 +646,11 @@ class LLM:
         Raises ValueError for another level or mode, RuntimeError while requests are unanswered, saying how many, and
         MissingWeightsError where some weights were loaded and others not, which level 2 drops; nothing sleeps then.
         """
-        self.llm_engine.check_open()
+        self.llm_engine.life.check_open()
 
         def prepare() -> int:
-            self.llm_engine.check_idle_or_asleep()
-            self.llm_engine.weight_updates.check_not_held()
+            self.llm_engine.requests.check_idle_or_asleep()
+            self.llm_engine.changes.weights.check_not_held()
             check_mode(mode)
             return checked_level(level)
 
@@ -669,11 +669,11 @@ class LLM:
         Raises ValueError for other tags, and WorkerEventError where a rank has too little memory, naming the rank and
         the bytes; all ranks are as they were before and can try again.
         """
-        self.llm_engine.check_open()
+        self.llm_engine.life.check_open()
 
         def prepare() -> list[str]:
-            self.llm_engine.check_idle_or_asleep()
-            self.llm_engine.weight_updates.check_not_held()
+            self.llm_engine.requests.check_idle_or_asleep()
+            self.llm_engine.changes.weights.check_not_held()
             return checked_tags(tags)
 
         self.llm_engine.wake_up(self._agree("wake_up", prepare))
@@ -705,10 +705,10 @@ class LLM:
         that cannot run here; the LLM is as it was before. What fails later closes it.
         """
         engine = self.llm_engine
-        engine.check_open()
+        engine.life.check_open()
 
         def prepare() -> ParallelConfig:
-            engine.check_idle()
+            engine.requests.check_idle()
             return replace(
                 engine.config.parallel,
                 tensor_parallel_size=tensor_parallel_size,

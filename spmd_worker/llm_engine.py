@@ -2,19 +2,27 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from spmd_worker.base.names import explain_keywords, hint
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.compat.methods import ENGINE_ABSENT
+from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, take_pooling
+from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
+from spmd_worker.executor.executor import Executor
+from spmd_worker.replica.sequence.events import Event
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
@@ -51,7 +59,7 @@ class LLMEngine(Engine):
         the engine.
         """
         engine = start_engine(read_run(run_config(vars(engine_args))), engine_class=cls)
-        weakref.finalize(engine, engine.release, is_closed=False)
+        weakref.finalize(engine, engine.life.release, is_closed=False)
         return engine
 
     if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
@@ -60,7 +68,7 @@ class LLMEngine(Engine):
             """For names that are not here only."""
             raise AttributeError(f"LLMEngine has no attribute {name!r}{hint(name, dir(self), ENGINE_ABSENT)}")
 
-    def add_request(  # type: ignore[override]  # vLLM's arguments, before those of a request without a name
+    def add_request(
         self,
         request_id: str | Sequence[int],
         prompt: Prompt | SamplingParams,
@@ -110,7 +118,7 @@ class LLMEngine(Engine):
                 raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
             number = self._add(encoded, params, encoded.text if prompt_text is None else prompt_text)
             if arrival_time is not None:
-                self._request_times.arrived(number, float(arrival_time))
+                self.requests.times.arrived(number, float(arrival_time))
             self._numbers[request_id], self._names[number] = number, request_id
         return request_id
 
@@ -121,14 +129,14 @@ class LLMEngine(Engine):
                 "SamplingParams"
             )
         with self.calls.lock:
-            number = super().add_request(token_ids, sampling, custom_id=custom_id, index=index)
+            number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index)
             self._watch(number, sampling, None)
         return number
 
     def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams, text: str | None) -> RequestId:
         if isinstance(params, PoolingParams):
             return self._add_pooled(encoded, params, text)
-        number = super().add_request(encoded.token_ids, encoded.salted(params), prompt=text)
+        number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text)
         self._watch(number, params, text)
         return number
 
@@ -140,8 +148,8 @@ class LLMEngine(Engine):
         assert config is not None, "of a run that pools"
         assert encoded.pooling is not None, "as it was taken"
         token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
-        self.check_request(token_ids, sampling, encoded.pooling)
-        return self.admit_request(token_ids, sampling, prompt=text, pooling=encoded.pooling)
+        self.requests.check(token_ids, sampling, encoded.pooling)
+        return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling)
 
     def _watch(self, number: RequestId, params: SamplingParams, text: str | None) -> None:
         """Where outputs are wanted before the request has ended."""
@@ -158,7 +166,7 @@ class LLMEngine(Engine):
         is_one = isinstance(request_ids, str | bytes | bytearray) or not isinstance(request_ids, Iterable)
         given: Any = [request_ids] if is_one else request_ids
         numbers = [number for each in given for number in self._numbers_of(each)]
-        super().abort_request(numbers)
+        self.requests.abort(numbers)
 
     def _numbers_of(self, request_id: Any) -> list[RequestId]:
         named = self._numbers.get(request_id) if isinstance(request_id, str) else None
@@ -180,7 +188,7 @@ class LLMEngine(Engine):
             outputs = [self._finished(output) for output in super()._outputs_of(ended)]
             for number, partial in list(self._partials.items()):
                 group = self.scheduler.queues.groups.get(number)
-                output = partial.partial(group, self.request_metrics(group)) if group is not None else None
+                output = partial.partial(group, self.requests.metrics(group)) if group is not None else None
                 if output is not None:
                     output.request_id = self._names.get(number, output.request_id)
                     outputs.append(output)
@@ -204,12 +212,62 @@ class LLMEngine(Engine):
         with another `follow`. Raises RuntimeError while requests are unanswered, saying how many.
         """
         with self.calls.inside("close_followers", is_alone=True):
-            self.check_idle_or_asleep()
+            self.requests.check_idle_or_asleep()
             self.end_round()
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that were added and have not ended."""
-        return self.num_unfinished
+        return self.requests.num_unfinished
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Tasks of rows: "generate", or of a model that pools those it does (`PoolingConfig.tasks`)."""
+        pooling = self.limits.pooling
+        return ("generate",) if pooling is None else pooling.tasks
+
+    def get_tokenizer(self) -> Any:
+        """As `LLM.get_tokenizer`."""
+        return self._script_tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """As `LLM.get_metrics`."""
+        return engine_metrics(self.scheduler)
+
+    @property
+    def model_executor(self) -> Executor:
+        """The executor. Where its worker is in this process,
+        `model_executor.driver_worker.model_runner.model.load_weights(pairs)` takes new weights.
+        """
+        return self.executor
+
+    @cached_property
+    def model_config(self) -> EngineModelConfig:
+        """The model and the limits of this engine."""
+        return EngineModelConfig(self.resolved, getattr(torch, self.resolved.dtype))
+
+    @cached_property
+    def _script_tokenizer(self) -> Any:
+        return script_tokenizer(self.need_tokenizer(), self.resolved.model_folder)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `Changes.reset_prefix_cache`; returns True. The host tier is reset with or without `reset_connector`."""
+        self.changes.reset_prefix_cache(reset_running_requests)
+        return True
+
+    def set_weight_version(self, version: int) -> None:
+        """As `LLM.set_weight_version`."""
+        self.changes.set_weight_version(version)
+
+    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
+        """As `Changes.worker_event`."""
+        return self.changes.worker_event(name, payload, then, self.run_step)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """As `LLM.sleep`."""
+        self.changes.sleep(level, mode, self.run_step)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        self.changes.wake_up(tags, self.run_step)
 
     def is_sleeping(self) -> bool:
         """Whether anything sleeps."""
@@ -221,6 +279,10 @@ class LLMEngine(Engine):
     def reset_encoder_cache(self) -> None:
         """Nothing, as `reset_mm_cache`."""
 
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """As `LLM.apply_model`."""
+        return self.changes.apply_model(func)
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -230,7 +292,7 @@ class LLMEngine(Engine):
     ) -> list[Any]:
         """As `LLM.collective_rpc`."""
         with self.calls.inside("collective_rpc"):
-            self.check_not_closed()
+            self.life.check_not_closed()
             return self.executor.collective_rpc(method, timeout, args, kwargs)
 
 

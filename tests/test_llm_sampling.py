@@ -154,7 +154,7 @@ def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew(
         llm.reinitialize_distributed()
         drawn = [tokens(run(each, PROMPTS[0], SAMPLED)) for each in (llm, other)]
         assert drawn[0] == drawn[1]
-        llm.llm_engine.num_calls -= 1
+        llm.llm_engine.requests.num_calls -= 1
         assert tokens(run(llm, PROMPTS[0], SAMPLED)) == drawn[0], "negative control"
 
 
@@ -162,7 +162,7 @@ def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew(
 def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
     """Negative control: so it once was, and a trainer saw one rollout for ever."""
     first, second = (tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) for _ in range(2))
-    llm.llm_engine.num_calls -= 1
+    llm.llm_engine.requests.num_calls -= 1
     assert tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) == second != first
 
 

@@ -87,7 +87,7 @@ def _time_steps(llm: LLM, kind: str, num_rows: int, num_steps: int) -> tuple[flo
         engine.step()
         seconds.append(time.perf_counter() - start)
     num_tokens = engine.counters.num_output_tokens - num_tokens
-    if engine.num_unfinished != num_rows:
+    if engine.get_num_unfinished_requests() != num_rows:
         raise SystemExit("rows ended while they were measured: ask for fewer --steps, or a longer model.max_model_len")
     engine.abort_request(numbers)
     while engine.has_unfinished_requests():

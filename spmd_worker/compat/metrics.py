@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,13 @@ class Gauge(Metric):
     """Goes up and down."""
 
 
-def engine_metrics(
-    counters: SchedulerCounters, num_running: int, num_waiting: int, num_used_blocks: int, num_blocks: int
-) -> list[Metric]:
-    """What happened since the engine's start, and how full it is now."""
+def engine_metrics(scheduler: Scheduler) -> list[Metric]:
+    """Counts since the engine's start, and how full it is now."""
+    counters, cache = scheduler.counters, scheduler.cache
     return [
-        Gauge("vllm:num_requests_running", num_running),
-        Gauge("vllm:num_requests_waiting", num_waiting),
-        Gauge("vllm:kv_cache_usage_perc", num_used_blocks / num_blocks if num_blocks else 0.0),
+        Gauge("vllm:num_requests_running", len(scheduler.running)),
+        Gauge("vllm:num_requests_waiting", scheduler.queues.num_waiting),
+        Gauge("vllm:kv_cache_usage_perc", cache.num_used_blocks / cache.num_blocks if cache.num_blocks else 0.0),
         Counter("vllm:num_preemptions", counters.num_preemptions),
         Counter("vllm:prefix_cache_hits", counters.num_cached_prompt_tokens),
         Counter("vllm:prompt_tokens", counters.num_prompt_tokens),

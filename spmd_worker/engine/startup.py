@@ -23,8 +23,15 @@ from spmd_worker.base.errors import ConfigError, RankFailedError
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
+from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.version import code_fingerprint
+from spmd_worker.engine.call_guard import CallGuard
+from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.life import Life
+from spmd_worker.engine.pipeline import StepPipeline
+from spmd_worker.engine.requests import Requests
+from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.ranks.communicator import single_group
@@ -99,21 +106,21 @@ def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
     Every rank of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for a layout
     that cannot run here, with everything as it was; any later failure is for good.
     """
-    engine.check_idle()
+    engine.requests.check_idle()
     executor, watchdog = engine.executor, engine.watchdog
     assert watchdog is not None, "an engine that was started has one"
     resolved = resolve_again(engine.resolved, parallel)
     check_cache_setting(resolved)
     executor.check_layout(resolved.layout)
-    engine.retire()
+    engine.life.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
     restarted = _start_together(resolved, executor, watchdog, set_up, type(engine))
     # Replicas have counted by themselves.
-    counts = (engine.num_requests, engine.num_unnamed)
+    counts = (engine.requests.num_requests, engine.requests.num_unnamed)
     num_requests, num_unnamed = (
         -least for least in restarted.engine_channel.minimum(tuple(-count for count in counts))
     )
-    restarted.continue_from(num_requests, engine.num_calls, num_unnamed)
+    restarted.requests.continue_from(num_requests, engine.requests.num_calls, num_unnamed)
     return restarted
 
 
@@ -169,7 +176,43 @@ def _start(
         executor.shutdown()
         raise
     watchdog.heartbeat.enter(BETWEEN_STEPS)
-    return engine_class(resolved, resolved.tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+    return new_engine(resolved, executor, channel, engine_channel, lockstep, scheduler, watchdog, engine_class)
+
+
+def new_engine(
+    resolved: ResolvedRun,
+    executor: Executor,
+    channel: ControlChannel,
+    engine_channel: ControlChannel,
+    lockstep: Lockstep,
+    scheduler: Scheduler,
+    watchdog: Watchdog | None,
+    engine_class: type[_Engine],
+) -> _Engine:
+    """An engine of parts that have started: no rank is waited for."""
+    times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
+    life = Life(executor, lockstep, (channel, engine_channel), watchdog, times.heartbeat)
+    calls = CallGuard()
+    requests = Requests(resolved, calls, life)
+    weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
+    changes = Changes(executor, lockstep, channel, engine_channel, calls, life, requests, weights)
+    parallel = resolved.config.parallel
+    pipeline = StepPipeline(executor, channel, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    return engine_class(
+        resolved,
+        executor,
+        channel,
+        engine_channel,
+        lockstep,
+        scheduler,
+        pipeline,
+        watchdog,
+        times,
+        calls,
+        life,
+        requests,
+        changes,
+    )
 
 
 def _check_gpus(engine_channel: ControlChannel, executor: Executor) -> None:

@@ -10,7 +10,7 @@ from forked_child import in_child
 
 from spmd_worker.base.config.schema import ParallelConfig
 from spmd_worker.base.liveness.heartbeat import Heartbeat
-from spmd_worker.engine import engine
+from spmd_worker.engine.life import Life
 from spmd_worker.ranks import shared_memory
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.groups import ParallelGroups
@@ -35,8 +35,8 @@ class Written:
 def test_what_an_engine_has_is_given_back_by_its_own_process_only():
     """The finalizer of `LLM` ran in a forked process that ended by sys.exit, and ended the parent's workers."""
     calls = Written()
-    executor, channel = SimpleNamespace(shutdown=calls.add), SimpleNamespace(close=calls.add)
-    release = partial(engine._release, Heartbeat(), (channel,), executor, None, os.getpid())
+    executor = SimpleNamespace(shutdown=calls.add, register_failure_callback=lambda callback: None)
+    release = Life(executor, SimpleNamespace(close=calls.add), (), None, Heartbeat()).release
     assert in_child(partial(release, is_closed=False)) == 0
     assert in_child(release) == 0
     assert calls.count == 0

@@ -82,7 +82,7 @@ UNEVENLY = """
             said += ["are not answered yet" in str(error)]
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
-        said += [tokens(prompts, drawn), tokens(prompts), llm.llm_engine.num_requests]
+        said += [tokens(prompts, drawn), tokens(prompts), llm.llm_engine.requests.num_requests]
     os.write(1, f"{said}\\n".encode())
     """
 
@@ -174,7 +174,7 @@ def test_unanswered_requests_are_counted_and_refused_and_then_answered():
         # Requests go on being numbered, because their numbers name their randomness.
         assert llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=1)) == 2
         with pytest.raises(RuntimeError, match="this LLM was closed"):
-            engine.check_open()
+            engine.life.check_open()
 
 
 @pytest.mark.control("reinitialize_distributed: empty caches, same answers")

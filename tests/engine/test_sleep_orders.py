@@ -24,7 +24,7 @@ from test_weight_updates import GREEDY, MODEL, NORM, PROMPTS, answers, in_words,
 from torch import Tensor
 
 from spmd_worker import LLM
-from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.life import Life
 from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.model.weights.weight_update import WeightUpdate
 
@@ -358,8 +358,8 @@ def commit_untold(self: WeightUpdates, *, is_partial: bool) -> None:
 
 NOTHING: dict[str, tuple[type, str, Any]] = {
     "coverage": (WeightUpdate, "missing", lambda self, names: []),
-    "closed": (Engine, "check_not_closed", lambda self: None),
-    "asleep": (Engine, "check_awake", lambda self: None),
+    "closed": (Life, "check_not_closed", lambda self: None),
+    "asleep": (Life, "check_awake", lambda self: None),
     "held": (WeightUpdates, "check_not_held", lambda self: None),
     "dropped": (WeightUpdate, "require_all", lambda self: None),
     "the commit is told": (WeightUpdates, "commit", commit_untold),

@@ -23,6 +23,9 @@ from forked_child import in_child
 from test_weight_updates import open_llm
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.engine.call_guard import CallGuard
+from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.requests import Requests
 
 PROMPTS = [f"add {number} {7 * number % 10} =" for number in range(24)]
 LIMIT_S = 60.0
@@ -150,7 +153,7 @@ def added_while_a_step_takes_events(llm: LLM, lock: Any, until: Callable[[thread
     engine.calls.lock = lock
     thread = threading.Thread(target=lambda: answered.extend(engine.step()))
     engine.add_request([3, 4], params(0))
-    engine._events = Interrupted(engine._events, lambda: (thread.start(), until(thread)))
+    engine.calls.events = Interrupted(engine.calls.events, lambda: (thread.start(), until(thread)))
     engine.add_request([7, 8], params(1))
     thread.join(LIMIT_S)
     for _ in range(20):
@@ -171,15 +174,15 @@ def test_without_the_lock_it_would_be(llm: LLM):
 
 
 @contextmanager
-def between_bytecodes(code: CodeType, place: int, act: Callable[[], object]) -> Iterator[Callable[[], bool]]:
-    """Before the bytecode of `code` with the number `place`, of those that this thread runs in the block, comes `act`.
+def between_bytecodes(codes: list[CodeType], place: int, act: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+    """Before the bytecode of `codes` with the number `place`, of those that this thread runs in the block, comes `act`.
     What is given tells whether it came.
     """
     at = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal at
-        if frame.f_code is not code:
+        if frame.f_code not in codes:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -210,7 +213,7 @@ def numbers_added_amid_an_admission(llm: LLM, lock: Any, until: Callable[[thread
             until(thread)
 
         numbers.append(engine.add_request([3, 4], params(0)))
-        with between_bytecodes(type(engine)._apply_event.__code__, place, add) as has_come:
+        with between_bytecodes([Requests.count.__code__], place, add) as has_come:
             engine.step()
         if has_come():
             thread.join(LIMIT_S)
@@ -248,7 +251,7 @@ def test_an_abort_between_any_two_bytecodes_of_a_step_is_not_lost(llm: LLM):
     for place in count(1):
         number = engine.add_request([3, 4], replace(params(0), max_tokens=12))
         abort = partial(engine.abort_request, str(number))
-        with between_bytecodes(type(engine)._run_step.__code__, place, abort) as has_come:
+        with between_bytecodes([Engine._run_step.__code__, CallGuard.take.__code__], place, abort) as has_come:
             outputs = engine.step()
         if not has_come():
             break

@@ -155,7 +155,7 @@ def test_a_version_that_comes_with_a_worker_event_is_no_ranks_own_commit(llm: LL
     llm.reset_prefix_cache()
     assert answers(llm) == new
     with pytest.raises(ReplicaDivergedError, match="38 tensors of version 7 on rank 0, none on rank 0"):
-        llm.llm_engine.weight_updates.check_agreed([CommitWeights(7, 38), EndWorkerEvent(1, "")])
+        llm.llm_engine.changes.weights.check_agreed([CommitWeights(7, 38), EndWorkerEvent(1, "")])
 
 
 def test_a_request_that_waits_to_be_admitted_is_answered_by_the_new_weights(llm: LLM, new: Any):

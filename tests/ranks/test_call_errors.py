@@ -76,11 +76,11 @@ def with_source_on_rank_0():
 
 
 def with_call_more_on_rank_1():
-    llm.llm_engine.num_calls += RANK
+    llm.llm_engine.requests.num_calls += RANK
     try:
         return CALLS["good"]()
     finally:
-        llm.llm_engine.num_calls -= RANK
+        llm.llm_engine.requests.num_calls -= RANK
 
 
 def attempt(call):

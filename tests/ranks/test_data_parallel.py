@@ -90,8 +90,8 @@ with new_llm() as llm:
     names = ("taken", "counted", "finished", "over", "beat/0", "beat/1")
     report["keys"] = [name for name in names if shared_store().check([f"{prefix}/round 1/{name}"])]
     # The control: a stream named by the order in which its replica took the prompts.
-    admit_request = engine.admit_request
-    engine.admit_request = lambda *given, index, **named: admit_request(*given, index=None, **named)
+    admit = engine.requests.admit
+    engine.requests.admit = lambda *given, index, **named: admit(*given, index=None, **named)
     report["control"] = generate(llm, job["calls"]["many"])
 
 with new_llm() as first, new_llm() as second:

@@ -18,7 +18,7 @@ import torch
 from stress_seed import SEED
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.changes import Changes
 
 SCRIPT = fuzzed_calls.__file__
 FIRST = int(os.environ.get("SPMD_WORKER_FUZZ_FIRST", str(10_000 * (SEED - 1) + 1000)))
@@ -57,12 +57,12 @@ def test_ten_thousand_sequences(part: int):
 def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Negative control: a check that is gone lets an argument into a step, which ends the engine."""
 
-    def unchecked(engine: Engine, name: str, payload: Any = None, then: Any = ()) -> list[Any]:
-        return engine._run_worker_event(name, payload, list(then))
+    def unchecked(changes: Changes, name: str, payload: Any, then: Any, run_step: Any) -> list[Any]:
+        return changes.run_worker_event(name, payload, list(then), run_step)
 
     # Profiles are written where the process is.
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Engine, "worker_event", unchecked)
+    monkeypatch.setattr(Changes, "worker_event", unchecked)
     poisoned = fuzzed_calls.method("llm_engine.worker_event", ["start_profile", "profile", []])
     monkeypatch.setattr(fuzzed_calls, "CALLS", {"engine.worker_event": poisoned})
     found = fuzzed_calls.fuzz(0, 60)

@@ -221,7 +221,7 @@ def _add(llm: LLM, prompt: list[int]) -> Any:
     config = llm.llm_engine.limits.pooling
     assert config is not None
     params = taken_pooling(PoolingParams(), config)
-    return llm.llm_engine.admit_request(prompt, pooled_sampling(params, config), pooling=params)
+    return llm.llm_engine.requests.admit(prompt, pooled_sampling(params, config), pooling=params)
 
 
 def test_a_run_says_what_it_does_and_refuses_the_rest_by_name() -> None:

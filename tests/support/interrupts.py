@@ -18,19 +18,19 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.liveness import deferred_signals
 from spmd_worker.engine.calls import prompt_calls
 from spmd_worker.engine.data_parallel.round import ReplicaRound
-from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.requests import Requests
 from spmd_worker.replica.lockstep.lockstep import Lockstep
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.worker.runner.model_runner import ModelRunner
 
 POINTS: dict[str, tuple[Any, str]] = {
     "encode": (prompt_calls, "encode_prompt"),
-    "admit": (Engine, "admit_request"),
+    "admit": (Requests, "admit"),
     "schedule": (Scheduler, "schedule"),
     "agree": (Lockstep, "agree"),
     "sample": (ModelRunner, "sample"),
     "apply": (Scheduler, "apply"),
-    "output": (Engine, "_output"),
+    "output": (Requests, "finish"),
 }
 ON_REPLICAS: dict[str, tuple[Any, str]] = {"take": (ReplicaRound, "take")}
 PROMPTS = [[7, 8, 9, 10, 11], [20, 21, 22], [30] * 40, [40, 41], [50, 51, 52, 53], [60, 61, 62], [70]]

@@ -100,15 +100,15 @@ class PromptCalls:
     ) -> list[RequestOutput]:
         engine, replicas = self._engine, self._replicas
         # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
-        engine.check_open()
+        engine.life.check_open()
         if replicas is not None:
             replicas.check_whole()
 
         def prepare() -> _Given:
             # Here, where the other ranks hear of it: even whether a value is true may raise, as of a tensor.
             _check_options(on_error, gather, use_tqdm)
-            engine.check_idle()
-            engine.complete_weights()
+            engine.requests.check_idle()
+            engine.changes.complete_weights()
             encoded, pooling = encode(), engine.limits.pooling
             params = self._params(sampling_params, len(encoded))
             for index, each in enumerate(encoded):
@@ -128,14 +128,14 @@ class PromptCalls:
         if plain_bool(gather) or self._turns.is_open:
             return self._answer_own(call, prepare, on_error)
         given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
-        number = engine.num_calls
+        number = engine.requests.num_calls
         outputs = self._refused(call, given, on_error)
         prompts = [
             RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime, each.pooling)
             for index, (each, sampling) in enumerate(given)
             if index not in outputs
         ]
-        engine.num_calls += 1
+        engine.requests.num_calls += 1
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
         with contextlib.closing(_CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
@@ -188,11 +188,11 @@ class PromptCalls:
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Any, use_tqdm: UseTqdm
     ) -> list[BeamSearchOutput]:
         engine = self._engine
-        engine.check_open()
+        engine.life.check_open()
 
         def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
             _check_options(None, False, use_tqdm)
-            engine.check_idle()
+            engine.requests.check_idle()
             if not isinstance(params, BeamSearchParams):
                 raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
             encoded = self.encode(prompts)
@@ -202,7 +202,7 @@ class PromptCalls:
                     raise ValueError(each.error)
                 if each.cache_salt is not None:
                     raise ValueError("cache_salt is not supported by beam_search: leave it out")
-                engine.check_request(each.token_ids, params.step_params)
+                engine.requests.check(each.token_ids, params.step_params)
             return [each.token_ids for each in encoded], asdict(params)
 
         # In turns each rank has beams of its own.
@@ -258,7 +258,7 @@ class PromptCalls:
                 if each.error is not None:
                     raise ValueError(each.error)
                 each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling))
-                self._engine.check_request(each.token_ids, sampling, each.pooling)
+                self._engine.requests.check(each.token_ids, sampling, each.pooling)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
@@ -298,9 +298,9 @@ class PromptCalls:
     def _scored_regime(self, num_prompt_tokens: int, num_tokens: int, sampling: SamplingParams | None) -> int:
         """The rope regime in which a completion was sampled. Raises ValueError where that cannot be told."""
         if sampling is not None:
-            return self._engine.rope_regime(num_prompt_tokens, sampling)
+            return self._engine.requests.rope_regime(num_prompt_tokens, sampling)
         least, most = (
-            self._engine.rope_regime(num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
+            self._engine.requests.rope_regime(num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
             for max_tokens in (num_tokens, None)
         )
         if least != most:

@@ -61,15 +61,15 @@ def agree_to_compute(
     settings: Mapping[str, Any],
     answer_of: Callable[[_Prepared], Any],
 ) -> tuple[_Prepared, list[Any]]:
-    """`exchange` for a call in which `prepare` commits new weights (`Engine.commit_weights`). Compares these, the
-    number of the call, and `settings`: JSON values that can be read once `prepare` has returned.
+    """As `exchange`, of a call in which `prepare` commits new weights (`Changes.commit_weights`). These are compared,
+    and the number of the call, and `settings`, JSON values that can be read once `prepare` has returned.
 
     Raises RanksDisagreeError, too, naming the weight or the setting that differs and both values.
     """
-    updates = engine.weight_updates
+    updates = engine.changes.weights
 
     def compared() -> dict[str, Any]:
-        return {"new weights": updates.uncompared, "number of the call": engine.num_calls, **settings}
+        return {"new weights": updates.uncompared, "number of the call": engine.requests.num_calls, **settings}
 
     prepared, answers = exchange(engine, call, prepare, lambda own: [compared(), answer_of(own)])
     check_equal("calls", [canonical(given) for given, _ in answers])
@@ -102,7 +102,7 @@ def fail_call(engine: Engine, call: str, error: BaseException) -> None:
 
     # The caller raises its own.
     with suppress(BaseException), deferred_signals():
-        engine.check_open()
+        engine.life.check_open()
         exchange(engine, call, prepare, lambda _: None)
 
 
@@ -135,7 +135,7 @@ def exchange(
         ready = {"call": call, "is_optional": is_optional, "error": error_text(error)}
     heartbeat = engine.times.heartbeat
     heartbeat.enter(f"waiting for the other ranks' {call}")
-    with engine.exchanging(own_error):
+    with engine.life.exchanging(own_error):
         answers = _answers(channel, ready)
         while not is_optional and any(each["is_optional"] for each in answers):
             answers = _answers(channel, ready)
@@ -168,7 +168,7 @@ def _check_digests(
     for index, entries in enumerate(zip(*digests)):
         if len(dict.fromkeys(entries)) > 1:
             own = canonical({f"prompts[{index}]": _as_json(*prompts[index])})
-            with engine.exchanging():
+            with engine.life.exchanging():
                 everyones = engine.engine_channel.gather(own)
             check_equal("prompts", everyones)
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])

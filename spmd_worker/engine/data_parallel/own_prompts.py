@@ -33,7 +33,7 @@ _Prepare = Callable[[], Sequence["OwnPrompt"] | None]
 
 @dataclass(frozen=True, slots=True)
 class OwnPrompt:
-    """Fields that the other ranks need of a prompt that `Engine.check_request` accepted."""
+    """What the other ranks need of a prompt that `Requests.check` found nothing wrong with."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -103,8 +103,8 @@ class Turns:
 
     def _leave(self) -> None:
         while not self._is_over:
-            # This rank joins the steps of the others' prompts.
-            have_all_left, _ = self._take_turn(self._engine.complete_weights)
+            # This rank takes part in the steps of the others' prompts.
+            have_all_left, _ = self._take_turn(self._engine.changes.complete_weights)
             self._is_over = have_all_left
 
     def _fail(self, error: BaseException) -> None:
@@ -131,7 +131,7 @@ def _ask(engine: Engine, replicas: Replicas | None, call: str, prepare: _Prepare
     by_rank = [_decode(payload) for payload in answers] if answers else [own]
     if all(prompts is None for prompts in by_rank):
         return True, []
-    number, size = engine.num_calls, engine.engine_channel.size
+    number, size = engine.requests.num_calls, engine.engine_channel.size
     prompts = [
         RoundPrompt(
             number, place * size + rank, None, prompt.token_ids, prompt.sampling, prompt.rope_regime, prompt.pooling
@@ -139,7 +139,7 @@ def _ask(engine: Engine, replicas: Replicas | None, call: str, prepare: _Prepare
         for rank, brought in enumerate(by_rank)
         for place, prompt in enumerate(brought or ())
     ]
-    engine.num_calls += 1
+    engine.requests.num_calls += 1
     answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
     outputs = answer(prompts, lambda num_answered: None) if prompts else {}
     rank = engine.engine_channel.rank

@@ -26,8 +26,8 @@ OnAnswered = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class RoundPrompt:
-    """A prompt that `Engine.check_request` accepted. `index` in the list of call number `call` names its random
-    stream, and its output.
+    """A prompt that `Requests.check` found nothing wrong with. `index` in the list of call number `call` names
+    its randomness, and its output.
     """
 
     call: int
@@ -82,7 +82,7 @@ def answer_together(
         # Last check: a replica may have had no work.
         interruption.look()
     shared: dict[int, RequestOutput] = {}
-    with engine.exchanging():
+    with engine.life.exchanging():
         payloads = engine.engine_channel.collect(_pack(interruption.own_text, outputs))
     replicas.forget_round()
     answers = [_unpack(payload) for payload in payloads]
@@ -180,7 +180,7 @@ class _Run:
 
     def add(self, prompt: RoundPrompt) -> None:
         """Queue a prompt for the next step."""
-        number = self._engine.admit_request(
+        number = self._engine.requests.admit(
             prompt.token_ids,
             prompt.sampling,
             prompt=prompt.text,

@@ -50,7 +50,7 @@ class Replicas:
         except BaseException as error:
             self._has_failed = True
             round_.fail(_failure_text(engine, error))
-            engine.tell(error)
+            engine.life.report(error)
             raise
 
     def forget_round(self) -> None:

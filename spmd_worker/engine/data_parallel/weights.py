@@ -60,7 +60,7 @@ def _hand_on(engine: Engine, own: Iterator[Pair] | None, source: int) -> Pair | 
     """Send or receive the next pair; None after the last."""
     pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
     channel = engine.engine_channel
-    with engine.exchanging():
+    with engine.life.exchanging():
         payload = json.dumps(header).encode() if own is not None else None
         header = json.loads(channel.broadcast(payload, source))
         if "name" in header:

@@ -97,11 +97,14 @@ def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
 
 
 def _of_workers(engine: Engine) -> dict[str, Any]:
+    executor = engine.executor
+    has_pipeline = engine.config.parallel.pipeline_parallel_size > 1
+    has_experts = any(layer.experts is not None for layer in engine.resolved.model_config.layers)
     return {
-        "peak_memory_bytes": engine.executor.peak_memory_bytes(),
-        "stages": engine.stage_times(),
-        "expert_loads": engine.expert_loads(),
-        "thread_waits": [waits for waits in engine.thread_waits() if waits],
+        "peak_memory_bytes": executor.peak_memory_bytes(),
+        "stages": executor.collective_rpc("get_stage_times") if has_pipeline else [],
+        "expert_loads": executor.collective_rpc("get_expert_loads") if has_experts else [],
+        "thread_waits": [waits for waits in executor.collective_rpc("get_thread_waits") if waits],
         "computed_s": engine.times.execute_s,
     }
 

@@ -58,7 +58,7 @@ class RowRunner:
         )
         if isinstance(encoded, RowError):
             return error_result(encoded)
-        request_id = engine.admit_request(
+        request_id = engine.requests.admit(
             encoded.prompt_token_ids,
             encoded.sampling,
             prompt=encoded.prompt,

@@ -19,7 +19,7 @@ def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
     config = engine.limits.pooling
     assert config is not None, "what was encoded is pooled here"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
-    return [engine.admit_request(ids, sampling, index=index, pooling=params) for ids, params in encoded.texts]
+    return [engine.requests.admit(ids, sampling, index=index, pooling=params) for ids, params in encoded.texts]
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ wait for steps with a timeout.
 import logging
 import time
 
+from spmd_worker.compat.metrics import engine_metrics
 from spmd_worker.engine.between_steps import patience_s
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
@@ -75,7 +76,7 @@ class EngineLoop:
             self._admit(request)
         numbers = [number for request in closed for number in self._numbers.get(request, ())]
         if numbers:
-            self._engine.abort_request(numbers)
+            self._engine.requests.abort(numbers)
         return must_look
 
     def _admit(self, request: OpenRequest) -> None:
@@ -85,7 +86,7 @@ class EngineLoop:
             self._requests |= dict.fromkeys(self._numbers[request], request)
             return
         try:
-            number = self._engine.admit_request(
+            number = self._engine.requests.admit(
                 row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
             )
         except ValueError as error:
@@ -130,7 +131,7 @@ class EngineLoop:
         if not self._exchange.has_failed:
             logger.warning("%d requests are not answered: %s", len(self._requests), reason)
             self._exchange.fail(reason)
-            self._engine.abort_request(list(self._requests))
+            self._engine.requests.abort(list(self._requests))
 
     def _publish(self) -> None:
-        self._exchange.metrics = self._engine.get_metrics()
+        self._exchange.metrics = engine_metrics(self._engine.scheduler)

@@ -30,18 +30,18 @@ from pathlib import Path
 from replica_parts import give_every_replica_a_part
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.base.config.compose import compose_run
-from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.requests import Requests
 from spmd_worker.ranks.environment import read_rank_environment
 
 conf, jobs = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-admit_request = Engine.admit_request
+admit = Requests.admit
 
 def named_by_order(self, *given, custom_id, index, **named):
-    return admit_request(self, *given, **named)
+    return admit(self, *given, **named)
 
 give_every_replica_a_part(int(sys.argv[3]))
 for name, overrides in jobs.items():
-    Engine.admit_request = named_by_order if name == "control" else admit_request
+    Requests.admit = named_by_order if name == "control" else admit
     run_job(compose_run(conf, overrides), read_rank_environment())
 """
 

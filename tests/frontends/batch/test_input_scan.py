@@ -21,7 +21,7 @@ from waiting import wait_until
 import spmd_worker.frontends.batch.job as job_module
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.requests import Requests
 from spmd_worker.frontends.batch.input import stream_lines
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_scan import InputScan
@@ -144,20 +144,20 @@ def test_a_run_that_goes_on_reads_no_row_before_the_input_is_known_to_be_the_sam
     monkeypatch.setattr(InputScan, "_scan", lambda self: (may_end.wait(), scan(self))[1])
     monkeypatch.setattr(job_module, "_SCAN_S", 0.01)
     sleep, admitted = job_module.time.sleep, []
-    admit = Engine.admit_request
+    admit = Requests.admit
 
     def pause(seconds: float) -> None:
         assert not admitted
         may_end.set()
         sleep(seconds)
 
-    def admit_request(self: Engine, *given: Any, **named: Any) -> Any:
+    def noting(self: Requests, *given: Any, **named: Any) -> Any:
         admitted.append(named["index"])
         may_end.set()
         return admit(self, *given, **named)
 
     monkeypatch.setattr(job_module.time, "sleep", pause)
-    monkeypatch.setattr(Engine, "admit_request", admit_request)
+    monkeypatch.setattr(Requests, "admit", noting)
     config = replace(config, job=replace(config.job, resume=resume))
     if resume == "force":
         run(config)

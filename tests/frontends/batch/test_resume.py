@@ -28,6 +28,7 @@ from spmd_worker.base.config.schema import (
 )
 from spmd_worker.base.errors import ConfigError, JobError
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.requests import Requests
 from spmd_worker.frontends.batch import job_rows
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobInput
@@ -119,13 +120,13 @@ def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
     config = ended_job(tmp_path, num_rows)
     assert not (tmp_path / "out.jsonl").exists()
     asked: list[str | None] = []
-    admit_request = Engine.admit_request
+    admit = Requests.admit
 
-    def noting(engine: Engine, *arguments: Any, **named: Any) -> Any:
+    def noting(requests: Requests, *arguments: Any, **named: Any) -> Any:
         asked.append(named["custom_id"])
-        return admit_request(engine, *arguments, **named)
+        return admit(requests, *arguments, **named)
 
-    monkeypatch.setattr(Engine, "admit_request", noting)
+    monkeypatch.setattr(Requests, "admit", noting)
     metrics = run(config)
     output, expected = whole
     assert (tmp_path / "out.jsonl").read_bytes() == output

@@ -352,7 +352,7 @@ def test_the_count_sees_a_server_that_does_not_abort(
     client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
 ):
     """Negative control."""
-    monkeypatch.setattr(server.engine, "abort_request", lambda numbers: None)
+    monkeypatch.setattr(server.engine.requests, "abort", lambda numbers: None)
     before, after = used_blocks_after_a_client_left(client, server, is_streamed=True)
     assert after >= before > 0
     wait_until(lambda: server.num_used_blocks == 0)

@@ -20,6 +20,7 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ReplicaDivergedError
+from spmd_worker.engine import startup
 from spmd_worker.engine.engine import Engine
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
@@ -272,7 +273,8 @@ def new_engine(
         model=ModelOptions(str(MODEL), max_model_len=64), executor=ExecutorConfig(digest_every=digest_every)
     )
     lockstep = Lockstep(channel, digest_every)
-    return Engine(resolve_run(config, "cpu"), None, MadeUpExecutor(delays), control, lockstep, WatchedScheduler())
+    resolved, executor = resolve_run(config, "cpu"), MadeUpExecutor(delays)
+    return startup.new_engine(resolved, executor, control, control, lockstep, WatchedScheduler(), None, Engine)
 
 
 def run_rank(engine: Engine) -> Engine:
@@ -282,7 +284,7 @@ def run_rank(engine: Engine) -> Engine:
         return engine
     for number in range(12):
         prompt = tuple(range(10 * (number % 3) + 1, 10 * (number % 3) + 14))
-        engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.requests.add(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()
     engine.close_followers()

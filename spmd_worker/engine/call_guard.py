@@ -1,9 +1,8 @@
-"""Which call an engine is in, and in which thread: one thread at a time drives it, and others may leave requests.
+"""One thread at a time drives an engine; other threads queue events for its next step.
 
 A step reads and writes what no lock guards, and the ranks of an engine make the same calls in the same order, which
-threads would draw by lot. So a call from another thread is refused while one is running. Requests and aborts are only
-queued for the next step: they may come from any thread while an engine steps, and `lock` is held where they are queued
-and where a step takes them.
+threads would draw by lot. So a call from another thread is an error while one is running. Requests and aborts may come
+from any thread while an engine steps: `lock` is held where they are queued and where a step takes them.
 """
 
 import threading
@@ -11,14 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
+from spmd_worker.replica.sequence.events import CommitWeights, Event, ResetPrefixCache
 
 
-class OneCaller:
-    """Of one engine. A thread that is in a call may make others."""
+class CallGuard:
+    """Calls of one engine, and the events that this rank raises with its next step; only rank 0's count. A thread that
+    is in a call may make others.
+    """
 
     def __init__(self) -> None:
         # A finalizer or a signal's handler may abort a request in the thread that queues one.
         self.lock = threading.RLock()
+        self.events: list[Event] = []
         self._thread: threading.Thread | None = None
         self._call, self._is_alone, self._depth = "", False, 0
 
@@ -44,13 +47,38 @@ class OneCaller:
 
     @contextmanager
     def queueing(self, call: str) -> Iterator[None]:
-        """A block in which this thread queues something for the next step, with `lock` held. Raises RuntimeError while
-        another thread is in a call that is alone: it answers what it was given, or needs an engine without requests.
+        """A block in which this thread queues requests or aborts, with `lock` held. Raises RuntimeError while another
+        thread is in a call that is alone: it answers what it was given, or needs an engine without requests.
         """
         with self.lock:
             if self._is_alone:
                 self._check(call)
             yield
+
+    def queue(self, event: Event) -> None:
+        """Queue an event behind the others."""
+        with self.lock:
+            self.events.append(event)
+
+    def queue_reset(self) -> None:
+        """Queue a reset of the prefix cache, unless the last event is one."""
+        with self.lock:
+            if not (self.events and isinstance(self.events[-1], ResetPrefixCache)):
+                self.events.append(ResetPrefixCache())
+
+    def queue_commit(self, event: CommitWeights) -> None:
+        """Queue a commit in the place of an earlier one, before the requests that wait to be admitted."""
+        with self.lock:
+            for earlier in [each for each in self.events if isinstance(each, CommitWeights)]:
+                self.events.remove(earlier)
+            self.events.insert(0, event)
+
+    def take(self) -> list[Event]:
+        """All events that are queued, for the step that begins."""
+        with self.lock:
+            # What a finalizer or a signal's handler adds in this thread meanwhile is in one of the two.
+            taken, self.events = self.events, []
+            return taken
 
     def _check(self, call: str) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -1,0 +1,207 @@
+"""The life of an engine on this rank: its state, the transitions between states, the errors they give, and the end."""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Final
+
+from spmd_worker.base.errors import AbortedError, RankFailedError
+from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.executor.executor import Executor
+from spmd_worker.ranks.transport.channel import ControlChannel
+from spmd_worker.replica.lockstep.lockstep import Lockstep
+
+
+class State(Enum):
+    """States of an engine. CLOSED is the last one; only `Life.close` leaves RETIRED and FAILED."""
+
+    OPEN = "between two steps"
+    ASLEEP = "between two steps, with weights or cache asleep: OPEN of an executor that sleeps"
+    ROUND_OVER = "between two steps: the leader has ended the round that this rank follows"
+    IN_STEP = "in a step; an exception that leaves one here has failed the engine"
+    FAILED = "failed in a step or in an exchange: scheduler and devices of the ranks differ for good"
+    RETIRED = "closed; executor and watchdog belong to the engine that goes on with them"
+    CLOSED = "closed"
+
+
+_BETWEEN_STEPS: Final = (State.IN_STEP, State.FAILED, State.RETIRED, State.CLOSED)
+_NEXT: Final = {
+    State.OPEN: _BETWEEN_STEPS,
+    State.ROUND_OVER: (State.OPEN, *_BETWEEN_STEPS),
+    State.IN_STEP: (State.OPEN, State.ROUND_OVER, State.FAILED, State.CLOSED),
+    State.FAILED: (State.CLOSED,),
+    State.RETIRED: (State.CLOSED,),
+    State.CLOSED: (),
+}
+"""Transitions. ASLEEP is no state of its own here: workers fall asleep and wake up within a step."""
+
+_ERRORS: Final = {
+    State.ASLEEP: "this LLM is asleep ({tags}): call wake_up() before anything is computed",
+    State.FAILED: "an earlier step failed halfway: close this LLM and make a new one",
+    State.CLOSED: "this LLM was closed: make a new one",
+}
+
+
+class Life:
+    """One engine's, without a reference to it: a finalizer releases what a forgotten engine had."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        lockstep: Lockstep,
+        channels: Iterable[ControlChannel],
+        watchdog: Watchdog | None,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._executor, self._lockstep = executor, lockstep
+        self._channels: tuple[Lockstep | ControlChannel, ...] = (lockstep, *channels)
+        self._watchdog, self._heartbeat = watchdog, heartbeat
+        self._state = self._after_step = State.OPEN
+        self._owner = os.getpid()
+        # The executor must not hold the engine: the memory of a forgotten engine is free at once.
+        self._executor_has_failed = threading.Event()
+        executor.register_failure_callback(self._executor_has_failed.set)
+
+    @property
+    def state(self) -> State:
+        """The state now."""
+        return State.ASLEEP if self._state is State.OPEN and self._executor.is_sleeping else self._state
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine takes no more calls."""
+        return self._state in (State.CLOSED, State.RETIRED)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the engine will be closed when the step ends that it is in."""
+        return self._after_step is State.CLOSED
+
+    @property
+    def has_round_ended(self) -> bool:
+        """Whether a rank that follows has nothing more to follow."""
+        return self.is_closed or self._state is State.ROUND_OVER
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the engine was made in this process; a forked one has a copy of all this."""
+        return os.getpid() == self._owner
+
+    def check_not_closed(self) -> None:
+        """Raise RuntimeError for an engine that was closed."""
+        if self.is_closed:
+            raise RuntimeError(_ERRORS[State.CLOSED])
+
+    def check_not_failed(self) -> None:
+        """Raise RuntimeError after a step or an exchange that failed, and what the executor says of a worker that ended
+        between two steps, which would be missed in the next.
+        """
+        has_failed = self._state in (State.IN_STEP, State.FAILED)
+        if self._executor_has_failed.is_set() and not has_failed:
+            self._executor.check_health()
+        if has_failed:
+            raise RuntimeError(_ERRORS[State.FAILED])
+
+    def check_open(self) -> None:
+        """Raise RuntimeError for an engine that was closed, or failed in a step or between two."""
+        self.check_not_closed()
+        self.check_not_failed()
+
+    def check_awake(self) -> None:
+        """Raise RuntimeError for an engine of which something sleeps."""
+        if self._executor.is_sleeping:
+            raise RuntimeError(_ERRORS[State.ASLEEP].format(tags=" and ".join(self._executor.sleeping_tags)))
+
+    def begin_step(self) -> None:
+        """A step begins. Call `check_not_failed` before."""
+        self._enter(State.IN_STEP)
+        self._after_step = State.OPEN
+
+    def set_after_step(self, state: State) -> None:
+        """The step that the engine is in leads to CLOSED or ROUND_OVER."""
+        self._after_step = state
+
+    def end_step(self) -> None:
+        """The step has ended well."""
+        # A function of the host that is called in a step may close the engine.
+        if not self.is_closed:
+            self._enter(self._after_step)
+        self._heartbeat.enter(BETWEEN_STEPS)
+
+    def begin_round(self) -> None:
+        """Forget the end of the last round, and of a `follow` that was interrupted in its last step."""
+        if self._state is State.ROUND_OVER:
+            self._enter(State.OPEN)
+
+    def explain(self, error: Exception) -> BaseException:
+        """Report an error in a step, or in an exchange of all ranks, to the other ranks. Returns what to raise: where
+        another rank is the cause, an error that names it. The engine has failed.
+        """
+        self._fail()
+        known: Exception = error
+        if self._watchdog is not None and not isinstance(error, AbortedError):
+            self._watchdog.fail(error)
+            cause = self._watchdog.find_cause(error)
+            known = RankFailedError(cause) if cause is not None else error
+        return self._lockstep.explain(known)
+
+    @contextmanager
+    def exchanging(self, earlier: BaseException | None = None) -> Iterator[None]:
+        """Around what all ranks send each other outside a step. An error there is raised as `explain` has it, from an
+        `earlier` one of this rank where there is one; after it, and after Ctrl-C, nothing can be answered any more:
+        what comes next from the others is not what this rank's next call would wait for.
+        """
+        try:
+            yield
+        except Exception as error:
+            raise self.explain(error) from (earlier or error)
+        except BaseException:
+            self._fail()
+            raise
+
+    def report(self, error: BaseException) -> None:
+        """Report an error outside a step to the ranks of this replica, which wait for the next one."""
+        if self._state not in (State.IN_STEP, State.FAILED):
+            self._lockstep.explain(error)
+
+    def retire(self) -> None:
+        """Close, and leave executor and watchdog to the engine that goes on with them."""
+        self._enter(State.RETIRED)
+        self._close_channels()
+
+    def close(self) -> None:
+        """Close, and release what the engine has. Idempotent."""
+        if self._state is not State.CLOSED:
+            self._enter(State.CLOSED)
+        self.release()
+
+    def release(self, *, is_closed: bool = True) -> None:
+        """Give back memory and groups. Idempotent. `is_closed` false: the interpreter ends, or nobody holds the engine
+        any more. Does nothing in a forked process: what it gave back would be its parent's.
+        """
+        if not self.is_of_this_process:
+            return
+        self._heartbeat.enter(CLOSING)
+        if self._watchdog is not None and not is_closed:
+            self._watchdog.leave_unclosed()
+        self._close_channels()
+        try:
+            self._executor.shutdown()
+        finally:
+            if self._watchdog is not None and not self._watchdog.watched.exits:
+                self._watchdog.stop()
+
+    def _enter(self, state: State) -> None:
+        assert state in _NEXT[self._state], (self._state, state)
+        self._state = state
+
+    def _fail(self) -> None:
+        if not self.is_closed and self._state is not State.FAILED:
+            self._enter(State.FAILED)
+
+    def _close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
