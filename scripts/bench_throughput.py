@@ -198,21 +198,25 @@ class StepWatch:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
         from spmd_worker.worker.runner import model_runner
 
-        runner, self._kernels, self._layers = worker.model_runner, worker._operations.kernels, cached_layers(worker)
+        runner, self._kernels, self._layers = (
+            worker.model_runner,
+            worker.loaded.operations.kernels,
+            cached_layers(worker),
+        )
         self._block_size = worker.get_kv_cache_spec().block_size
         # All layers in one call have no parts to time.
-        worker._model.model.joined_layers = None
+        worker.loaded.model.model.joined_layers = None
         kernels, backend = None, None
-        for module in worker._model.modules():
+        for module in worker.loaded.model.modules():
             if hasattr(module, "_kernels"):
                 kernels = kernels or _TimedKernels(module._kernels, self)
                 module._kernels = kernels
             if hasattr(module, "_backend"):
                 backend = backend or _Timed(module._backend, self, "attention")
                 module._backend = backend
-        worker._model.forward = self._within_model(worker._model.forward)
-        worker._model.compute_logits = self._within_model(worker._model.compute_logits)
-        worker._model.argmax_logits = self._within_model(worker._model.argmax_logits)
+        worker.loaded.model.forward = self._within_model(worker.loaded.model.forward)
+        worker.loaded.model.compute_logits = self._within_model(worker.loaded.model.compute_logits)
+        worker.loaded.model.argmax_logits = self._within_model(worker.loaded.model.argmax_logits)
         if runner.sampler is not None:
             runner.sampler.launch = self._within_model(self.timed("sample", runner.sampler.launch))
             largest = self.timed("sample", runner.sampler.launch_argmax)

@@ -5,7 +5,6 @@ the engine has no requests when it goes to sleep, and takes none before all is a
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -16,23 +15,12 @@ from torch import Tensor
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.replica.sequence.sleep_tags import KV_CACHE, TAGS, WEIGHTS, checked_level, checked_tags
+from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.device import give_back_freed
+from spmd_worker.worker.runner.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheMemory:
-    """The caches of a worker, and what makes and drops them: bytes on its device; bytes of host memory that `allocate`
-    takes, of which CUDA takes none before a block moves there; and those that are taken now.
-    """
-
-    num_device_bytes: int
-    num_host_bytes: int
-    held_host_bytes: Callable[[], int]
-    allocate: Callable[[], None]
-    release: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +41,23 @@ class WakingUp:
 
 
 class WorkerSleep:
-    """Of a worker whose model and cache are there. `num_local_ranks` share the memory of this machine."""
+    """Handler of the two events, of a worker whose model and cache are there. `num_local_ranks` share the memory of
+    this machine.
+    """
 
     def __init__(
         self,
         model: DecoderForCausalLM,
         weights: WeightMemory,
-        cache: CacheMemory,
+        cache: WorkerCaches,
         device: torch.device,
         num_local_ranks: int,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.tags: tuple[str, ...] = ()
         """What sleeps."""
         self._model, self._weights, self._cache = model, weights, cache
-        self._device, self._num_local_ranks = device, num_local_ranks
+        self._device, self._num_local_ranks, self._graphs = device, num_local_ranks, graphs
 
     def check_weights_awake(self) -> None:
         """Raise RuntimeError while the weights sleep."""
@@ -79,11 +70,13 @@ class WorkerSleep:
         return GoingToSleep(level, self._weights.copy_to_host() if leaves else None)
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
-        """Give memory back. Returns bytes by tag."""
+        """Give memory back. Returns bytes by tag. Graphs go: what wakes up is elsewhere in the device's memory."""
         started = perf_counter()
+        if self._graphs is not None:
+            self._graphs.forget()
         given = dict.fromkeys(TAGS, 0)
         if KV_CACHE not in self.tags:
-            given[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes()
+            given[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes
             self._cache.release()
         update = self._model.weight_update
         if staged.level == 2 or staged.host_weights is not None:

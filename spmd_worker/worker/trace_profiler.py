@@ -1,4 +1,6 @@
-"""A rank's torch profiler: on between two worker events, then one trace file, which Perfetto opens."""
+"""A rank's torch profiler: on between the worker events `start_profile` and `stop_profile`, then one trace file, which
+Perfetto opens.
+"""
 
 import logging
 import os
@@ -13,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class TraceProfiler:
-    """`prepare_start` and `prepare_stop` refuse, and change nothing; `start` and `stop` act. In turn."""
+    """Handler of the two events, which come in turn."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._path = Path()
         self._profile: profile | None = None
 
-    def prepare_start(self, folder: str) -> Path:
+    def prepare_start_profile(self, folder: str) -> Path:
         """Where the trace will go. Raises RuntimeError while one is made, OSError where no file can be written."""
         if self._profile is not None:
             raise RuntimeError(f"a profile is being made already, for {self._path}: call stop_profile first")
@@ -33,22 +35,22 @@ class TraceProfiler:
             raise PermissionError(f"{path} cannot be written")
         return path
 
-    def start(self, path: Path) -> None:
+    def commit_start_profile(self, path: Path) -> None:
         """Record from now on."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._path, self._profile = path, profile(activities=activities)
         self._profile.start()
 
-    def prepare_stop(self) -> None:
+    def prepare_stop_profile(self, payload: None) -> None:
         """Raises RuntimeError where no profile is being made."""
         if self._profile is None:
             raise RuntimeError("no profile is being made: call start_profile first")
 
-    def stop(self) -> str:
+    def commit_stop_profile(self, staged: None) -> str:
         """Write the trace and return its path. A trace that cannot be written is an error in the log, and of no rank's
         work: the steps are none the worse for it.
         """
-        assert self._profile is not None, "prepare_stop comes first"
+        assert self._profile is not None, "prepare_stop_profile comes first"
         recorded, self._profile = self._profile, None
         recorded.stop()
         try:

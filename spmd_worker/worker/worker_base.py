@@ -6,7 +6,7 @@ nothing, `sample_tokens`, or, where a step is launched before the one before it 
 `read_step`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last.
 Names follow vLLM's. Imports no torch when it runs, so that a process can learn its environment before torch reads it.
 
-A worker event NAME is up to three methods of the worker, its own or an extension's:
+A worker event NAME is up to three methods of the worker, its own or an extension's, or of its `event_handlers`:
 
     prepare_NAME(payload) -> staged    may raise, which refuses the event on every rank. Reads files, allocates, checks;
                                        steps go on before it is committed, so nothing that a step uses may change.
@@ -21,7 +21,7 @@ None of them may use a collective: a rank that refuses would leave the others wa
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.metrics.stage_times import StageClock
@@ -97,15 +97,24 @@ class WorkerBase(ABC):
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """Choose the tokens of the last `execute_model`."""
 
+    event_handler_classes: ClassVar[tuple[type, ...]] = ()
+    """Classes of the other `event_handlers`, with whose events an extension's must not collide."""
+
+    @property
+    def event_handlers(self) -> tuple[object, ...]:
+        """Objects with methods of worker events, the worker first: where several have one, the first is asked."""
+        return (self,)
+
     def prepare_event(self, name: str, payload: Any) -> str:
         """Prepare worker event `name`. Returns "" or why this rank refuses it; `end_event` follows in both cases."""
         assert self._prepared is None, self._prepared
         self._prepared = (name, None)
-        for method in (f"prepare_{name}", f"commit_{name}"):
-            if not callable(getattr(self, method, None)):
-                return f"{type(self).__name__} has no method {method}, which worker event {name!r} needs"
+        prepare, commit = self._event_method("prepare", name), self._event_method("commit", name)
+        if prepare is None or commit is None:
+            method = f"{'prepare' if prepare is None else 'commit'}_{name}"
+            return f"{type(self).__name__} has no method {method}, which worker event {name!r} needs"
         try:
-            self._prepared = (name, getattr(self, f"prepare_{name}")(payload))
+            self._prepared = (name, prepare(payload))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return f"{type(error).__name__}: {error}"
         return ""
@@ -114,10 +123,12 @@ class WorkerBase(ABC):
         """Commit what was prepared, or undo it. Returns what the commit returned."""
         assert self._prepared is not None, "prepare_event comes first"
         (name, staged), self._prepared = self._prepared, None
-        if is_committed:
-            return getattr(self, f"commit_{name}")(staged)
-        undo = getattr(self, f"undo_{name}", None)
-        return undo(staged) if undo is not None else None
+        finish = self._event_method("commit" if is_committed else "undo", name)
+        return None if finish is None else finish(staged)
+
+    def _event_method(self, phase: str, name: str) -> Callable[[Any], Any] | None:
+        found = [getattr(handler, f"{phase}_{name}", None) for handler in self.event_handlers]
+        return next(filter(callable, found), None)
 
     @abstractmethod
     def check_health(self) -> None:

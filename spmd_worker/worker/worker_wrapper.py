@@ -125,7 +125,9 @@ def extend_class(worker_class: type[WorkerBase], extension: type) -> type[Worker
             f"executor.worker_extension_cls: {_name(extension)} has an __init__, which would never run: remove it, and "
             f"let a method that you call set up what you need"
         )
-    _refuse_collisions(worker_class, extension, dir(worker_class))
+    of_handlers = [name for handler in worker_class.event_handler_classes for name in dir(handler)]
+    events = [name for name in of_handlers if name.startswith(("prepare_", "commit_", "undo_"))]
+    _refuse_collisions(worker_class, extension, [*dir(worker_class), *events])
     return type(worker_class.__name__, (worker_class, extension), {"__module__": worker_class.__module__})
 
 

@@ -38,7 +38,7 @@ class WarmWorker(Worker):
     num_warmed_blocks = 0
 
     def compile_or_warm_up_model(self) -> None:
-        self.num_warmed_blocks = self._cache_engine.num_device_blocks
+        self.num_warmed_blocks = self.running.caches.engine.num_device_blocks
 
 
 class GpuWorker(Worker):

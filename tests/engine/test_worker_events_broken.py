@@ -13,8 +13,8 @@ from spmd_worker.worker.worker_base import WorkerBase
 DYING = """
     import os, sys
     from spmd_worker import LLM
-    from spmd_worker.worker.worker import Worker
-    Worker.prepare_start_profile = lambda self, folder: os._exit(0) if self.environment.rank == 1 else folder
+    from spmd_worker.worker.trace_profiler import TraceProfiler
+    TraceProfiler.prepare_start_profile = lambda self, folder: os._exit(0) if os.environ["RANK"] == "1" else folder
     llm = LLM(sys.argv[1], device="cpu", num_blocks=32, timeout_s=30, tensor_parallel_size=2)
     try:
         llm.start_profile(sys.argv[2])

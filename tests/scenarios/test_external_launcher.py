@@ -265,7 +265,7 @@ def values_of(llm: LLM) -> dict[str, torch.Tensor]:
 def blocks_of(llm: LLM) -> tuple[list[int], list[int]]:
     """Device and host blocks: what this rank had room for, and what it has."""
     (local,) = llm.collective_rpc(lambda local: local)
-    cache = local._cache_engine
+    cache = local.running.caches.engine
     room = [local.sizing.num_device_blocks, local.sizing.num_host_blocks]
     return room, [cache.num_device_blocks, cache.num_host_blocks]
 

@@ -40,10 +40,16 @@ class SlowDevice(Worker):
             self.events.append(("launched", plan.step))
         return super().execute_model(plan)
 
-    def _noted(self, result: StepResult) -> StepResult:
-        time.sleep(self.read_s)
-        self.events.append(("read", result.step))
-        return super()._noted(result)
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        super().initialize_cache(num_device_blocks, num_host_blocks)
+        note = self.running.note
+
+        def note_slowly(result: StepResult) -> StepResult:
+            time.sleep(self.read_s)
+            self.events.append(("read", result.step))
+            return note(result)
+
+        self.running.note = note_slowly
 
 
 class StatefulBackend(TorchDevice):

@@ -15,10 +15,13 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ranks import groups
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
-from spmd_worker.worker import worker as worker_module
+from spmd_worker.worker import caches, opened_device, start
 from spmd_worker.worker.backends.choice import new_backend
+from spmd_worker.worker.caches import WorkerCaches
+from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory import device as device_memory
-from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WorkerSleep
+from spmd_worker.worker.opened_device import OpenedDevice
+from spmd_worker.worker.sleep import GoingToSleep, WorkerSleep
 from spmd_worker.worker.worker import Worker
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
@@ -93,8 +96,8 @@ def test_the_process_gets_the_device_for_good_only_where_the_world_is_ours(
     monkeypatch: pytest.MonkeyPatch, is_callers: bool
 ):
     cuda = FakeCuda().install(monkeypatch)
-    monkeypatch.setattr(worker_module, "join_groups", lambda *arguments: cuda.notes.append(f"joined on {cuda.current}"))
-    monkeypatch.setattr(worker_module.dist, "is_initialized", lambda: is_callers)
+    monkeypatch.setattr(opened_device, "join_groups", lambda *arguments: cuda.notes.append(f"joined on {cuda.current}"))
+    monkeypatch.setattr(opened_device.dist, "is_initialized", lambda: is_callers)
     new_worker(num_ranks=2).init_device()
     assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3"]
 
@@ -137,21 +140,21 @@ def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, filters: bool
 ):
     asked = []
-    monkeypatch.setattr(worker_module, "largest_step", lambda *sizes, **keywords: asked.append(keywords) or ())
-    monkeypatch.setattr(worker_module, "longest_chunk", lambda *sizes: ())
-    monkeypatch.setattr(worker_module, "prepared_step", lambda *arguments: None)
-    monkeypatch.setattr(Worker, "_new_cache_engine", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(start, "largest_step", lambda *sizes, **keywords: asked.append(keywords) or ())
+    monkeypatch.setattr(start, "longest_chunk", lambda *sizes: ())
+    monkeypatch.setattr(start, "prepared_step", lambda *arguments: None)
+    monkeypatch.setattr(LoadedModel, "new_cache_engine", lambda *arguments: None)
     worker = new_worker()
-    worker._model, worker.device = SimpleNamespace(), device
-    worker._largest_step()
+    opened = OpenedDevice(worker.resolved, worker.environment, device, None, None)
+    start.prepare_largest_step(LoadedModel(opened, None, None), worker.get_kv_cache_spec())
     assert asked == [{"all_filtered": filters}]
 
 
 def test_in_a_callers_world_the_worker_takes_the_device_that_the_caller_set(monkeypatch: pytest.MonkeyPatch):
     cuda = FakeCuda().install(monkeypatch)
     cuda.current = 5
-    monkeypatch.setattr(worker_module, "join_groups", lambda *arguments: None)
-    monkeypatch.setattr(worker_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(opened_device, "join_groups", lambda *arguments: None)
+    monkeypatch.setattr(opened_device.dist, "is_initialized", lambda: True)
     worker = new_worker(num_ranks=2)
     worker.init_device()
     assert worker.device == torch.device("cuda", 5)
@@ -175,10 +178,10 @@ def test_what_was_freed_goes_back_also_what_was_pinned_once_no_copy_reads_it(mon
     calls.clear()
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(("pinned",)), raising=False)
     worker = new_worker()
-    worker.device, worker._operations = GPU, object()
+    worker.device, worker._loaded = GPU, object()
     worker.shutdown()
     assert calls == expected
-    assert worker._operations is None, "they keep tensors of the last step"
+    assert worker._loaded is None, "attention and kernels keep tensors of the last step"
 
 
 def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_other():
@@ -190,19 +193,19 @@ def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_othe
     memory.move_out([(0, 1)])
     assert memory.num_bytes == 3 * 2 * 4
     for held[0], expected in ((0, 100), (memory.num_bytes, 124)):
-        cache = CacheMemory(100, 0, lambda: held[0], lambda: None, lambda: held.__setitem__(0, 0))
+        cache = WorkerCaches(SimpleNamespace(num_device_blocks=4, num_host_blocks=9, allocate=lambda: None), 25, cuda)
+        cache.engine.num_host_bytes, cache.engine.release = held[0], lambda: None
         sleeper = WorkerSleep(model, SimpleNamespace(is_there=True, num_bytes=7), cache, cuda, 1)
         assert sleeper.commit_sleep(GoingToSleep(1, None)) == {"weights": 0, "kv_cache": expected}
         taken = sleeper.commit_wake_up(sleeper.prepare_wake_up(["weights", "kv_cache"]))
         assert taken["kv_cache"] == 100
 
 
-def test_a_gpu_takes_no_host_memory_at_the_start_and_the_cpu_all_of_it():
+def test_a_gpu_takes_no_host_memory_at_the_start_and_the_cpu_all_of_it(monkeypatch: pytest.MonkeyPatch):
     for device, taken in ((GPU, 0), (torch.device("cpu"), 5)):
-        worker = new_worker()
-        worker.device, worker._num_tier_slots = device, 2
-        worker._cache_engine = SimpleNamespace(num_host_blocks=3, num_device_blocks=4, num_host_bytes=10)
-        worker._tier_engine = SimpleNamespace(num_host_bytes=6)
-        memory, block_bytes = worker._cache_memory(), worker.get_cache_block_size_bytes()
-        assert (memory.num_device_bytes, memory.num_host_bytes) == (4 * block_bytes, taken * block_bytes)
-        assert memory.held_host_bytes() == 16
+        monkeypatch.setattr(caches, "HostTierEngine", lambda engine, num_slots: SimpleNamespace(num_host_bytes=6))
+        engine = SimpleNamespace(num_host_blocks=3, num_device_blocks=4, num_host_bytes=10)
+        memory = WorkerCaches(engine, 100, device)
+        memory.add_tier(2)
+        assert (memory.num_device_bytes, memory.num_host_bytes) == (4 * 100, taken * 100)
+        assert memory.held_host_bytes == 16

@@ -19,10 +19,11 @@ from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.resolved import resolve_run
-from spmd_worker.worker import worker as worker_module
+from spmd_worker.worker import opened_device, start
 from spmd_worker.worker.backends import triton as triton_backend
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.backends.triton import TritonDevice
+from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.triton_worker import TritonWorker
 from spmd_worker.worker.worker import Worker
 
@@ -90,15 +91,15 @@ def test_ranks_add_up_in_their_order_and_say_so(monkeypatch: pytest.MonkeyPatch)
     """NCCL takes its order by the number of tokens: with tensor parallelism a row's bits depended on its neighbours."""
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype="float32")
     alone, pair = single_group(), GroupHandle(ranks=(0, 1), rank=0, group=object())
-    monkeypatch.setattr(worker_module, "choose_device", lambda *arguments, **keywords: torch.device("meta"))
+    monkeypatch.setattr(opened_device, "choose_device", lambda *arguments, **keywords: torch.device("meta"))
     found = []
     for worker_class, num_ranks in ((TritonWorker, 2), (TritonWorker, 1), (Worker, 2)):
         config = RunConfig(model=model, parallel=ParallelConfig(tensor_parallel_size=num_ranks), device="cpu")
         worker = worker_class(resolve_run(config, "cpu"), RankEnvironment(world_size=num_ranks))
         groups = ParallelGroups(worker.layout, pair if num_ranks > 1 else alone, alone, alone, alone)
-        monkeypatch.setattr(worker_module, "join_groups", lambda *arguments, groups=groups: groups)
+        monkeypatch.setattr(opened_device, "join_groups", lambda *arguments, groups=groups: groups)
         worker.init_device()
-        arithmetic = worker.backend.arithmetic(TritonBackend())
+        arithmetic = worker.opened.backend.arithmetic(TritonBackend())
         found.append((worker.groups.tensor.adds_in_order, "sums in the order of ranks" in arithmetic))
     # A group of one adds up nothing. Control: another worker leaves its sums to NCCL.
     assert found == [(True, True), (True, False), (False, False)]
@@ -150,24 +151,27 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
     ):
         model, executor = ModelOptions(path=str(folder), dtype="float32"), ExecutorConfig(enforce_eager=is_eager)
         config = RunConfig(model=model, executor=executor, device="cpu")
-        worker = TritonWorker(resolve_run(config, "cpu"), RankEnvironment(world_size=1))
-        worker.groups = ParallelGroups(worker.layout, tensor, alone, alone, alone)
-        worker.backend = TritonDevice(worker.resolved, torch.device("cpu"))
-        assert worker.backend.can_record(tensor) == can_record, (folder, tensor, is_eager)
+        resolved = resolve_run(config, "cpu")
+        groups = ParallelGroups(resolved.layout, tensor, alone, alone, alone)
+        device, environment = torch.device("cpu"), RankEnvironment(world_size=1)
+        opened = OpenedDevice(resolved, environment, device, TritonDevice(resolved, device), groups)
+        assert opened.backend.can_record(tensor) == can_record, (folder, tensor, is_eager)
         # What graphs hold beside is set aside.
-        monkeypatch.setattr(Worker, "_measure_step", lambda self: MemoryMeasurement(100, 10, 7, 1))
-        assert worker._measure().activation_bytes == 7 * (1 + can_record)
+        monkeypatch.setattr(start, "measure_step", lambda loaded, spec: MemoryMeasurement(100, 10, 7, 1))
+        monkeypatch.setattr(start, "size_rank", lambda resolved, rank, measurement: measurement)
+        measurement = start.measure(SimpleNamespace(opened=opened), None)
+        assert measurement.activation_bytes == 7 * (1 + can_record)
 
 
 def test_the_earlier_name_gives_the_backend_and_says_its_successor(caplog: pytest.LogCaptureFixture):
     resolved = resolve_run(RunConfig(model=ModelOptions(path=str(DEMO), dtype="float32"), device="cpu"), "cpu")
     worker = TritonWorker(resolved, RankEnvironment(world_size=1))
     worker.init_device()
-    assert isinstance(worker.backend, TritonDevice)
+    assert isinstance(worker.opened.backend, TritonDevice)
     TritonWorker(resolved, RankEnvironment(rank=1, world_size=2))
     (said,) = [record.getMessage() for record in caplog.records if "TritonWorker" in record.getMessage()]
     assert "is executor.device_backend=triton now" in said
     # Control: a worker of the default class takes the CPU's.
     plain = Worker(resolved, RankEnvironment(world_size=1))
     plain.init_device()
-    assert not isinstance(plain.backend, TritonDevice)
+    assert not isinstance(plain.opened.backend, TritonDevice)

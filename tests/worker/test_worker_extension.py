@@ -10,6 +10,7 @@ from fake_worker import FakeWorker
 from ranks import REPOSITORY
 
 from spmd_worker.base.errors import ConfigError, PluginError
+from spmd_worker.worker.worker import Worker
 from spmd_worker.worker.worker_wrapper import WorkerWrapper, extend_class, load_plugins
 
 FAKE = "fake_worker.FakeWorker"
@@ -40,6 +41,11 @@ class TakesAnAttribute:
 
 class TakesTwo(TakesAMethod):
     def add(self) -> None: ...
+
+
+class TakesAnEvent:
+    def commit_sleep(self, staged: object) -> None:
+        raise AssertionError("this must never run")
 
 
 class HasAConstructor:
@@ -80,6 +86,11 @@ def test_what_worker_and_extension_both_have_is_refused_with_both_names(extensio
         f"executor.worker_extension_cls: {HERE}.{extension} and fake_worker.FakeWorker both have {names}: "
         f"rename the extension's"
     )
+
+
+def test_an_event_that_a_handler_of_the_worker_has_is_refused_too():
+    with pytest.raises(ConfigError, match=r"TakesAnEvent and .*\.Worker both have commit_sleep"):
+        extend_class(Worker, TakesAnEvent)
 
 
 def test_an_extension_whose_constructor_would_never_run_is_refused():

@@ -216,7 +216,7 @@ def test_profile_is_written_over_no_link(tmp_path: Path, kind: str):
     (tmp_path / "secret").write_bytes(SECRET)
     links(kind, tmp_path / "trace.rank0.json", tmp_path / "secret")
     with pytest.raises(OwnFileError, match=KINDS[kind]):
-        TraceProfiler(0).prepare_start(str(tmp_path))
+        TraceProfiler(0).prepare_start_profile(str(tmp_path))
 
 
 # Damage.

@@ -14,7 +14,7 @@ from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.environment import read_rank_environment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.resolved import resolve_run
-from spmd_worker.worker import worker as worker_module
+from spmd_worker.worker import start
 from spmd_worker.worker.memory import device, host
 from spmd_worker.worker.memory.estimate import activation_bytes
 from spmd_worker.worker.runner import largest_step
@@ -53,7 +53,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(engine.spec.num_layers)
         return largest_step.prepared_step(model, engine, *others)
 
-    monkeypatch.setattr(worker_module, "prepared_step", prepared_step)
+    monkeypatch.setattr(start, "prepared_step", prepared_step)
     return seen
 
 
@@ -68,7 +68,7 @@ def leave(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         total = int((num_bytes + weights) / 0.9) + 2
         return MemoryMeasurement(total, weights, activations, 0, "estimated")
 
-    monkeypatch.setattr(worker_module, "measure_host", measure_host)
+    monkeypatch.setattr(start, "measure_host", measure_host)
 
 
 def test_where_memory_is_plenty_the_estimate_is_enough_and_nothing_runs(
@@ -98,7 +98,7 @@ def test_where_twice_the_estimate_would_cost_a_block_two_layers_of_the_largest_s
 def test_a_given_number_of_blocks_measures_and_runs_nothing(
     new_worker: Callable[..., Worker], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(worker_module, "measure_host", None)
+    monkeypatch.setattr(start, "measure_host", None)
     worker = new_worker(num_blocks=40, swap_space_gib=1.0)
     # A gibibyte of swap space is more than the sequences can use.
     assert worker.determine_num_available_blocks() == (40, NUM_USEFUL)
@@ -120,7 +120,7 @@ def test_the_estimate_bounds_what_the_step_is_seen_to_take(
         seen.append(profile_host(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(worker_module, "profile_host", noting)
+    monkeypatch.setattr(start, "profile_host", noting)
     worker.determine_num_available_blocks()
     assert seen[0].activation_bytes < 2 * estimate() + 8 * MIB
 

@@ -1,0 +1,180 @@
+"""Second stage of a worker's start: this rank's shard of the model, built and filled from the checkpoint."""
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kv_cache.cache_engine import CacheEngine
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
+from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
+from spmd_worker.model.weights.dummy import fill_dummy
+from spmd_worker.model.weights.loader import load_weights, load_whole
+from spmd_worker.ops.sampling.sampler import Sampler
+from spmd_worker.ranks.topology import stage_of
+from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.grammar.step_masks import GrammarMasks
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.worker.backends.backend import Operations
+from spmd_worker.worker.memory import host
+from spmd_worker.worker.memory.device import is_on_any_rank
+from spmd_worker.worker.memory.plan import check_memory
+from spmd_worker.worker.opened_device import OpenedDevice
+from spmd_worker.worker.runner.model_runner import ModelRunner
+from spmd_worker.worker.runner.step_graphs import StepGraphs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights, and what computes it: all that cache engines and runners are made of."""
+
+    opened: OpenedDevice
+    operations: Operations
+    model: DecoderForCausalLM
+
+    def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
+        """A paged cache whose blocks are packed for this model's attention, not allocated yet."""
+        block_shape = self.operations.attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        dtype = getattr(torch, self.opened.resolved.dtype)
+        return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.opened.device)
+
+    def new_runner(
+        self, engine: CacheEngine, clock: StageClock | None = None, graphs: StepGraphs | None = None
+    ) -> ModelRunner:
+        """A runner of this model on a cache. The last stage of a model that generates samples."""
+        resolved, model, sampler, grammars = self.opened.resolved, self.model, None, None
+        model_config, groups = resolved.model_config, self.opened.groups
+        if model.stage.is_last and model.pooler is None:
+            vocab_size, eos_ids = model_config.vocab_size, model_config.eos_token_ids
+            mode, kernels = resolved.config.model.logprobs_mode, self.operations.kernels
+            sampler = Sampler(groups.tensor, model.lm_head.shard.start, vocab_size, eos_ids, mode, kernels)
+            # Reads nothing before the first row that needs it.
+            open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
+            grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
+        block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
+        return ModelRunner(
+            model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs, keeps_state=keeps_state
+        )
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """See `WorkerBase.get_expert_loads`. The lists go on counting."""
+        is_first = self.opened.resolved.layout.tensor_rank(self.opened.environment.rank) == 0
+        return self.model.expert_loads() if is_first else {}
+
+    def forget_expert_loads(self) -> None:
+        """Count from zero on: what was measured or warmed up met experts too."""
+        for counts in self.expert_loads().values():
+            counts[:] = [0] * len(counts)
+
+    def reload_weights(self, folder: Path) -> None:
+        """Load all weights again from the safetensors files of a folder: see `Worker.reload_weights`."""
+        model = self.model
+        with _open_checkpoint(self.opened.resolved, folder, model) as checkpoint:
+            model.weight_update.forget_tied_head()
+            load_whole(
+                model.load_weights,
+                model.checkpoint_shapes,
+                checkpoint,
+                ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
+                tied=model.tied_tensors(),
+            )
+
+
+def load_model(opened: OpenedDevice) -> LoadedModel | None:
+    """Fill this rank's shard; None where weights are quantised and another rank failed, which raises there. Raises
+    ConfigError, before anything is allocated, for weights that no memory here can hold, and CheckpointError before
+    anything is filled when names, shapes or coverage are wrong.
+    """
+    exchanges = opened.resolved.config.model.quantization is not None and opened.groups.tensor.size > 1
+    loaded = _filled_everywhere(opened) if exchanges else _filled_model(opened)
+    if loaded is not None:
+        loaded.model.pack_weights()
+    return loaded
+
+
+def _filled_everywhere(opened: OpenedDevice) -> LoadedModel | None:
+    """The model, where every rank has filled its own: ranks that share rows of a weight exchange what they have of
+    them when it is packed, and one that had failed would be waited for. It raises what went wrong; others get None.
+    """
+    control = opened.groups.control
+    try:
+        loaded = _filled_model(opened)
+    except BaseException:
+        is_on_any_rank(control, True)
+        raise
+    return None if is_on_any_rank(control, False) else loaded
+
+
+def _filled_model(opened: OpenedDevice) -> LoadedModel:
+    """With what the checkpoint has, or with dummy weights, not packed yet."""
+    resolved, environment, device = opened.resolved, opened.environment, opened.device
+    num_local_ranks, total = environment.local_world_size, host.total_bytes()
+    if device.type == "cuda":
+        num_local_ranks, total = 1, torch.cuda.mem_get_info(device)[1]
+    check_memory(resolved, environment.rank, num_local_ranks, total)
+    operations, options = opened.backend.operations(), resolved.config.model
+    context = LayerContext(
+        tensor_group=opened.groups.tensor,
+        kernels=operations.kernels,
+        attention=operations.attention,
+        dtype=getattr(torch, resolved.dtype),
+        device=device,
+        expert_layout=resolved.layout.experts,
+        quantised=operations.quantised,
+        screens_head=resolved.config.executor.argmax_screen,
+    )
+    stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
+    allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"
+    model = build_model(context, resolved.model_config, stage, allows_nonfinite=allows_nonfinite)
+    slices, paddings = model.weight_slices(), model.padding_slices()
+    if is_dummy:
+        # On the CPU those that it computes with; else of this rank's share of the cores.
+        num_threads = len(os.sched_getaffinity(0)) // environment.local_world_size
+        num_threads = torch.get_num_threads() if device.type == "cpu" else max(1, num_threads)
+        fill_dummy(model, slices, paddings, num_threads=num_threads)
+    else:
+        with _open_checkpoint(resolved, resolved.model_folder, model) as checkpoint:
+            report = load_weights(
+                model,
+                slices,
+                paddings,
+                checkpoint,
+                ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
+                tied=model.tied_tensors(),
+                allows_nonfinite=allows_nonfinite,
+            )
+        logger.info("loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds)
+    if model.pooler is not None:
+        denses = model.pooler.config.denses
+        model.pooler.take_denses(
+            dummy_denses(denses)
+            if is_dummy
+            else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
+        )
+    return LoadedModel(opened, operations, model)
+
+
+def _open_checkpoint(
+    resolved: ResolvedRun, folder: Path, model: DecoderForCausalLM
+) -> Checkpoint | DequantisedCheckpoint:
+    """With the names that the model's table has, also where the files leave a prefix out or stack what the model
+    has apart. Quantised weights are looked at as plain ones.
+    """
+    checkpoint, names = Checkpoint.open(folder), resolved.model_config.names
+    checkpoint.rename(names.canonical)
+    checkpoint.add_prefix(*model.optional_prefix)
+    checkpoint.look_inside(model.places)
+    quantization = resolved.model_config.quantization
+    return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)

@@ -1,0 +1,64 @@
+"""First stage of a worker's start: this rank's device, opened, and the groups that it is in."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.groups import ParallelGroups, join_groups
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.backends.backend import DeviceBackend
+from spmd_worker.worker.backends.choice import new_backend
+from spmd_worker.worker.device import choose_device
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDevice:
+    """A device that this rank may compute on. On CUDA `free_at_start` bytes were free on it before this rank took any,
+    and `reserved_at_start` torch's allocator held already, a trainer's in this process.
+    """
+
+    resolved: ResolvedRun
+    environment: RankEnvironment
+    device: torch.device
+    backend: DeviceBackend
+    groups: ParallelGroups
+    free_at_start: int = 0
+    reserved_at_start: int = 0
+
+
+def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDevice:
+    """Choose the device and join the groups. Every rank of the world calls this. Raises ConfigError for a device or
+    dtype that this machine does not have.
+    """
+    device = choose_device(resolved.config.device, environment.local_rank, is_callers_world=dist.is_initialized())
+    if device.type == "cuda":
+        if resolved.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+            name = torch.cuda.get_device_name(device)
+            raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
+        if resolved.layout.world_size > 1 and not dist.is_initialized():
+            # The world will be ours, and with it the process.
+            torch.cuda.set_device(device)
+    backend = new_backend(resolved, device)
+    with current_device(device):
+        memory = (0, 0)
+        if device.type == "cuda":
+            memory = (torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+        groups = join_groups(resolved.layout, environment, device, resolved.config.executor.timeout_s)
+        try:
+            groups = backend.wrap_groups(groups)
+        except BaseException:
+            # A caller who goes on has what there was before.
+            groups.destroy()
+            raise
+    return OpenedDevice(resolved, environment, device, backend, groups, *memory)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it `device` is the process's current one. torch's operators find the device of their tensors; launches of
+    Triton, pinned memory and what others call take the current one.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

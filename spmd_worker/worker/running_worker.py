@@ -1,0 +1,91 @@
+"""One rank whose model and cache are there: a step is a plan in and token ids out."""
+
+import contextlib
+from dataclasses import replace
+
+from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.native.library import TeamCounters, thread_waits
+from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
+from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.caches import WorkerCaches
+from spmd_worker.worker.loaded_model import LoadedModel
+from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
+from spmd_worker.worker.sleep import WorkerSleep
+from spmd_worker.worker.trace_profiler import TraceProfiler
+
+
+class RunningWorker:
+    """Complete when constructed: `start.allocate` makes it. `sleep` and `profiler` handle worker events; `waits_before`
+    are the counters of the kernels' threads when the cache was made.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        caches: WorkerCaches,
+        mirror: Mirror,
+        runner: ModelRunner,
+        clock: StageClock,
+        sleep: WorkerSleep,
+        profiler: TraceProfiler,
+        waits_before: TeamCounters | None,
+    ) -> None:
+        self.loaded, self.caches, self.runner, self.clock = loaded, caches, runner, clock
+        self.sleep, self.profiler = sleep, profiler
+        self._mirror, self._waits_before = mirror, waits_before
+
+    def warm_up(self) -> None:
+        """See `DeviceBackend.warm_up`."""
+        engine = self.caches.engine
+        self.loaded.opened.backend.warm_up(
+            lambda graphs: self.loaded.new_runner(engine, graphs=graphs), self.runner.graphs, engine.num_device_blocks
+        )
+        self.loaded.forget_expert_loads()
+
+    def execute_model(self, plan: StepPlan) -> StepResult | None:
+        """Cache operations and forward pass; None when tokens must be chosen, by `sample_tokens` or `launch`. Raises
+        MirrorError, before anything runs, for a plan that does not follow from the last one, and RuntimeError for one
+        that would compute or move anything while this worker sleeps.
+        """
+        scheduled = self._mirror.apply(plan)
+        self.runner.forget(plan)
+        if self.sleep.tags:
+            if scheduled or not plan.block_ops.is_empty:
+                raise RuntimeError(f"step {plan.step} would run while this worker sleeps: call wake_up first")
+            return StepResult(plan.step)
+        self.caches.move(plan.block_ops)
+        if not scheduled:
+            return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
+        with self._threads():
+            self.runner.forward(plan.step, scheduled, plan.num_ahead)
+        return None
+
+    def sample_tokens(self) -> StepResult:
+        """Choose the tokens of the last `execute_model`, and read them."""
+        with self._threads():
+            result = self.runner.sample()
+        return self.note(result)
+
+    def launch(self) -> LaunchedStep:
+        """Choose the tokens of the last `execute_model`; `LaunchedStep.collect` reads them, for `note`."""
+        with self._threads():
+            return self.runner.launch()
+
+    def note(self, result: StepResult) -> StepResult:
+        """A step's result, once it is read: this worker needs it too where the next plan goes ahead of it."""
+        self._mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
+        return replace(result, finished_transfers=self.caches.take_finished_transfers())
+
+    def thread_waits(self) -> dict[str, float]:
+        """See `WorkerBase.get_thread_waits`."""
+        if self._waits_before is None:
+            return {}
+        now, before = thread_waits(), self._waits_before
+        return {"waited_s": now.waited_s - before.waited_s, "num_lost": now.num_slept - before.num_slept}
+
+    def _threads(self) -> contextlib.AbstractContextManager[None]:
+        """Around what a step computes: torch's threads must not spin beside the kernels'."""
+        is_alone = self.loaded.operations.is_native and not torchs_threads_sleep()
+        return torch_alone() if is_alone else contextlib.nullcontext()
