@@ -7,18 +7,17 @@ and nothing else: no scheduling, no files, no sampling.
 T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from spmd_worker.base.liveness.deferred_signals import deferred_signals
 from spmd_worker.model.encoder import TokenTypeEmbedding
 from spmd_worker.model.layers.attention import Attention
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import PositionEmbedding, VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.model.layers.experts import SparseFeedForward, new_feed_forward
@@ -26,13 +25,12 @@ from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import ReplicatedLinear
 from spmd_worker.model.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
-from spmd_worker.model.layers.weight_slice import HeldSlice, PaddingSlice, Place, WeightSlice
+from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
-from spmd_worker.model.weights.held_weights import HeldWeight, check_form, check_pair, check_tensor, held_weights
-from spmd_worker.model.weights.weight_update import WeightUpdate
-from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
@@ -327,10 +325,7 @@ class DecoderForCausalLM(nn.Module):
         self, context: LayerContext, model_config: ModelConfig, stage: Stage, *, allows_nonfinite: bool = False
     ) -> None:
         super().__init__()
-        self.model_config, self.stage, self._context = model_config, stage, context
-        self._allows_nonfinite = allows_nonfinite
-        self._names = CheckpointNames(model_config, stage)
-        self.weight_update = WeightUpdate(self.tied_tensors())
+        self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
         self.pooler: Pooler | None = None
         """In place of the head for tokens, on the last stage of a model that pools."""
@@ -348,6 +343,14 @@ class DecoderForCausalLM(nn.Module):
                 cap=model_config.logit_cap,
                 has_bias=model_config.has_head_bias,
             )
+        names, layers = CheckpointNames(model_config, stage), _checkpoint_layers(self)
+        self.weights = WeightStore(
+            names,
+            layers,
+            context.dtype,
+            partial(_slices_like, context, model_config),
+            allows_nonfinite=allows_nonfinite,
+        )
 
     def forward(
         self,
@@ -381,211 +384,33 @@ class DecoderForCausalLM(nn.Module):
         """[R, hidden] -> of each row the largest of this rank's logits, float32 [R], and its column, int64 [R]."""
         return self.lm_head.largest(hidden)
 
-    def weight_slices(self) -> list[WeightSlice]:
-        """Which rectangles of which checkpoint tensors this rank holds, and where."""
-        return [
-            named
-            for name, layer in self._checkpoint_layers().items()
-            for piece in layer.weight_slices(name)
-            for named in self._names.pieces(piece)
-        ]
-
-    def padding_slices(self) -> list[PaddingSlice]:
-        """Which parts of parameters no checkpoint fills."""
-        return [piece for name, layer in self._checkpoint_layers().items() for piece in layer.padding_slices(name)]
-
     def pack_weights(self) -> None:
-        """Once the weights are there: every layer that multiplies lets its kernels pack them."""
-        for module in self.modules():
-            if isinstance(module, PackedLayer):
-                module.pack_weights()
+        """Once the weights are there."""
+        self.weights.pack()
         self.model.join_layers()
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
+        """See `WeightStore.load`: this is where trainers put new weights."""
+        return self.weights.load(weights)
 
-        One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
-        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside; every
-        rank is given the same tensors. The first opens `weight_update`, which has to be committed before a step runs.
-        Returns the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
-        At the commit such a head has to have been equal to its embedding.
-
-        Raises RuntimeError while requests are being answered, and ValueError, the same on every rank, for a name that
-        the model does not have and a tensor that is misshapen, sharded, without data or, unless such weights are
-        allowed, not finite: that tensor is not written, and of a collection, such as a list, no tensor is when a name
-        or a shape is wrong. Raises TypeError for what is not a name and a tensor.
-        """
-        if isinstance(weights, Collection):
-            for name, tensor in self._separate(weights):
-                check_form(name, tensor, self._shape_of(name, tensor))
-        loaded = set()
-        for name, tensor in self._separate(weights):
-            # A tied head is compared with the embedding, elements and all.
-            if self._allows_nonfinite or self._is_tied_head(name):
-                check_form(name, tensor, self._shape_of(name, tensor))
-            else:
-                check_tensor(name, tensor, self._shape_of(name, tensor), self.model.dtype)
-            # A tensor is written and noted, or neither.
-            with deferred_signals():
-                self.weight_update.begin()
-                if self._is_tied_head(name):
-                    self.weight_update.add_tied_head(tensor)
-                    continue
-                if name in self._held:
-                    self._held[name].load(tensor)
-                    loaded.add(name)
-                self.weight_update.add(name, tensor)
-        return loaded
-
-    def _separate(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """With the checkpoint's names, without what is derived but for a tied head, and experts apart where the
-        checkpoint has them so.
-        """
-        for given_name, tensor in tensors:
-            check_pair(given_name, tensor)
-            name = self._own_name(given_name, tensor.shape)
-            if self._names.is_derived(name) and not self._is_tied_head(name):
-                continue
-            parts = self._names.in_memory(name, tensor.shape)
-            if not parts:
-                yield name, tensor.transpose(1, 2) if self._names.is_turned(name, tensor.shape) else tensor
-                continue
-            check_form(name, tensor, tuple(tensor.shape))
-            for part, number, (start, stop) in parts:
-                yield part, tensor[number, start:stop]
-
-    def _own_name(self, given_name: str, shape: Sequence[int]) -> str:
-        """The checkpoint's name of a tensor that transformers may call otherwise, or files without their prefix."""
-        name = self._names.canonical(given_name)
-        whole_name = self._names.prefixed(name)
-        if name in self.checkpoint_shapes or self._names.is_derived(name):
-            return name
-        is_whole = whole_name in self.checkpoint_shapes or self._names.is_derived(whole_name)
-        return whole_name if is_whole or self._names.in_memory(whole_name, shape) else name
-
-    @cached_property
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every checkpoint tensor of the model, those of other stages too: shapes by name."""
-        own = {piece.checkpoint_name: piece.checkpoint_shape for piece in self.weight_slices()}
-        layers = self._layer_pieces.items()
-        like = {index: {name: each.checkpoint_shape for name, each in pieces.items()} for index, pieces in layers}
-        return self._names.shapes_of_all_stages(own, like)
-
-    @cached_property
-    def buffer_names(self) -> frozenset[str]:
-        """Checkpoint tensors of the model that are buffers (`WeightSlice.is_buffer`), those of other stages too. In an
-        update they may be left out, and `sleep(level=2)` keeps them.
-        """
-        return frozenset(
-            self._names.layer_prefix(index) + name
-            for index, pieces in self._layer_pieces.items()
-            for name, piece in pieces.items()
-            if piece.is_buffer
-        )
-
-    @property
-    def buffer_parameters(self) -> frozenset[str]:
-        """Names of the parameters that hold those of this stage."""
-        held = [self._held[name] for name in self.buffer_names if name in self._held]
-        return frozenset(each.piece.parameter_name for weight in held for each in weight.pieces)
-
-    @cached_property
-    def _layer_pieces(self) -> dict[int, dict[str, WeightSlice]]:
-        """Of each layer of the model, a slice of each tensor of a layer of its kind, by name within the layer. There
-        are dense ones and sparse ones, and some lack a norm; of a kind that this stage does not have, one is made
-        without memory.
-        """
-        layers, stage, own = self.model_config.layers, self.stage, self.weight_slices()
-        of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, WeightSlice]] = {}
-        kinds = [(layer.experts, layer.norms) for layer in layers]
-        for index in (*range(stage.start, stage.stop), *range(len(layers))):
-            if kinds[index] in of_kind:
-                continue
-            is_own = stage.start <= index < stage.stop
-            pieces, prefix = own if is_own else self._slices_without_memory(index), self._names.layer_prefix(index)
-            of_kind[kinds[index]] = {
-                piece.checkpoint_name.removeprefix(prefix): piece
-                for piece in pieces
-                if piece.checkpoint_name.startswith(prefix)
-            }
-        return {index: of_kind[kind] for index, kind in enumerate(kinds)}
-
-    def _slices_without_memory(self, index: int) -> list[WeightSlice]:
-        context = replace(self._context, device=torch.device("meta"))
-        stage = Stage(index, index + 1, is_first=False, is_last=False)
-        return DecoderForCausalLM(context, self.model_config, stage).weight_slices()
-
-    @contextmanager
-    def as_checkpoint(self) -> Iterator[CheckpointView]:
-        """This rank's weights under their checkpoint names, to look at and to change. What was changed counts at the
-        end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
-        Raises ValueError for changes that are refused, which `weight_update` notes: other ranks may have made theirs.
-        """
-        self.weight_update.num_calls += 1
-        # It may be changed in here.
-        self.weight_update.embedding_digest = ""
-        names = {name: name for name in self._held}
-        if self._names.embedding in self._held and self._names.has_tied_head and self.stage.is_last:
-            names[self._names.head] = self._names.embedding
-        view = CheckpointView(self._held, names, self.load_weights, model_config=self.model_config, stage=self.stage)
-        try:
-            yield view
-        finally:
-            try:
-                view.write_back()
-            except ValueError:
-                self.weight_update.refused_calls.append(self.weight_update.num_calls)
-                raise
-
-    def held_slices(self) -> list[tuple[str, str, HeldSlice]]:
-        """Of each checkpoint tensor of which this rank has something: the module that has it, its name, and which part
-        of it that is.
-        """
-        return [(held.module_name, name, held.held_slice) for name, held in self._held.items()]
-
-    @cached_property
-    def _held(self) -> dict[str, HeldWeight]:
-        return held_weights(self.weight_slices(), self._checkpoint_layers())
-
-    def layer_prefix_of(self, checkpoint_name: str) -> str:
-        """How the name of a layer's tensor begins; "" where it is no layer's."""
-        prefixes = map(self._names.layer_prefix, range(len(self.model_config.layers)))
-        return next((prefix for prefix in prefixes if checkpoint_name.startswith(prefix)), "")
-
-    def tied_tensors(self) -> dict[str, str]:
-        """By the name of a tensor that of another which is the same here: the head, where it is the embedding."""
-        return {self._names.embedding: self._names.head} if self._names.has_tied_head else {}
+    def as_checkpoint(self) -> AbstractContextManager[CheckpointView]:
+        """See `WeightStore.as_checkpoint`."""
+        return self.weights.as_checkpoint(model_config=self.model_config, stage=self.stage)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""
         layers = enumerate(self.model.layers, self.stage.start)
         return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
 
-    @property
-    def optional_prefix(self) -> tuple[str, tuple[str, ...]]:
-        """What names in files may lack, and how those begin that have it nowhere."""
-        return self._names.optional_prefix, self._names.besides
 
-    def places(self, checkpoint_name: str, shape: tuple[int, ...]) -> dict[str, Place]:
-        """See `CheckpointNames.places`."""
-        return self._names.places(checkpoint_name, shape)
+def _slices_like(context: LayerContext, model_config: ModelConfig, index: int) -> list[WeightSlice]:
+    """Of the model's layer of that index, which is made without memory."""
+    context = replace(context, layer=index, device=torch.device("meta"))
+    layer = _layer_class(model_config)(context, model_config.layers[index], model_config.hidden_size)
+    names = CheckpointNames(model_config, Stage(index, index + 1, is_first=False, is_last=False))
+    return names.slices(_checkpoint_layers(layer, "model.layers.0."))
 
-    def is_ignorable(self, checkpoint_name: str) -> bool:
-        """See `CheckpointNames.is_ignorable`."""
-        return self._names.is_ignorable(checkpoint_name)
 
-    def _is_tied_head(self, checkpoint_name: str) -> bool:
-        return self._names.has_tied_head and checkpoint_name == self._names.head
-
-    def _shape_of(self, checkpoint_name: str, tensor: Tensor) -> tuple[int, ...]:
-        """That a tensor of this name has to have. Of a tied head any, until the commit compares it."""
-        if self._is_tied_head(checkpoint_name):
-            return tuple(tensor.shape)
-        if checkpoint_name not in self.checkpoint_shapes:
-            raise ValueError(f"{checkpoint_name}: the model has no such weight: give the names that its checkpoint has")
-        return self.checkpoint_shapes[checkpoint_name]
-
-    def _checkpoint_layers(self) -> dict[str, CheckpointLayer]:
-        """Layers that have their own sharding rule, by name."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, CheckpointLayer)}
+def _checkpoint_layers(module: nn.Module, prefix: str = "") -> dict[str, CheckpointLayer]:
+    """Layers that have their own sharding rule, by name."""
+    return {prefix + name: each for name, each in module.named_modules() if isinstance(each, CheckpointLayer)}

@@ -41,6 +41,8 @@ class Pooler(CheckpointLayer):
     own (`take_denses`) and are no part of weight updates.
     """
 
+    is_float32 = True
+
     def __init__(self, context: LayerContext, config: PoolingConfig, vocab_size: int) -> None:
         super().__init__()
         self.config, self._vocab_size, self._device = config, vocab_size, context.device

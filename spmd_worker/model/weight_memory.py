@@ -26,7 +26,7 @@ class _Kept:
     """None: in an order of oneDNN's."""
     host: Tensor | None
     is_buffer: bool
-    """Stays what it was: no trainer hands it over (`DecoderForCausalLM.buffer_names`)."""
+    """Stays what it was: no trainer hands it over (`WeightStore.buffer_names`)."""
 
 
 class WeightMemory:
@@ -53,7 +53,7 @@ class WeightMemory:
         """
         if self._kept is None:
             tensors = self._tensors()
-            buffers = {id(self._model.get_parameter(name)) for name in self._model.buffer_parameters}
+            buffers = {id(self._model.get_parameter(name)) for name in self._model.weights.buffer_parameters}
             copies: list[Tensor | None] = [None] * len(tensors) if host is None else [*host]
             if host is None:
                 # They may become the buffers themselves, which later updates write.

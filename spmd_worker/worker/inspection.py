@@ -38,14 +38,14 @@ def describe_slices(model: DecoderForCausalLM) -> str:
                 owned.setdefault((own, experts.num_experts), []).append(str(number))
     lines += [f"experts {_run(own)} of {count} in layers {_run(found)}" for (own, count), found in owned.items()]
     cut: dict[tuple[str, str, HeldSlice], list[str]] = {}
-    for module, name, part in model.held_slices():
+    for module, name, part in model.weights.held_slices():
         if not part.is_whole:
             inside = module.rpartition(".")[2]
             cut.setdefault((_NUMBER.sub("*", name), inside, part), []).append(name)
     for (pattern, inside, part), names in cut.items():
         where = "" if f".{inside}." in f".{pattern}" else f", in {inside}"
         lines += [f"{name} {part}{where}" for name in _as_one(pattern, names)]
-    for padding in model.padding_slices():
+    for padding in model.weights.paddings:
         count = extents(padding.destination)[0]
         lines.append(f"{padding.parameter_name}: {count} {'row' if count == 1 else 'rows'} of padding")
     return "\n".join(["slices of the checkpoint:", *[f"  {line}" for line in lines]]) if lines else ""

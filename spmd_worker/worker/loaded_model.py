@@ -14,16 +14,11 @@ from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
-from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
-from spmd_worker.model.weights.dummy import fill_dummy
-from spmd_worker.model.weights.loader import load_weights, load_whole
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.step_masks import GrammarMasks
-from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.memory import host
@@ -80,16 +75,9 @@ class LoadedModel:
 
     def reload_weights(self, folder: Path) -> None:
         """Load all weights again from the safetensors files of a folder: see `Worker.reload_weights`."""
-        model = self.model
-        with _open_checkpoint(self.opened.resolved, folder, model) as checkpoint:
-            model.weight_update.forget_tied_head()
-            load_whole(
-                model.load_weights,
-                model.checkpoint_shapes,
-                checkpoint,
-                ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
-                tied=model.tied_tensors(),
-            )
+        weights, quantization = self.model.weights, self.opened.resolved.model_config.quantization
+        with weights.open(folder, quantization) as checkpoint:
+            weights.reload(checkpoint)
 
 
 def load_model(opened: OpenedDevice) -> LoadedModel | None:
@@ -138,23 +126,14 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"
     model = build_model(context, resolved.model_config, stage, allows_nonfinite=allows_nonfinite)
-    slices, paddings = model.weight_slices(), model.padding_slices()
     if is_dummy:
         # On the CPU those that it computes with; else of this rank's share of the cores.
         num_threads = len(os.sched_getaffinity(0)) // environment.local_world_size
         num_threads = torch.get_num_threads() if device.type == "cpu" else max(1, num_threads)
-        fill_dummy(model, slices, paddings, num_threads=num_threads)
+        model.weights.fill(model.weights.dummy(), num_threads)
     else:
-        with _open_checkpoint(resolved, resolved.model_folder, model) as checkpoint:
-            report = load_weights(
-                model,
-                slices,
-                paddings,
-                checkpoint,
-                ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
-                tied=model.tied_tensors(),
-                allows_nonfinite=allows_nonfinite,
-            )
+        with model.weights.open(resolved.model_folder, resolved.model_config.quantization) as checkpoint:
+            report = model.weights.fill(checkpoint)
         logger.info("loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds)
     if model.pooler is not None:
         denses = model.pooler.config.denses
@@ -164,17 +143,3 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
             else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
         )
     return LoadedModel(opened, operations, model)
-
-
-def _open_checkpoint(
-    resolved: ResolvedRun, folder: Path, model: DecoderForCausalLM
-) -> Checkpoint | DequantisedCheckpoint:
-    """With the names that the model's table has, also where the files leave a prefix out or stack what the model
-    has apart. Quantised weights are looked at as plain ones.
-    """
-    checkpoint, names = Checkpoint.open(folder), resolved.model_config.names
-    checkpoint.rename(names.canonical)
-    checkpoint.add_prefix(*model.optional_prefix)
-    checkpoint.look_inside(model.places)
-    quantization = resolved.model_config.quantization
-    return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)

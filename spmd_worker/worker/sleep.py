@@ -59,11 +59,6 @@ class WorkerSleep:
         self._model, self._weights, self._cache = model, weights, cache
         self._device, self._num_local_ranks, self._graphs = device, num_local_ranks, graphs
 
-    def check_weights_awake(self) -> None:
-        """Raise RuntimeError while the weights sleep."""
-        if WEIGHTS in self.tags:
-            raise RuntimeError("the weights are asleep: call wake_up(tags=['weights']) first")
-
     def prepare_sleep(self, level: int) -> GoingToSleep:
         """Copy the weights to host memory where they are on another device and stay (level 1)."""
         leaves = checked_level(level) == 1 and self._device.type != "cpu" and self._weights.is_there
@@ -78,14 +73,14 @@ class WorkerSleep:
         if KV_CACHE not in self.tags:
             given[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes
             self._cache.release()
-        update = self._model.weight_update
+        weights = self._model.weights
         if staged.level == 2 or staged.host_weights is not None:
             had_memory = self._weights.is_there
             self._weights.give_back(staged.host_weights)
             given[WEIGHTS] = self._weights.num_bytes if had_memory else 0
         if staged.level == 2:
-            update.drop(self._model.buffer_names)
-        update.are_weights_asleep = True
+            weights.update.drop(weights.buffer_names)
+        weights.update.sleep()
         self.tags = TAGS
         give_back_freed(self._device)
         self._log(f"asleep at level {staged.level}, gave back", given, started)
@@ -113,13 +108,12 @@ class WorkerSleep:
         """Put in place what was taken. Returns bytes by tag."""
         started = perf_counter()
         taken = dict.fromkeys(TAGS, 0)
-        update = self._model.weight_update
         if WEIGHTS in staged.tags:
-            update.are_weights_asleep = False
+            were_dropped = False
             if staged.weights is not None:
                 taken[WEIGHTS] = self._weights.num_bytes
-                if not self._weights.restore(staged.weights):
-                    update.require_all()
+                were_dropped = not self._weights.restore(staged.weights)
+            self._model.weights.update.wake(were_dropped=were_dropped)
         taken[KV_CACHE] = staged.num_bytes - taken[WEIGHTS]
         self.tags = tuple(tag for tag in self.tags if tag not in staged.tags)
         self._log(f"awake but for {', '.join(self.tags) or 'nothing'}, took", taken, started)

@@ -180,8 +180,6 @@ class Worker(WorkerBase):
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
         """See `LLM.apply_model`."""
-        if self._running is not None:
-            self._running.sleep.check_weights_awake()
         try:
             with self.loaded.model.as_checkpoint() as view:
                 return function(view)
@@ -190,22 +188,22 @@ class Worker(WorkerBase):
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """See `WorkerBase.watch_requests`."""
-        self.loaded.model.weight_update.num_in_flight = num_in_flight
+        self.loaded.model.weights.update.num_in_flight = num_in_flight
 
     def get_weight_update(self) -> WeightUpdateReport | None:
         """See `WorkerBase.get_weight_update`."""
         if self._loaded is None:
             return None
-        model = self._loaded.model
-        return model.weight_update.report(model.checkpoint_shapes, model.buffer_names)
+        weights = self._loaded.model.weights
+        return weights.update.report(weights.tensors, weights.buffer_names)
 
     def refuse_weight_update(self) -> None:
         """See `WorkerBase.refuse_weight_update`."""
-        self.loaded.model.weight_update.refuse()
+        self.loaded.model.weights.update.refuse()
 
     def end_weight_update(self) -> None:
         """See `WorkerBase.end_weight_update`."""
-        self.loaded.model.weight_update.end()
+        self.loaded.model.weights.update.end()
         self._look_at_addresses()
 
     def reload_weights(self, folder: str | None = None) -> None:

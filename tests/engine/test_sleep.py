@@ -61,7 +61,7 @@ def load(llm: LLM, *, but: str = "") -> None:
 def poison(llm: LLM) -> None:
     """Weights and cache of a worker that is awake are no numbers."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    for held in trainers_model(llm)._held.values():
+    for held in trainers_model(llm).weights.held.values():
         held.write(torch.full(held.shape, torch.nan))
     worker.running.caches.engine.device_cache.fill_(torch.nan)
 
@@ -98,7 +98,7 @@ def as_trl_does(llm: LLM) -> None:
 
 
 def poison_weights_only(llm: LLM) -> None:
-    for held in trainers_model(llm)._held.values():
+    for held in trainers_model(llm).weights.held.values():
         held.write(torch.full(held.shape, torch.nan))
 
 
@@ -169,7 +169,7 @@ def test_a_weight_that_was_not_loaded_would_be_seen(llm: LLM, old: Any):
     llm.wake_up()
     poison(llm)
     load(llm, but=NORM)
-    trainers_model(llm).weight_update.end()
+    trainers_model(llm).weights.update.end()
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, on_error="row")
     assert [output.outputs[0].token_ids if output.outputs else None for output in outputs] != [each[0] for each in old]
 

@@ -157,7 +157,7 @@ class SleepMachine(RuleBasedStateMachine):
 
     def poison(self, waking: set[str]) -> None:
         if "weights" in waking and self.loaded is not None:
-            for held in trainers_model(self.llm)._held.values():
+            for held in trainers_model(self.llm).weights.held.values():
                 held.write(torch.full(held.shape, torch.nan))
         if "kv_cache" in waking:
             self.engine.model_executor.driver_worker.worker.running.caches.engine.device_cache.fill_(torch.nan)
@@ -361,7 +361,7 @@ NOTHING: dict[str, tuple[type, str, Any]] = {
     "closed": (Life, "check_not_closed", lambda self: None),
     "asleep": (Life, "check_awake", lambda self: None),
     "held": (WeightUpdates, "check_not_held", lambda self: None),
-    "dropped": (WeightUpdate, "require_all", lambda self: None),
+    "dropped": (WeightUpdate, "wake", lambda self, were_dropped: setattr(self, "_are_weights_asleep", False)),
     "the commit is told": (WeightUpdates, "commit", commit_untold),
     "answering": (WeightUpdate, "begin", lambda self: setattr(self, "is_open", True)),
 }

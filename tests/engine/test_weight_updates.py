@@ -173,7 +173,7 @@ def test_without_the_commit_what_was_cached_is_found(llm: LLM, new: Any, monkeyp
     """Negative control."""
     answers(llm)
     all_at_once_without_a_word(llm)
-    trainers_model(llm).weight_update.end()
+    trainers_model(llm).weights.update.end()
     assert answers(llm) != new
 
 
@@ -341,7 +341,7 @@ def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
         )
         failed = "RankFailedError: rank 1 failed in update_weights: " * (report["rank"] == 0)
         assert report["an error on rank 1"] == f"{failed}KeyError: 'gone'"
-        assert report["an unknown name"].startswith("ValueError: norm: the model has no such weight")
+        assert report["an unknown name"].startswith("CheckpointError: norm: the model has no such weight")
         check_loaded_alone(report)
         if layout != DP:
             # Rank 0 hears of it with the next step, before it computes anything.

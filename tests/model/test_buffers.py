@@ -70,8 +70,8 @@ def test_the_buffers_of_each_family_are_those_of_transformers(with_experts: bool
         ours = build_model(context, model_config_of(keys, Path("config.json")))
         parameters = {name for name, _ in theirs.named_parameters(remove_duplicate=False)}
         buffers = {ours.model_config.names.canonical(name) for name in theirs.state_dict() if name not in parameters}
-        assert ours.buffer_names == buffers & set(ours.checkpoint_shapes), architecture
-        found |= {architecture} if ours.buffer_names else set()
+        assert ours.weights.buffer_names == buffers & set(ours.weights.shapes), architecture
+        found |= {architecture} if ours.weights.buffer_names else set()
     assert seen == {name for name, family in FAMILIES.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
     assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
@@ -81,14 +81,14 @@ def test_a_stage_knows_the_buffers_of_layers_of_a_kind_that_it_has_not():
     folder = expert_folder("glm4_moe")
     (whole, _), first = load(folder), Stage(0, 1, is_first=True, is_last=False)
     names = {f"model.layers.{number}.mlp.gate.e_score_correction_bias" for number in (1, 2, 3)}
-    assert whole.buffer_names == load(folder, stage=first)[0].buffer_names == names
-    assert load(folder, stage=first)[0].buffer_parameters == frozenset()
+    assert whole.weights.buffer_names == load(folder, stage=first)[0].weights.buffer_names == names
+    assert load(folder, stage=first)[0].weights.buffer_parameters == frozenset()
 
 
 @pytest.mark.parametrize("was_on_host", [False, True])
 def test_where_the_weights_are_dropped_buffers_stay(was_on_host: bool):
     model, kernels = load(expert_folder("minimax_m2"))[0], ReferenceKernels()
-    buffers, before = model.buffer_parameters, {name: each.clone() for name, each in model.named_parameters()}
+    buffers, before = model.weights.buffer_parameters, {name: each.clone() for name, each in model.named_parameters()}
     assert buffers == {f"model.layers.{number}.mlp.gate.choice_bias" for number in range(4)}
     memory = WeightMemory(model, kernels)
     if was_on_host:
@@ -108,8 +108,8 @@ def test_buffers_that_stayed_through_a_sleep_in_inference_mode_can_be_written_la
     with torch.inference_mode():
         memory.give_back(None)
         memory.restore(memory.take())
-    assert model.buffer_parameters
-    for name in model.buffer_parameters:
+    assert model.weights.buffer_parameters
+    for name in model.weights.buffer_parameters:
         with torch.no_grad():
             model.get_parameter(name).add_(1.0)
 
@@ -172,7 +172,7 @@ class Rank:
     def sleep(self, *, keeps: bool) -> None:
         """Level 2, and awake again."""
         self.update.drop({"b"} if keeps else ())
-        self.update.require_all()
+        self.update.wake(were_dropped=True)
 
     def compare(self, *, is_partial: bool = False) -> tuple[dict[str, str], int | None]:
         event = self._updates.commit(is_partial=is_partial)

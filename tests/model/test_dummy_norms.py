@@ -31,7 +31,7 @@ def norms_of(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[st
     model_config = model_config_of(config, Path("config.json"))
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
     model, norms, others = build_model(context, model_config), {}, set()
-    for piece in model.weight_slices():
+    for piece in model.weights.slices:
         module = model.get_submodule(piece.parameter_name.rpartition(".")[0])
         if isinstance(module, RMSNorm | FullNorm | HeadNorms) and not piece.checkpoint_name.endswith("bias"):
             norms[piece.checkpoint_name] = piece.checkpoint_shape

@@ -51,7 +51,7 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
     folder = expert_folder(name)
     model = new_model(folder)
     files = load_file(folder / "model.safetensors")
-    tensors = {each: tensor for each, tensor in files.items() if not model.is_ignorable(each)}
+    tensors = {each: tensor for each, tensor in files.items() if not model.weights.is_derived(each)}
     with model.as_checkpoint() as view:
         shown = dict(view.named_parameters())
         assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
@@ -68,7 +68,7 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
 
         def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> dict[str, Tensor]:
             shard = new_model(folder, group, layout=layout)
-            assert set(shard.checkpoint_shapes) == set(tensors)
+            assert set(shard.weights.shapes) == set(tensors)
             with shard.as_checkpoint() as view:
                 return {each: parameter.detach().clone() for each, parameter in view.named_parameters()}
 
@@ -132,9 +132,9 @@ def test_stacks_that_are_turned_in_files_and_in_memory_are_known_by_their_shape(
 
 def test_a_stage_knows_the_tensors_of_layers_of_a_kind_that_it_has_not():
     folder = expert_folder("glm4_moe")
-    whole = new_model(folder).checkpoint_shapes
+    whole = new_model(folder).weights.shapes
     for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 4, is_first=False, is_last=True)):
-        assert new_model(folder, stage=stage).checkpoint_shapes == whole
+        assert new_model(folder, stage=stage).weights.shapes == whole
 
 
 def test_a_rank_reads_its_own_experts_alone():
@@ -172,7 +172,7 @@ def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
         model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 66, 64))])
     with pytest.raises(ValueError, match="is on the meta device and has no data"):
         model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros((8, 64, 64), device="meta"))])
-    assert not model.weight_update.is_open
+    assert not model.weights.update.is_open
 
 
 SIZES = {

@@ -44,7 +44,6 @@ from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.loader import load_weights
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
@@ -90,10 +89,8 @@ def new_model(
         group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
     )
     model = build_model(context, config, stage)
-    with Checkpoint.open(folder) as checkpoint:
-        checkpoint.rename(config.names.canonical)
-        checkpoint.add_prefix(config.names.optional_prefix, besides=("lm_head.",))
-        load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
+    with model.weights.open(folder) as checkpoint:
+        model.weights.fill(checkpoint)
     return model
 
 
@@ -116,7 +113,7 @@ def test_new_weights_are_taken_without_the_prefix_that_files_may_lack():
     }
     kept, model = new_model(folder), new_model(folder)
     loaded = model.load_weights({name: each * 2 for name, each in tensors.items()}.items())
-    assert loaded == set(model.checkpoint_shapes)
+    assert loaded == set(model.weights.shapes)
     for one, other in zip(kept.parameters(), model.parameters(), strict=True):
         assert torch.equal(one * 2, other)
     with pytest.raises(ValueError, match=r"^h\.0\.other: the model has no such weight"):
@@ -168,7 +165,7 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
             for each, shape in checkpoint.shapes().items()
         }
     model = new_model(folder)
-    tensors = {each: tensor for each, tensor in tensors.items() if not model.is_ignorable(each)}
+    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.is_derived(each)}
     assert (len(tensors) == len(checkpoint.names())) == (name not in WITH_IMAGES)
     with model.as_checkpoint() as view:
         shown = dict(view.named_parameters())
@@ -585,7 +582,7 @@ def test_without_files_the_text_says_whether_it_ties_else_the_row_does(tmp_path:
 def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the checkpoint."""
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
-    return {piece.checkpoint_name: piece.checkpoint_shape for piece in build_model(context, config).weight_slices()}
+    return {piece.checkpoint_name: piece.checkpoint_shape for piece in build_model(context, config).weights.slices}
 
 
 def their_tensors(config: Any) -> dict[str, tuple[int, ...]]:
@@ -749,7 +746,7 @@ def test_text_passes_by_the_layers_that_look_at_images(tmp_path: Path):
     folder = family_folder("mllama")
     config = read_model_files(folder).model_config
     assert (config.num_layers, config.image_layers, config.layer_numbers) == (3, (0, 3), (1, 2, 4))
-    names = new_model(folder).checkpoint_shapes
+    names = new_model(folder).weights.shapes
     assert {name.split(".")[3] for name in names if ".layers." in name} == {"1", "2", "4"}
     shutil.copytree(folder, tmp_path / "other")
     tensors = load_file(folder / "model.safetensors")
@@ -817,9 +814,9 @@ def test_a_token_of_an_image_is_an_error_row_where_it_has_a_row_of_the_table():
 @pytest.mark.parametrize("name", ["opt_350m", "stablelm_12b", "mllama"])
 def test_a_stage_knows_the_tensors_of_the_other_one(name: str):
     folder = family_folder(name)
-    whole = new_model(folder).checkpoint_shapes
+    whole = new_model(folder).weights.shapes
     for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 2, is_first=False, is_last=True)):
-        assert new_model(folder, stage=stage).checkpoint_shapes == whole
+        assert new_model(folder, stage=stage).weights.shapes == whole
 
 
 @pytest.mark.stress

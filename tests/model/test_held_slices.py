@@ -15,8 +15,6 @@ from spmd_worker.model.decoder import DecoderForCausalLM, Stage
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import HeldSlice
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.loader import load_weights
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -44,8 +42,8 @@ def open_model(
         group or single_group(0), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"), layout
     )
     model = build_model(context, config, stage)
-    with Checkpoint.open(folder) as checkpoint:
-        load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
+    with model.weights.open(folder) as checkpoint:
+        model.weights.fill(checkpoint)
     return model
 
 

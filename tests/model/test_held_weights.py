@@ -23,7 +23,6 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import VocabularyParallelEmbedding
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.weights.dummy import fill_dummy
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.cpu import CpuBackend
 from spmd_worker.ops.kernels.api import Kernels
@@ -72,10 +71,9 @@ def new_model(
     backend = CpuBackend(LIBRARY, dtype, model_config.head_size, BLOCK_SIZE)
     context = LayerContext(group or single_group(), kernels, backend, dtype, torch.device("cpu"))
     model = build_model(context, model_config, stage)
-    slices = model.weight_slices()
-    fill_dummy(model, slices, model.padding_slices(), seed)
+    model.weights.fill(model.weights.dummy(seed))
     parameters, filled = dict(model.named_parameters()), {}
-    for piece in slices:
+    for piece in model.weights.slices:
         part = parameters[piece.parameter_name][tuple(slice(*bounds) for bounds in piece.destination)]
         filled[piece.checkpoint_name] = part.detach().clone()
     model.pack_weights()
@@ -228,7 +226,7 @@ def test_a_new_weight_takes_memory_for_one_slice_of_it_or_none(kernels: Kernels,
         model.load_weights([])  # slices are indexed once
         with NewBytes() as new:
             model.load_weights([(name, tensor)])
-        part = model._held[name].read()
+        part = model.weights.held[name].read()
         num_rows = 0 if tensor.ndim == 1 else len(part)
         copied = part.nbytes if given != torch.bfloat16 else 0
         assert new.num_bytes <= copied + 64 * num_rows + 64, (name, new.num_bytes)
@@ -269,11 +267,11 @@ def test_a_tensor_that_does_not_fit_is_refused_before_a_byte_is_written(name: st
         with pytest.raises(ValueError, match=name):
             model.load_weights([good, (name, tensor)])
         assert are_same(model, unchanged) == ("not finite" not in words), "of a list all forms are looked at first"
-        assert model.weight_update.is_open == ("not finite" in words)
+        assert model.weights.update.is_open == ("not finite" in words)
         with pytest.raises(ValueError, match=name):
             model.load_weights(iter([good, (name, tensor)]))
         assert not are_same(model, unchanged), "what came before it was written"
-        assert list(model.weight_update.digests) == [good[0]]
+        assert list(model.weights.update.digests) == [good[0]]
 
 
 def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):

@@ -26,8 +26,6 @@ from torch import Tensor
 from spmd_worker.model.layers import linear
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.loader import load_weights
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -56,8 +54,8 @@ def sharded_logits(folder: Path, size: int, prompts: list[list[int]]) -> list[li
     def run(group) -> list[Tensor]:
         context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
         model = build_model(context, shape)
-        with Checkpoint.open(folder) as checkpoint:
-            load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
+        with model.weights.open(folder) as checkpoint:
+            model.weights.fill(checkpoint)
         return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, prompts)]
 
     return on_ranks(size, run)

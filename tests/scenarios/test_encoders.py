@@ -300,8 +300,8 @@ def test_new_weights_are_taken_by_the_names_of_files_without_a_prefix(name: str)
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
     model = build_model(context, model_config)
     loaded = model.load_weights(files.items())
-    assert loaded == set(model.checkpoint_shapes)
-    assert model.weight_update.missing(model.checkpoint_shapes) == []
+    assert loaded == set(model.weights.shapes)
+    assert model.weights.update.missing(model.weights.shapes) == []
     with model.as_checkpoint() as view:
         for key, each in view.named_parameters():
             prefix = model_config.names.optional_prefix

@@ -15,8 +15,7 @@ from torch import Tensor
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.loader import LoadReport, load_weights
+from spmd_worker.model.weights.store import LoadReport
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
@@ -80,12 +79,8 @@ def load(
         layout,
     )
     model = build_model(context, config, stage)
-    with Checkpoint.open(folder) as checkpoint:
-        checkpoint.rename(config.names.canonical)
-        checkpoint.look_inside(model.places)
-        report = load_weights(
-            model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable
-        )
+    with model.weights.open(folder) as checkpoint:
+        report = model.weights.fill(checkpoint)
     return model, report
 
 

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 from kv_cache.host_memory import LazyHostMemory, PlainHostMemory
 from spmd_worker.base.config.schema import ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ranks import groups
 from spmd_worker.ranks.environment import RankEnvironment
@@ -186,7 +187,7 @@ def test_what_was_freed_goes_back_also_what_was_pinned_once_no_copy_reads_it(mon
 
 def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_other():
     """Swap space that no block ever went to is not pinned, and counted as given back."""
-    cuda, model = torch.device("meta"), SimpleNamespace(weight_update=SimpleNamespace())
+    cuda, model = torch.device("meta"), SimpleNamespace(weights=SimpleNamespace(update=WeightUpdate()))
     made, held = [], [0]
     memory = LazyHostMemory(lambda: made.append(PlainHostMemory(torch.zeros(1, 4, 2), 3)) or made[0])
     assert (memory.num_bytes, made) == (0, [])

@@ -15,7 +15,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.own_prompts import Turns
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import error_of_rank, error_text
-from spmd_worker.model.weights.held_weights import check_pair
+from spmd_worker.model.weights.tensor_checks import check_data, check_pair
 from spmd_worker.replica.sequence.request import whole_number
 
 Pair = tuple[str, Tensor]
@@ -82,8 +82,7 @@ def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseExce
             return None, {}, None
         name, tensor = found
         check_pair(name, tensor)
-        if hasattr(tensor, "full_tensor") or tensor.is_meta:
-            raise ValueError(f"{name}: is sharded or has no data: pass its full_tensor()")
+        check_data(name, tensor)
         plain = tensor.detach().cpu().contiguous()
         header = {"name": name, "shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
         return (name, plain), header, None

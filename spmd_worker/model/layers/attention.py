@@ -23,6 +23,8 @@ from spmd_worker.ranks.topology import shard_range
 class Sinks(CheckpointLayer):
     """One score a query head, of a key without a value (https://arxiv.org/abs/2309.17453), float32 in every dtype."""
 
+    is_float32 = True
+
     def __init__(self, context: LayerContext, num_heads: int, heads: tuple[int, int]) -> None:
         super().__init__()
         self._num_heads, self._heads = num_heads, heads

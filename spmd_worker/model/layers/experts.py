@@ -38,6 +38,8 @@ class Router(PackedLayer):
     row is the last of the weight. In float32.
     """
 
+    is_float32 = True
+
     def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels

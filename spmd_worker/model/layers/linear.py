@@ -10,8 +10,9 @@ T: tokens of the step.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, whole
@@ -89,12 +90,8 @@ class GatedLinear(ColumnParallelLinear):
             return self._kernels.gated_linear(x, self.weight, self.bias)
         return self._kernels.silu_and_mul(self._kernels.linear(x, self.weight, self.bias))
 
-    def pack_weights(self) -> None:
-        """See `PackedLayer.pack_weights`."""
-        if self._activation != "silu":
-            super().pack_weights()
-        else:
-            self.weight = nn.Parameter(self._kernels.pack_gated(self.weight), requires_grad=False)
+    def _packed(self) -> Tensor:
+        return self._kernels.pack_gated(self.weight) if self._activation == "silu" else super()._packed()
 
 
 class ActivatedLinear(ColumnParallelLinear):
@@ -169,20 +166,18 @@ class RowParallelLinear(PackedLayer):
         """Largest magnitudes of this rank's parts of rows -> those of the whole rows."""
         return self._group.all_gather(maxima).amax(dim=0)
 
-    def pack_weights(self) -> None:
-        """See `PackedLayer.pack_weights`. With quantised kernels every rank of the group calls this."""
+    def _packed(self) -> Tensor:
+        """With quantised kernels every rank of the group calls this."""
         if self._parts is None:
-            super().pack_weights()
-        else:
-            maxima = self._whole_maxima(row_maxima(self.weight))
-            self.weight = nn.Parameter(self._parts.pack_part(self.weight, maxima), requires_grad=False)
+            return super()._packed()
+        return self._parts.pack_part(self.weight, self._whole_maxima(row_maxima(self.weight)))
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """See `CheckpointLayer.check_changes`: of a quantised row other ranks have other parts."""
         if self._parts is None or parameter != "weight":
             return
         if self._parts.is_changed(self.weight, region[0][0], self._as_given(values)):
-            raise ValueError(
+            raise CheckpointError(
                 "each rank has some inputs of this quantised weight, whose scales are those of whole rows: give whole "
                 "tensors to load_weights (LLM.update_weights), or run with parallel.tensor_parallel_size=1"
             )

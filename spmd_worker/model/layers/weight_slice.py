@@ -97,8 +97,8 @@ class WeightSlice:
     the tensor but knows that it belongs to the model (see `nothing_of`); the parameter need not exist then.
     `destination` has the extents of `source`, but for leading dimensions of extent 1, which either may have more of
     (one expert's matrix of a tensor that stacks the experts). `is_transposed`: the matrix is the other way round in the
-    checkpoint, so `destination` has the last two extents of `source` in reverse. `is_buffer`: transformers has the
-    tensor as a buffer, so it is in files and not among the parameters that a trainer hands over.
+    checkpoint, so `destination` has the last two extents of `source` in reverse. `is_buffer`, `is_float32`: as of
+    `ModelTensor`.
     """
 
     checkpoint_name: str
@@ -108,6 +108,7 @@ class WeightSlice:
     destination: Rectangle
     is_transposed: bool = False
     is_buffer: bool = False
+    is_float32: bool = False
 
     def __post_init__(self) -> None:
         assert is_inside(self.source, self.checkpoint_shape), self
@@ -125,6 +126,22 @@ class WeightSlice:
         """Whether this rank takes nothing of the tensor."""
         return volume(self.source) == 0
 
+    @property
+    def tensor(self) -> "ModelTensor":
+        """The checkpoint tensor."""
+        return ModelTensor(self.checkpoint_shape, self.is_buffer, self.is_float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A checkpoint tensor that the model has, on whichever rank. `is_buffer`: transformers has it as a buffer, so it is
+    in files and not among the parameters that a trainer hands over. `is_float32`: held in float32 in every dtype.
+    """
+
+    shape: tuple[int, ...]
+    is_buffer: bool = False
+    is_float32: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -141,6 +158,10 @@ class Place:
         if self.number is None:
             return (*stored[:-2], stored[-1], stored[-2])
         return (self.rows[1] - self.rows[0], *stored[2:])
+
+    def of(self, stored: Any) -> Any:
+        """The tensor, a view of `stored`."""
+        return stored.transpose(-1, -2) if self.number is None else stored[self.number, slice(*self.rows)]
 
     def outer(self, region: Rectangle) -> Rectangle:
         """The region of `stored` in which that of the tensor is."""

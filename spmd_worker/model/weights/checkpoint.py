@@ -26,9 +26,9 @@ from spmd_worker.model.weights.safetensors_header import (
     TensorEntry,
     read_header,
 )
+from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 
-WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES = {
     **WEIGHT_DTYPES,
     "BOOL": torch.bool,
@@ -92,44 +92,25 @@ class Checkpoint:
             _, descriptor = self._descriptors.popitem()
             os.close(descriptor)
 
-    def add_prefix(self, prefix: str, besides: tuple[str, ...]) -> None:
-        """Names that do not begin as one of `besides` begin with `prefix` from now on, if none in the files does: some
-        leave it out.
+    def rename(self, parts: Callable[[str, tuple[int, ...]], Mapping[str, Place | None]]) -> None:
+        """Instead of each tensor of the files, by name and shape, the checkpoint has from now on its `parts`: the
+        tensor itself by another name (None), or tensors inside it. Raises CheckpointError where two would have one
+        name: which of them is meant cannot be told.
         """
-        if not any(name.startswith(prefix) for name in self._file_of):
-            self.rename(lambda name: name if name.startswith(besides) else prefix + name)
-
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Tensors are called by other names than in the files from now on. Raises CheckpointError where two would have
-        one: which of them is meant cannot be told.
-        """
-        names = {name: new_name(name) for name in self._file_of}
-        stored: dict[str, str] = {}
-        for name, new in names.items():
-            is_stored_as = self._stored_names.get(name, name)
-            if stored.setdefault(new, is_stored_as) != is_stored_as:
-                raise same_weight_error(self.folder, stored[new], is_stored_as)
-        self._stored_names = stored
-        self._file_of = {names[name]: file for name, file in self._file_of.items()}
-
-    def look_inside(self, places: Callable[[str, tuple[int, ...]], Mapping[str, Place]]) -> None:
-        """Of a tensor, by name and shape, for which there are `places`, the checkpoint has from now on the tensors
-        inside. Raises CheckpointError where `places` raises ValueError.
-        """
-        for name in self.names():
+        stored_names: dict[str, str] = {}
+        places: dict[str, Place] = {}
+        for stored in self.names():
             try:
-                inside = places(name, self.shape(name))
-            except ValueError as error:
+                found = parts(stored, self.shape(stored))
+            except CheckpointError as error:
                 raise CheckpointError(f"{self.folder}: {error}") from None
-            if not inside:
-                continue
-            stored, file = self.stored_name(name), self._file_of.pop(name)
-            for each in inside:
-                if each in self._file_of:
-                    raise same_weight_error(self.folder, stored, self.stored_name(each))
-            self._file_of |= dict.fromkeys(inside, file)
-            self._stored_names |= dict.fromkeys(inside, stored)
-            self._places |= inside
+            for name, place in found.items():
+                if stored_names.setdefault(name, stored) != stored:
+                    raise same_weight_error(self.folder, stored_names[name], stored)
+                if place is not None:
+                    places[name] = place
+        self._file_of = {name: self._file_of[stored] for name, stored in stored_names.items()}
+        self._stored_names, self._places = stored_names, places
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""

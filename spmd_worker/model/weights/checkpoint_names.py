@@ -1,19 +1,22 @@
-"""Our names of a model's weights -> the checkpoint's, by the family's table (`Names`), for one stage of a pipeline.
+"""Names of a model's weights, both ways, by the family's table (`Names`), for one stage of a pipeline.
 
-Layers describe their weights with Llama's names and count from 0 in each stage. Here a name becomes the checkpoint's, a
-tensor that a checkpoint keeps inside another becomes rows of that, and a matrix that it keeps the other way round is
-marked so. Names and shapes only: knows nothing of tensors, files or ranks.
+Ours -> the checkpoint's: layers describe their weights with Llama's names and count from 0 in each stage. Here a name
+becomes the checkpoint's, a tensor that a checkpoint keeps inside another becomes rows of that, and a matrix that it
+keeps the other way round is marked so. Given -> the checkpoint's (`parts`): files and trainers may leave out a prefix,
+have the names of another release, or stack experts. Names and shapes only: knows nothing of tensors, files or ranks.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
-from spmd_worker.model.layers.weight_slice import Place, WeightSlice, nothing_of
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.weight_slice import ModelTensor, Place, WeightSlice, nothing_of
 from spmd_worker.model_config.families.family import NORM_PLACES, Names
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.ranks.topology import Stage
@@ -30,11 +33,14 @@ class CheckpointNames:
     def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
         self._model_config, self._stage, self._names = model_config, stage, model_config.names
         names = self._names
-        pooling, self._score = model_config.pooling, names.classifier
+        pooling = model_config.pooling
         self._has_score = pooling is not None and pooling.has_score_weight
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
-        self.embedding, self.head = f"{names.embedding}.weight", f"{names.head}.weight"
+        self._head = f"{names.head}.weight"
+        self.tied = (f"{names.embedding}.weight", self._head) if self._has_head and self._is_tied else None
+        """The embedding, and the head for tokens, or for some of them, which it is too; None where it is not."""
+        self.is_last_stage = stage.is_last
         self._tops = {
             "model.embed_tokens": names.embedding,
             "model.embed_positions": names.positions,
@@ -48,6 +54,7 @@ class CheckpointNames:
             "pooler.dense": names.head_dense,
             "pooler.norm": names.head_norm,
         }
+        self._top_modules = {top for top in (*self._tops.values(), names.head) if top}
         has_own_head = self._has_score and pooling is not None and pooling.head is not None
         self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
         norms = {ours: theirs for ours, theirs in zip(NORM_PLACES, names.norms) if theirs}
@@ -57,18 +64,21 @@ class CheckpointNames:
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
         self._numbers = model_config.layer_numbers
         self._indices = {number: index for index, number in enumerate(self._numbers)}
-        # Backbones alone are written without the name of what holds them.
+        # Backbones alone are written without the name of what holds them; heads are beside them.
         own_prefix = f"{names.layers.partition('.')[0]}." if pooling is not None else ""
-        self.optional_prefix = names.optional_prefix or own_prefix
-        """What names in files may lack, but for those that begin as one of `besides`."""
-        self.besides = (f"{names.head}.", f"{names.classifier}.")
+        self._optional_prefix = names.optional_prefix or own_prefix
+        self._besides = (f"{names.head}.", f"{names.classifier}.")
 
-    @property
-    def has_tied_head(self) -> bool:
-        """Whether the model has a head for tokens, or rows of it, and the embedding is its weight."""
-        return self._has_head and self._is_tied
+    def slices(self, layers: Mapping[str, CheckpointLayer]) -> list[WeightSlice]:
+        """What this rank holds of which checkpoint tensors, and where, as its layers, by our name, say it."""
+        return [
+            replace(piece, is_float32=True) if layer.is_float32 else piece
+            for name, layer in layers.items()
+            for own in layer.weight_slices(name)
+            for piece in self._pieces(own)
+        ]
 
-    def layer_prefix(self, index: int) -> str:
+    def _layer_prefix(self, index: int) -> str:
         """What names of the tensors of a layer begin with, by its place in the model."""
         return f"{self._names.layers}.{self._numbers[index]}."
 
@@ -80,7 +90,7 @@ class CheckpointNames:
         index = None if found is None else self._indices.get(int(found[1]))
         return None if found is None or index is None else (index, name[found.end() :])
 
-    def pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
+    def _pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
         """The slice of a layer, in the checkpoint's words: several where a tensor goes by key-value heads."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
@@ -95,7 +105,7 @@ class CheckpointNames:
         if expert is not None:
             yield self._of_expert(piece, index, int(expert[1]), expert[2], leaf)
             return
-        prefix, whole_name = self.layer_prefix(index), self._parts.get(f"{part}.{leaf}")
+        prefix, whole_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
         if whole_name is not None:
             yield replace(piece, checkpoint_name=prefix + whole_name)
             return
@@ -112,7 +122,7 @@ class CheckpointNames:
 
     def _of_expert(self, piece: WeightSlice, index: int, number: int, matrix: str, leaf: str) -> WeightSlice:
         """A separate tensor, or a slice of one that stacks those of all experts."""
-        prefix = self.layer_prefix(index)
+        prefix = self._layer_prefix(index)
         if matrix not in self._stacked:
             ours = f"mlp.experts.{{}}.{matrix}"
             return replace(piece, checkpoint_name=f"{prefix}{self._parts.get(ours, ours).format(number)}.{leaf}")
@@ -130,10 +140,31 @@ class CheckpointNames:
             return nothing_of(name, shape)
         return replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source, is_transposed=is_turned)
 
-    def in_memory(self, name: str, shape: Sequence[int]) -> list[tuple[str, int, tuple[int, int]]]:
+    def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, Place | None]:
+        """The checkpoint tensors, by the table's name, that a tensor is which a file or a trainer calls `given_name`,
+        or that are inside it; None where it is that tensor. Raises CheckpointError for a stack of experts of another
+        shape.
+        """
+        name = self._own_name(given_name)
+        if self._is_turned(name, shape):
+            return {name: Place(given_name)}
+        inside = self._in_memory(name, shape)
+        return {part: Place(given_name, number, rows) for part, number, rows in inside} or {name: None}
+
+    def _own_name(self, given_name: str) -> str:
+        """The table's name of a tensor that transformers may call otherwise, or files without their prefix."""
+        name = self._names.canonical(given_name)
+        whole_name = name if name.startswith(self._besides) else self._optional_prefix + name
+        return whole_name if self._is_ours(whole_name) and not self._is_ours(name) else name
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether the tensor is of a module of the model, perhaps a part of a quantised weight, or derived."""
+        module = name.rpartition(".")[0]
+        return module in self._top_modules or self._layer_of(name) is not None or self.is_derived(name)
+
+    def _in_memory(self, name: str, shape: Sequence[int]) -> list[tuple[str, int, tuple[int, int]]]:
         """Where `name` is what transformers has in memory of experts that files keep apart: the checkpoint's name of
-        each matrix, its expert, and its rows. Empty for other tensors. Raises ValueError for a shape that is cut into
-        no such matrices.
+        each matrix, its expert, and its rows. Empty for other tensors.
         """
         found = self._layer_of(name)
         if found is None or self._names.stacked:
@@ -145,25 +176,17 @@ class CheckpointNames:
         if experts is None or not parts or module != patterns[0].partition(".{}")[0]:
             return []
         if len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(parts):
-            raise ValueError(
+            raise CheckpointError(
                 f"{name}: has the shape {list(shape)}, and this layer of the model has {experts.num_experts} experts"
             )
         rows = shape[1] // len(parts)
         return [
-            (f"{self.layer_prefix(index)}{pattern.format(number)}.weight", number, (place * rows, (place + 1) * rows))
+            (f"{self._layer_prefix(index)}{pattern.format(number)}.weight", number, (place * rows, (place + 1) * rows))
             for number in range(experts.num_experts)
             for place, pattern in enumerate(patterns)
         ]
 
-    def places(self, name: str, shape: Sequence[int]) -> dict[str, Place]:
-        """The model's tensors that are inside `name` where files have what transformers has in memory, or a stack that
-        is turned. Raises ValueError as `in_memory` does.
-        """
-        if self.is_turned(name, shape):
-            return {name: Place(name)}
-        return {part: Place(name, number, rows) for part, number, rows in self.in_memory(name, shape)}
-
-    def is_turned(self, name: str, shape: Sequence[int]) -> bool:
+    def _is_turned(self, name: str, shape: Sequence[int]) -> bool:
         """Whether `name` is a stack of experts that is the other way round than the table's; see `StackedTensor`."""
         found = self._layer_of(name)
         if found is None:
@@ -197,42 +220,51 @@ class CheckpointNames:
                 destination=((to + first - start, to + last - start), *to_others),
             )
 
-    def canonical(self, name: str) -> str:
-        """The table's name of a tensor that transformers may call otherwise."""
-        return self._names.canonical(name)
-
-    def prefixed(self, name: str) -> str:
-        """`name` with the prefix that files may lack."""
-        return name if name.startswith(self.besides) else self.optional_prefix + name
-
-    def is_ignorable(self, name: str) -> bool:
-        """Checkpoint tensors that are derived here (rotary frequencies, masks, and the head when it is the embedding),
-        and those of other stages.
-        """
-        return self.is_derived(name) or self._is_elsewhere(name)
-
     def is_derived(self, name: str) -> bool:
-        """Whether the tensor says nothing of the model that others of the checkpoint do not say."""
+        """Whether the tensor says nothing of the model that others of the checkpoint do not say: rotary frequencies,
+        masks, a head that is the embedding, what is for other input than text.
+        """
         if name.rpartition(".")[0] in self._head_modules:
             return False
         is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
         has_no_head = self._is_tied or not self._has_head
-        is_head = name == self.head or (not self._has_head and name == f"{self._names.head}.bias")
+        is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
         return is_ignored or (has_no_head and is_head) or self._is_of_other_layer(name)
 
-    def shapes_of_all_stages(
-        self, own: Mapping[str, tuple[int, ...]], like: Mapping[int, Mapping[str, tuple[int, ...]]]
-    ) -> dict[str, tuple[int, ...]]:
-        """The checkpoint's tensors, those of other stages too, shapes by name, given those of this one. `like` has for
-        each layer of the model tensors of a layer of its kind, by their names within the layer.
+    def tensors(
+        self, own: Sequence[WeightSlice], slices_like: Callable[[int], Sequence[WeightSlice]]
+    ) -> dict[str, ModelTensor]:
+        """The checkpoint's tensors by name, those of other stages too; `own` are this stage's slices. There are dense
+        layers and sparse ones, and some lack a norm: `slices_like` gives those of a layer of which this stage has no
+        other of the kind.
         """
-        config, names = self._model_config, self._names
+        config, stage = self._model_config, self._stage
+        of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, ModelTensor]] = {}
+        kinds = [(layer.experts, layer.norms) for layer in config.layers]
+        for index in (*range(stage.start, stage.stop), *range(len(kinds))):
+            if kinds[index] not in of_kind:
+                is_own, prefix = stage.start <= index < stage.stop, self._layer_prefix(index)
+                of_kind[kinds[index]] = {
+                    piece.checkpoint_name.removeprefix(prefix): piece.tensor
+                    for piece in (own if is_own else slices_like(index))
+                    if piece.checkpoint_name.startswith(prefix)
+                }
+        found = self._tensors_besides_layers()
+        for index, kind in enumerate(kinds):
+            found |= {self._layer_prefix(index) + name: tensor for name, tensor in of_kind[kind].items()}
+        held = {piece.checkpoint_name: piece.checkpoint_shape for piece in own}
+        shapes = {name: tensor.shape for name, tensor in found.items()}
+        assert held.items() <= shapes.items(), held.items() - shapes.items()
+        return found
+
+    def _tensors_besides_layers(self) -> dict[str, ModelTensor]:
+        config, names, pooling = self._model_config, self._names, self._model_config.pooling
         hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.num_embeddings, config.embedding_size)}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{names.embedding}.weight": (config.num_embeddings, config.embedding_size)
+        }
         if config.num_positions:
             shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
-        for index in range(config.num_layers):
-            shapes |= {self.layer_prefix(index) + name: shape for name, shape in like[index].items()}
         if config.num_token_types:
             shapes[f"{names.token_types}.weight"] = (config.num_token_types, hidden)
         leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
@@ -242,14 +274,14 @@ class CheckpointNames:
         if config.num_projection_parameters:
             shapes[f"{names.project_in}.weight"] = (hidden, config.embedding_size)
             shapes[f"{names.project_out}.weight"] = (config.embedding_size, hidden)
-        if config.has_head_bias and config.pooling is None:
+        if config.has_head_bias and pooling is None:
             shapes[f"{names.head}.bias"] = (config.vocab_size,)
         if not self._is_tied and self._has_head:
-            shapes[self.head] = (config.vocab_size, config.embedding_size)
-        if config.pooling is not None and self._has_score:
-            shapes |= head_shapes(config.pooling, names)
-        assert own.items() <= shapes.items(), own.items() - shapes.items()
-        return shapes
+            shapes[self._head] = (config.vocab_size, config.embedding_size)
+        scores = {} if pooling is None or not self._has_score else head_shapes(pooling, names)
+        # A head of which a classifier takes rows is held by it alone.
+        is_float32 = {name: pooling is not None and name == self._head for name in shapes} | dict.fromkeys(scores, True)
+        return {name: ModelTensor(shape, is_float32=is_float32[name]) for name, shape in (shapes | scores).items()}
 
     def _is_of_other_layer(self, name: str) -> bool:
         """Of one that looks at images, or of one beyond the model's where files may have such."""
@@ -259,18 +291,6 @@ class CheckpointNames:
         number, config = int(layer[1]), self._model_config
         is_beyond = number >= config.num_layers + len(config.image_layers)
         return number in config.image_layers or (self._names.ignores_later_layers and is_beyond)
-
-    def _is_elsewhere(self, name: str) -> bool:
-        stage, layer = self._stage, self._layer.match(name)
-        if layer is not None:
-            index = self._indices.get(int(layer[1]))
-            return index is not None and not stage.start <= index < stage.stop
-        module = name.rpartition(".")[0]
-        names = self._names
-        if module in (names.embedding, names.positions, names.token_types, names.embedding_norm, names.project_in):
-            return not stage.is_first
-        own_head = self._score if self._has_score else names.head
-        return not stage.is_last and module in (names.norm, names.project_out, own_head, *self._head_modules)
 
 
 def head_shapes(pooling: PoolingConfig, names: Names) -> dict[str, tuple[int, ...]]:

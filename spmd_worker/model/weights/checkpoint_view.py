@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spmd_worker.model.weights.held_weights import HeldWeight
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], set[str]]
+CheckChange = Callable[[str, Tensor], None]
 
 
 class CheckpointView(nn.Module):
@@ -27,17 +28,22 @@ class CheckpointView(nn.Module):
     """
 
     def __init__(
-        self, held: Mapping[str, HeldWeight], names: Mapping[str, str], load_weights: LoadWeights, **attributes: Any
+        self,
+        held: Mapping[str, HeldWeight],
+        names: Mapping[str, str],
+        load_weights: LoadWeights,
+        check_change: CheckChange,
+        **attributes: Any,
     ) -> None:
         super().__init__()
-        self._shown = _Shown(held)
+        self._shown = _Shown(held, check_change)
         self._load_weights = load_weights
         _grow(self, self._shown, names)
         for name, value in attributes.items():
             setattr(self, name, value)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """See `DecoderForCausalLM.load_weights`. Parameters that were asked for before show the new values."""
+        """See `WeightStore.load`. Parameters that were asked for before show the new values."""
         loaded = self._load_weights(weights)
         self._shown.read_again(loaded)
         return loaded
@@ -46,8 +52,8 @@ class CheckpointView(nn.Module):
         """Make the parameters that were asked for the weights of the model, changed or not.
 
         To find out which were changed, each would be unpacked once more, which takes as long as to pack it. And a
-        tensor does not know: what is done to `parameter.data` leaves its version as it was. Raises ValueError,
-        before anything is written, for a parameter of another shape.
+        tensor does not know: what is done to `parameter.data` leaves its version as it was. Raises what `check_change`
+        raises of any of them, before anything is written.
         """
         self._shown.write_back()
 
@@ -55,8 +61,8 @@ class CheckpointView(nn.Module):
 class _Shown:
     """The parameters that were asked for."""
 
-    def __init__(self, held: Mapping[str, HeldWeight]) -> None:
-        self._held = held
+    def __init__(self, held: Mapping[str, HeldWeight], check_change: CheckChange) -> None:
+        self._held, self._check_change = held, check_change
         self._parameters: dict[str, nn.Parameter] = {}
 
     def get(self, name: str) -> nn.Parameter:
@@ -78,10 +84,7 @@ class _Shown:
     @torch.no_grad()
     def write_back(self) -> None:
         for name, parameter in self._parameters.items():
-            shape, wanted = list(parameter.shape), list(self._held[name].shape)
-            if shape != wanted:
-                raise ValueError(f"{name}: has the shape {wanted} here, not {shape}: only its values can be changed")
-            self._held[name].check_changes(parameter.detach())
+            self._check_change(name, parameter.detach())
         for name, parameter in self._parameters.items():
             self._held[name].write(parameter.detach())
 

@@ -1,6 +1,6 @@
 """Checks that a checkpoint and a model fit each other, name by name and element by element, before anything is copied.
 
-Works on names, shapes and rectangles.
+Works on names, shapes and rectangles. Problems are lines, which `raise_problems` makes one error of.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,50 +11,26 @@ from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, Weigh
 _MAX_LISTED = 20
 
 
-def check_coverage(
-    slices: Sequence[WeightSlice],
-    paddings: Sequence[PaddingSlice],
-    parameter_shapes: Mapping[str, tuple[int, ...]],
-    checkpoint_shapes: Mapping[str, tuple[int, ...]],
-    *,
-    ignorable: Callable[[str], bool],
-) -> None:
-    """Raise one CheckpointError that lists everything that does not fit; return when all of it does.
-
-    The slices (empty ones too) name every checkpoint tensor of the model, with its exact shape; a tensor they do not
-    name is unexpected unless `ignorable(name)`. Every element of every parameter is covered exactly once.
-    """
-    problems = checkpoint_problems(slices, checkpoint_shapes, ignorable=ignorable)
-    problems += parameter_problems(slices, paddings, parameter_shapes)
-    raise_problems(problems)
-
-
-def check_parameters(
-    slices: Sequence[WeightSlice], paddings: Sequence[PaddingSlice], parameter_shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """The half of `check_coverage` that needs no checkpoint. Raises CheckpointError."""
-    raise_problems(parameter_problems(slices, paddings, parameter_shapes))
-
-
 def checkpoint_problems(
-    slices: Sequence[WeightSlice],
-    checkpoint_shapes: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
     *,
     ignorable: Callable[[str], bool],
 ) -> list[str]:
-    """Lines about checkpoint tensors that are missing, unexpected or of another shape than the model's."""
-    expected = {piece.checkpoint_name: piece.checkpoint_shape for piece in slices}
-    missing = [name for name in expected if name not in checkpoint_shapes]
-    unexpected = [name for name in checkpoint_shapes if name not in expected and not ignorable(name)]
+    """Lines about checkpoint tensors that are missing, unexpected unless `ignorable(name)`, or of another shape than
+    the model's, by name.
+    """
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected and not ignorable(name)]
     misshapen = [
-        f"{piece.checkpoint_name}: checkpoint {list(found)}, model {list(piece.checkpoint_shape)}"
-        for piece in slices
-        if (found := checkpoint_shapes.get(piece.checkpoint_name)) is not None and found != piece.checkpoint_shape
+        f"{name}: checkpoint {list(found[name])}, model {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
     ]
     return [
         *listed("missing from the checkpoint", missing),
         *listed("in the checkpoint but not in the model", unexpected),
-        *listed("of another shape than the model's", list(dict.fromkeys(misshapen))),
+        *listed("of another shape than the model's", misshapen),
     ]
 
 

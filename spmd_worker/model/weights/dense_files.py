@@ -10,6 +10,7 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.dummy import NormalStream, mean_and_std
+from spmd_worker.model.weights.tensor_checks import check_finite
 from spmd_worker.model_config.pooling import DenseConfig
 
 DenseWeights = list[tuple[Tensor, Tensor | None]]
@@ -36,10 +37,9 @@ def _read(folder: Path, dense: DenseConfig, allows_nonfinite: bool) -> tuple[Ten
         if checkpoint.shapes() != dict(sorted(shapes.items())):
             raise CheckpointError(f"{folder}: has {checkpoint.shapes()}, its config.json says {shapes}")
         read = [checkpoint.read(name, full_rectangle(shape)).float() for name, shape in shapes.items()]
-    if not allows_nonfinite and not all(each.isfinite().all() for each in read):
-        raise CheckpointError(
-            f"{folder}: has weights that are NaN or infinite: set model.allow_nonfinite=true to load them all the same"
-        )
+        if not allows_nonfinite:
+            for name, values in zip(shapes, read, strict=True):
+                check_finite(f"{folder / checkpoint.position(name)[0]}: tensor {name!r}", values, torch.float32)
     return read[0], read[1] if dense.has_bias else None
 
 

@@ -15,7 +15,7 @@ import torch
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import Rectangle, full_rectangle
-from spmd_worker.model.weights.checkpoint import WEIGHT_DTYPES, Checkpoint, same_weight_error
+from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
     GptqWeight,
@@ -25,6 +25,7 @@ from spmd_worker.model.weights.quantised_weight import (
     QuantisedWeight,
     ScaledWeight,
 )
+from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.weight_format import Quantization, WeightFormat
 
 logger = logging.getLogger(__name__)

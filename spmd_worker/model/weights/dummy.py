@@ -6,23 +6,18 @@ or rank enters, and no generator of the host is read or written. Follows "Parall
 """
 
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from math import prod, sqrt
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
-from spmd_worker.model.weights.coverage import check_parameters
-from spmd_worker.model.weights.loader import copy_block, fill_paddings, parameters_by_name, shapes_of
+from spmd_worker.model.layers.weight_slice import ModelTensor, Rectangle, WeightSlice
 from spmd_worker.model.weights.region import plan_read, split_region
-from spmd_worker.native.threads import keep_alone
 
 # Changing either of the first two changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
@@ -30,48 +25,61 @@ _EMBEDDING_STD = 0.02
 _NORM = re.compile(r"(norm|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$", re.IGNORECASE)
 # Rows of less than a block share their blocks, so generating through the gaps is free; larger gaps are skipped.
 _MAX_GAP_ELEMENTS = _BLOCK_ELEMENTS
-_MAX_BUFFER_ELEMENTS = 1 << 22
 
 
-def fill_dummy(
-    model: nn.Module,
-    slices: Sequence[WeightSlice],
-    paddings: Sequence[PaddingSlice],
-    seed: int = 0,
-    num_threads: int = 1,
-) -> None:
-    """Fill every parameter with random weights of reasonable scale, converted from float32. Idempotent. The values do
-    not depend on `num_threads`, which share out the blocks of each tensor and compute alone (`keep_alone`).
+class DummyWeights:
+    """Implements `weight_source.WeightSource`: random weights of reasonable scale, as float32, of each of `tensors`.
 
-    Matrices ~ N(0, 1 / fan_in) with fan_in the last dimension, embeddings and lm_head with a deviation of 0.02,
-    weights of norms around 1 with a deviation of 0.1, other vectors (biases) around 0 with a deviation of 0.1.
-    Raises CheckpointError when the slices do not cover the parameters exactly once.
+    Matrices ~ N(0, 1 / fan_in) with fan_in the last dimension, of those that `slices` transpose the last but one;
+    embeddings and lm_head with a deviation of 0.02, weights of norms around 1 with a deviation of 0.1, other vectors
+    (biases) around 0 with a deviation of 0.1.
     """
-    parameters = parameters_by_name(model)
-    check_parameters(slices, paddings, shapes_of(parameters))
-    pieces = [piece for piece in slices if not piece.is_empty]
-    # numpy and torch let other threads run while they fill and copy.
-    with ThreadPoolExecutor(num_threads, "dummy-weights", keep_alone) as threads, torch.no_grad():
-        for piece in pieces:
-            blocks = list(split_region(piece.checkpoint_shape, piece.source, _MAX_BUFFER_ELEMENTS))
-            # Neighbours are one thread's: they share blocks of the generator.
-            each = -(-len(blocks) // num_threads)
-            runs = [blocks[start : start + each] for start in range(0, len(blocks), each)]
-            fill = partial(_fill_blocks, parameters[piece.parameter_name], piece, seed)
-            # A thread alone would only be waited for.
-            list(threads.map(fill, runs) if len(runs) > 1 else map(fill, runs))
-        fill_paddings(parameters, paddings)
 
+    folder = Path("load_format=dummy")
+    num_bytes_read = 0
 
-@torch.no_grad()
-def _fill_blocks(parameter: nn.Parameter, piece: WeightSlice, seed: int, blocks: list[Rectangle]) -> None:
-    stream = NormalStream(piece.checkpoint_name, seed, piece.checkpoint_shape)
-    *leading, num_outputs, num_inputs = (1, *piece.checkpoint_shape)
-    turned = (*leading, num_inputs, num_outputs)[1:]
-    mean, std = mean_and_std(piece.checkpoint_name, turned if piece.is_transposed else piece.checkpoint_shape)
-    for block in blocks:
-        values = torch.from_numpy(stream.region(block)).mul(std).add(mean)
-        copy_block(parameter, piece, block, values)
+    def __init__(self, tensors: Mapping[str, ModelTensor], slices: Iterable[WeightSlice], seed: int = 0) -> None:
+        self._tensors, self._seed = tensors, seed
+        self._transposed = {piece.checkpoint_name for piece in slices if piece.is_transposed}
+        self._index = {name: index for index, name in enumerate(tensors)}
+
+    def names(self) -> list[str]:
+        """See `WeightSource`."""
+        return sorted(self._tensors)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `WeightSource`."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource`."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `WeightSource`."""
+        del name
+        return torch.float32
+
+    def position(self, name: str) -> tuple[str, int]:
+        """See `WeightSource`: in the order of the model."""
+        return "", self._index[name]
+
+    def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
+        """See `WeightSource`."""
+        return split_region(self.shape(name), region, max_bytes // torch.float32.itemsize)
+
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
+        """See `WeightSource`. The same whichever regions, in whichever thread."""
+        shape = self.shape(name)
+        *leading, num_outputs, num_inputs = (1, *shape)
+        turned = (*leading, num_inputs, num_outputs)[1:]
+        mean, std = mean_and_std(name, turned if name in self._transposed else shape)
+        return torch.from_numpy(NormalStream(name, self._seed, shape).region(region)).mul_(std).add_(mean)
+
+    def is_unused(self, name: str) -> bool:
+        """See `WeightSource`."""
+        del name
+        return False
 
 
 def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:

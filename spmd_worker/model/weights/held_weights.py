@@ -8,11 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import HeldSlice, Rectangle, WeightSlice, extents, joined_ranges
+from spmd_worker.model.weights.region import move_block
 
 _FEW: Final = 3
-_DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,14 @@ class HeldPiece:
 
     def write(self, values: Tensor) -> None:
         """Make `values` the slice."""
-        self.layer.write_region(self.parameter, self.piece.destination, self.placed(values))
+        self.write_block(self.piece.source, values)
+
+    def write_block(self, block: Rectangle, values: Tensor) -> None:
+        """Make `values` a block of the slice's source: all of it, where the layer is packed."""
+        piece = self.piece
+        destination = move_block(piece.turned(block), piece.turned(piece.source), piece.destination)
+        values = values.transpose(-1, -2) if piece.is_transposed else values
+        self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
 
     def write_shown(self, values: Tensor) -> None:
         """As `write`, of values that were shown, perhaps in a narrower dtype: to look at them must not round them."""
@@ -126,9 +134,7 @@ class HeldWeight:
             copy.write_shown(values[self._region_of(copy, regions)])
 
     def load(self, tensor: Tensor) -> None:
-        """Make this rank's slices of the whole checkpoint tensor, which `check_form` let pass, its weight; nothing
-        but those is copied.
-        """
+        """Make this rank's slices of the whole checkpoint tensor its weight; nothing but those is copied."""
         sources = [tuple(slice(*bounds) for bounds in held.piece.source) for held in self.pieces]
         for run in self._runs():
             pieces = [self.pieces[number] for number in run]
@@ -141,13 +147,13 @@ class HeldWeight:
             copy.write(tensor.detach()[tuple(slice(*bounds) for bounds in copy.piece.source)])
 
     def check_changes(self, values: Tensor) -> None:
-        """Raise ValueError where `write` cannot make `values` this rank's slices."""
+        """Raise CheckpointError where `write` cannot make `values` this rank's slices."""
         regions = self._regions()
         for held, region in zip(self.pieces, regions, strict=True):
             try:
                 held.layer.check_changes(held.parameter, held.piece.destination, held.placed(values[region]))
-            except ValueError as error:
-                raise ValueError(f"{self.checkpoint_name}: {error}") from None
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.checkpoint_name}: {error}") from None
 
     def _runs(self) -> list[list[int]]:
         """Numbers of pieces whose rows follow each other in one parameter: heads of a tensor that has queries, keys and
@@ -202,47 +208,6 @@ class HeldWeight:
 def _moved_together(ranges: list[tuple[int, int]]) -> dict[tuple[int, int], slice]:
     stops = list(accumulate(stop - start for start, stop in ranges))
     return {bounds: slice(end - bounds[1] + bounds[0], end) for bounds, end in zip(ranges, stops, strict=True)}
-
-
-def check_pair(name: object, tensor: object) -> None:
-    """Raise TypeError for what is not a name and a tensor."""
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a weight is a {type(name).__name__}: give pairs of a name, as text, and a tensor")
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: is a {type(tensor).__name__}: give pairs of a name and a tensor")
-
-
-def check_form(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for a tensor that could not be the weight `name` of `shape`, whatever its elements."""
-    fault = _form_fault(tensor, shape)
-    if fault is not None:
-        raise ValueError(f"{name}: {fault}")
-
-
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """As `check_form`; its elements must be finite in `dtype`, too. The whole tensor is looked at, so that ranks with
-    other slices come to the same answer.
-    """
-    check_form(name, tensor, shape)
-    # Bounds are NaN where an element is. They are rounded as the elements will be.
-    if not torch.stack(tensor.detach().aminmax()).to(dtype).isfinite().all():
-        raise ValueError(
-            f"{name}: has elements that are not finite in {dtype}: the weight is as it was; model.allow_nonfinite=true "
-            f"takes such weights"
-        )
-
-
-def _form_fault(tensor: Tensor, shape: tuple[int, ...]) -> str | None:
-    if tuple(tensor.shape) != shape:
-        return f"has the shape {list(tensor.shape)}, the model's has {list(shape)}"
-    # A DTensor, known by its method. Gathering it is a collective, which is the caller's to order.
-    if hasattr(tensor, "full_tensor"):
-        return "is sharded: pass its full_tensor()"
-    if tensor.is_meta:
-        return "is on the meta device and has no data"
-    if tensor.dtype not in _DTYPES:
-        return f"has the dtype {tensor.dtype}, weights have one of {', '.join(map(str, _DTYPES))}"
-    return None
 
 
 def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointLayer]) -> dict[str, HeldWeight]:

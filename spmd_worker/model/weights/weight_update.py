@@ -4,13 +4,15 @@ Until the commit a model has weights of two kinds, old and new, and no step may 
 Nothing here exchanges anything with other ranks.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from hashlib import blake2b
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from spmd_worker.model.weights.tensor_checks import tied_head_fault
 
 WeightUpdateReport = tuple[dict[str, str], list[str], bool, list[int], bool, str]
 """Digests, names that are missing, whether those must be loaded, the calls whose changes were refused, whether all
@@ -23,11 +25,11 @@ _WORDS: Final = 512
 
 class WeightUpdate:
     """The update of one rank's model. `num_in_flight`, when it is set, says how many requests are being answered.
-    `tied` has the name of a tied head by that of the embedding.
+    `tied` are the names of the embedding and of the head that it is too.
     """
 
-    def __init__(self, tied: Mapping[str, str] | None = None) -> None:
-        self._embedding, self._head = next(iter((tied or {}).items()), ("", ""))
+    def __init__(self, tied: tuple[str, str] | None = None) -> None:
+        self._embedding, self._head = tied or ("", "")
         self.embedding_digest = self._head_digest = ""
         """Of the embedding that was committed last, or "" where that is not known; and of a tied head."""
         self._is_paired = False
@@ -39,7 +41,7 @@ class WeightUpdate:
         self.is_open = False
         self.must_be_whole = False
         """No weight is what it was: each has to be loaded, also where the caller says that some stay."""
-        self.are_weights_asleep = False
+        self._are_weights_asleep = False
         self.num_calls = 0
         """Of `apply_model` since all weights were last loaded. No other commit resets it: ranks that have refused
         different calls commit different ones, and still number the next alike.
@@ -51,12 +53,16 @@ class WeightUpdate:
         self._num_refused_before, self._has_all = 0, False
         self.num_in_flight: Callable[[], int] | None = None
 
+    def check_awake(self, before: str = "first") -> None:
+        """Raise RuntimeError while there are no weights to look at or to write over."""
+        if self._are_weights_asleep:
+            raise RuntimeError(f"the weights are asleep: call wake_up(tags=['weights']) {before}")
+
     def begin(self) -> None:
-        """Before the first byte is written. Raises RuntimeError while requests are being answered, and while there are
-        no weights to write over.
+        """Before the first byte is written. Raises RuntimeError while requests are being answered, and as `check_awake`
+        does.
         """
-        if self.are_weights_asleep:
-            raise RuntimeError("the weights are asleep: call wake_up(tags=['weights']) before new ones are loaded")
+        self.check_awake("before new ones are loaded")
         if self.is_open:
             return
         num_requests = self.num_in_flight() if self.num_in_flight is not None else 0
@@ -67,6 +73,10 @@ class WeightUpdate:
             )
         self.is_open, self._num_refused_before = True, len(self.refused_calls)
 
+    def sleep(self) -> None:
+        """The weights are asleep, their memory there or not."""
+        self._are_weights_asleep = True
+
     def drop(self, kept: Collection[str]) -> None:
         """The weights are dropped, but for those of `kept`: what other ranks are to be told of these is not forgotten,
         what was loaded of them and which changes were refused.
@@ -76,10 +86,12 @@ class WeightUpdate:
         self.end()
         self.digests, self.refused_calls, self.embedding_digest = digests, refused_calls, ""
 
-    def require_all(self) -> None:
-        """The weights were dropped: an update is open until all of them were loaded."""
-        self.is_open, self.must_be_whole = True, True
-        self._num_refused_before = len(self.refused_calls)
+    def wake(self, *, were_dropped: bool) -> None:
+        """The weights are awake. Those that `were_dropped` have all to be loaded: an update is open until then."""
+        self._are_weights_asleep = False
+        if were_dropped:
+            self.is_open, self.must_be_whole = True, True
+            self._num_refused_before = len(self.refused_calls)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A whole checkpoint tensor was loaded, or passed over because this rank holds nothing of it."""
@@ -104,14 +116,13 @@ class WeightUpdate:
         if self._head_digest in ("", embedding):
             return ""
         if not embedding:
-            return (
-                f"{self._head} was loaded without {self._embedding}, but tie_word_embeddings in config.json says that "
-                f"they are one: load {self._embedding}, with or without {self._head}"
-            )
-        return (
-            f"{self._head} differs from {self._embedding} in elements, dtype or shape, but tie_word_embeddings in "
-            f"config.json says that they are one: load {self._embedding} again, with an equal {self._head} or without, "
-            f"or set tie_word_embeddings to false and make a new LLM to use both"
+            way_out = f"load {self._embedding}, with or without {self._head}"
+            return tied_head_fault(self._head, f"was loaded without {self._embedding}", way_out)
+        return tied_head_fault(
+            self._head,
+            f"differs from {self._embedding} in elements, dtype or shape",
+            f"load {self._embedding} again, with an equal {self._head} or without, or set tie_word_embeddings to false "
+            f"and make a new LLM to use both",
         )
 
     def missing(self, names: Collection[str]) -> list[str]:

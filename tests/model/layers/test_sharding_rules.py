@@ -10,13 +10,13 @@ import pytest
 import torch
 from model_configs import families, spelled, with_layers
 
-from spmd_worker.base.errors import CheckpointError, ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import VocabularyShard
 from spmd_worker.model.layers.linear import kv_head_range
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.weights.coverage import check_coverage
+from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_problems
 from spmd_worker.model_config.model_config import FAMILIES, ModelConfig, model_config_of
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -49,7 +49,7 @@ def times_read(model_config: ModelConfig, size: int) -> dict[str, np.ndarray]:
     """How many ranks read each element of each checkpoint tensor."""
     counts: dict[str, np.ndarray] = {}
     for rank in range(size):
-        for piece in new_model(model_config, size, rank).weight_slices():
+        for piece in new_model(model_config, size, rank).weights.slices:
             count = counts.setdefault(piece.checkpoint_name, np.zeros(piece.checkpoint_shape, dtype=np.int64))
             count[tuple(slice(*bounds) for bounds in piece.source)] += 1
     return counts
@@ -103,7 +103,7 @@ def test_a_tensor_by_key_value_heads_has_the_queries_keys_and_values_of_each_hea
         own = num_heads // size
         expected = [whole[0][rank * own : (rank + 1) * own], *(part[first:end] for part in whole[1:])]
         held = np.full(sum(part.size for part in expected), -1)
-        for piece in new_model(model_config, size, rank).weight_slices():
+        for piece in new_model(model_config, size, rank).weights.slices:
             if piece.checkpoint_name == "gpt_neox.layers.1.attention.query_key_value.bias":
                 held[slice(*piece.destination[0])] = np.arange(*piece.source[0])
         assert np.array_equal(held, np.concatenate([part.ravel() for part in expected])), rank
@@ -116,28 +116,28 @@ def test_every_element_of_every_parameter_is_filled_exactly_once(size: int, tied
     for rank in range(size):
         model = new_model(model_config, size, rank)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
-        check_coverage(model.weight_slices(), model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
+        in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weights.slices}
+        weights = model.weights
+        assert parameter_problems(weights.slices, weights.paddings, shapes) == []
+        assert checkpoint_problems(weights.shapes, in_file, ignorable=weights.is_derived) == []
         assert ("lm_head.weight" in in_file) == (not tied)
 
 
 def test_the_check_sees_a_slice_that_is_left_out():
     model = new_model(new_shape(), 2, 1)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
-    for index in range(len(model.weight_slices())):
-        slices = model.weight_slices()
+    for index in range(len(model.weights.slices)):
+        slices = [*model.weights.slices]
         del slices[index]
-        with pytest.raises(CheckpointError):
-            check_coverage(slices, model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
+        assert parameter_problems(slices, model.weights.paddings, shapes) != []
 
 
 def test_only_derived_tensors_may_be_in_a_checkpoint_without_being_read():
     tied, untied = new_model(new_shape(tie_word_embeddings=True), 1, 0), new_model(new_shape(), 1, 0)
-    assert tied.is_ignorable("lm_head.weight")
-    assert not untied.is_ignorable("lm_head.weight")
-    assert untied.is_ignorable("model.layers.3.self_attn.rotary_emb.inv_freq")
-    assert not untied.is_ignorable("model.layers.3.self_attn.q_proj.weight")
+    assert tied.weights.is_derived("lm_head.weight")
+    assert not untied.weights.is_derived("lm_head.weight")
+    assert untied.weights.is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not untied.weights.is_derived("model.layers.3.self_attn.q_proj.weight")
 
 
 @pytest.mark.parametrize(

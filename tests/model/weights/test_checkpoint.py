@@ -170,11 +170,11 @@ def test_two_names_that_become_one_are_refused(tmp_path):
     """The later one won, without a word."""
     files = {"a.gamma": tensor(2, seed=1), "a.weight": tensor(2, seed=2), "b.gamma": tensor(2)}
     with Checkpoint.open(save_single(tmp_path, files)) as checkpoint:
-        checkpoint.rename(lambda name: name.replace("b.gamma", "b.weight"))
+        checkpoint.rename(lambda name, shape: {name.replace("b.gamma", "b.weight"): None})
         with pytest.raises(
             CheckpointError, match=r"tensors 'a\.gamma' and 'a\.weight' are the same weight of the model"
         ):
-            checkpoint.rename(lambda name: name.replace("gamma", "weight"))
+            checkpoint.rename(lambda name, shape: {name.replace("gamma", "weight"): None})
         assert checkpoint.names() == ["a.gamma", "a.weight", "b.weight"]
         assert checkpoint.stored_name("b.weight") == "b.gamma"
 
@@ -183,16 +183,18 @@ def test_a_tensor_that_another_has_inside_too_is_refused(tmp_path):
     """Experts each by itself, beside the stack of all of them."""
     files = {"experts": tensor(2, 4, 3), "experts.1": tensor(4, 3)}
 
-    def places(name, shape):
+    def parts(name, shape):
         return (
-            {f"experts.{number}": Place("experts", number, (0, 4)) for number in range(2)} if name == "experts" else {}
+            {f"experts.{number}": Place("experts", number, (0, 4)) for number in range(2)}
+            if name == "experts"
+            else {name: None}
         )
 
     with (
         Checkpoint.open(save_single(tmp_path, files)) as checkpoint,
         pytest.raises(CheckpointError, match=r"tensors 'experts' and 'experts\.1' are the same weight of the model"),
     ):
-        checkpoint.look_inside(places)
+        checkpoint.rename(parts)
 
 
 def test_an_index_with_a_name_twice_is_refused(tmp_path):

@@ -2,7 +2,7 @@ import pytest
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
-from spmd_worker.model.weights.coverage import check_coverage
+from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_problems, raise_problems
 
 
 def merged(name, rows, first):
@@ -17,7 +17,9 @@ CHECKPOINT = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "embed": (5, 4)}
 
 
 def check(slices=SLICES, paddings=PADDINGS, parameters=PARAMETERS, checkpoint=CHECKPOINT, ignorable=lambda name: False):
-    check_coverage(slices, paddings, parameters, checkpoint, ignorable=ignorable)
+    expected = {piece.checkpoint_name: piece.checkpoint_shape for piece in slices}
+    problems = checkpoint_problems(expected, checkpoint, ignorable=ignorable)
+    raise_problems([*problems, *parameter_problems(slices, paddings, parameters)])
 
 
 def test_merged_slices_and_a_padded_vocabulary_shard_cover_their_parameters():

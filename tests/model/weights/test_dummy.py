@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hand_made_store import fill_dummy
 from torch import nn
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, shard, whole
-from spmd_worker.model.weights import dummy
-from spmd_worker.model.weights.dummy import NormalStream, fill_dummy
+from spmd_worker.model.weights import store
+from spmd_worker.model.weights.dummy import NormalStream
+from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.native import threads as threads_of_torch
 
 SHAPES = {
@@ -154,7 +156,7 @@ def test_a_lower_precision_is_the_float32_values_rounded():
 
 def test_small_buffers_give_the_same_values(monkeypatch):
     expected = reassemble(2)
-    monkeypatch.setattr(dummy, "_MAX_BUFFER_ELEMENTS", 1000)
+    monkeypatch.setattr(store, "_BLOCK_BYTES", 4000)
     for name, value in reassemble(2).items():
         assert torch.equal(value, expected[name]), name
 
@@ -187,17 +189,17 @@ def test_a_model_of_tens_of_millions_of_weights_is_filled_in_a_few_seconds():
 
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
 def test_threads_share_out_a_tensor_and_change_no_value(monkeypatch, num_threads):
-    monkeypatch.setattr(dummy, "_MAX_BUFFER_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(store, "_BLOCK_BYTES", 4 << 12)
     runs, widths = [], set()
-    fill_blocks = dummy._fill_blocks
+    write_blocks = WeightStore._write_blocks
 
     def fill(*args):
         runs.append(len(args[-1]))
-        fill_blocks(*args)
-        if threading.current_thread().name.startswith("dummy-weights"):
+        write_blocks(*args)
+        if threading.current_thread().name.startswith("fill-weights"):
             widths.add(torch.get_num_threads())
 
-    monkeypatch.setattr(dummy, "_fill_blocks", fill)
+    monkeypatch.setattr(WeightStore, "_write_blocks", fill)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     filled = []

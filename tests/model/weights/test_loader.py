@@ -2,14 +2,14 @@ import re
 
 import pytest
 import torch
+from hand_made_store import fill
 from torch import nn
 from weight_files import save_indexed, save_single
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
-from spmd_worker.model.weights import loader
+from spmd_worker.model.weights import store, tensor_checks
 from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.loader import load_weights
 
 VOCABULARY, WIDTH, PADDED = 10, 8, 12
 
@@ -93,7 +93,7 @@ def assert_untouched(model):
 def test_every_rank_gets_its_part_of_the_checkpoint(tmp_path, rank, parts):
     model, slices, paddings = build(rank, parts)
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint:
-        load_weights(model, slices, paddings, checkpoint)
+        fill(model, slices, paddings, checkpoint)
     assert_holds(model, expected(rank, parts))
 
 
@@ -103,25 +103,25 @@ def test_weights_are_converted_to_the_dtype_of_the_parameter(tmp_path, stored, h
     model, slices, paddings = build(dtype=held)
     tensors = full_tensors(dtype=stored)
     with Checkpoint.open(save_single(tmp_path, tensors)) as checkpoint:
-        load_weights(model, slices, paddings, checkpoint)
+        fill(model, slices, paddings, checkpoint)
     assert torch.equal(model.down, tensors["down.weight"].to(held))
     assert model.down.dtype == held
 
 
 @pytest.mark.parametrize("block_bytes", [4, 20, 32, 100, 200])
 def test_loading_in_small_blocks_gives_the_same(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(loader, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(store, "_BLOCK_BYTES", block_bytes)
     model, slices, paddings = build(1, 2)
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint:
-        load_weights(model, slices, paddings, checkpoint)
+        fill(model, slices, paddings, checkpoint)
     assert_holds(model, expected(1, 2))
 
 
 def test_loading_twice_gives_the_same(tmp_path):
     model, slices, paddings = build(1, 2)
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint:
-        first = load_weights(model, slices, paddings, checkpoint)
-        second = load_weights(model, slices, paddings, checkpoint)
+        first = fill(model, slices, paddings, checkpoint)
+        second = fill(model, slices, paddings, checkpoint)
     assert_holds(model, expected(1, 2))
     assert (first.num_tensors, first.num_bytes_read) == (second.num_tensors, second.num_bytes_read)
 
@@ -130,7 +130,7 @@ def test_parameters_keep_their_storage_and_their_gradient_flag(tmp_path):
     model, slices, paddings = build()
     pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint:
-        load_weights(model, slices, paddings, checkpoint)
+        fill(model, slices, paddings, checkpoint)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == pointers
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
@@ -148,7 +148,7 @@ def test_a_rank_reads_its_share_of_the_checkpoint(tmp_path, dim):
         slices.append(piece)
     folder = save_single(tmp_path, tensors)
     with Checkpoint.open(folder) as checkpoint:
-        report = load_weights(model, slices, [], checkpoint)
+        report = fill(model, slices, [], checkpoint)
     assert report.num_bytes_read <= 0.6 * (folder / "model.safetensors").stat().st_size
     assert report.num_tensors == 2
     assert report.seconds > 0
@@ -159,7 +159,7 @@ def test_a_rank_reads_its_share_of_the_checkpoint(tmp_path, dim):
         for i, name in enumerate(tensors)
     ]
     with Checkpoint.open(folder) as checkpoint:
-        assert load_weights(whole_model, everything, [], checkpoint).num_bytes_read == 2 * 512 * 4096 * 4
+        assert fill(whole_model, everything, [], checkpoint).num_bytes_read == 2 * 512 * 4096 * 4
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "misshapen", "quantised", "uncovered"])
@@ -178,7 +178,7 @@ def test_nothing_is_touched_when_checkpoint_and_model_do_not_fit(tmp_path, fault
         paddings = []
     with Checkpoint.open(save_single(tmp_path, tensors)) as checkpoint:
         with pytest.raises(CheckpointError):
-            load_weights(model, slices, paddings, checkpoint)
+            fill(model, slices, paddings, checkpoint)
         assert checkpoint.num_bytes_read == 0
     assert_untouched(model)
 
@@ -190,14 +190,14 @@ def test_a_quantised_tensor_of_another_stage_fails_on_this_rank_too(tmp_path):
         Checkpoint.open(save_single(tmp_path, tensors)) as checkpoint,
         pytest.raises(CheckpointError, match=r"far\.weight.*quantised"),
     ):
-        load_weights(model, [*slices, nothing_of("far.weight", (4,))], paddings, checkpoint)
+        fill(model, [*slices, nothing_of("far.weight", (4,))], paddings, checkpoint)
 
 
 def test_ignorable_tensors_are_not_read_whatever_their_dtype(tmp_path):
     model, slices, paddings = build()
     tensors = {**full_tensors(), "position_ids": torch.arange(9)}
     with Checkpoint.open(save_single(tmp_path, tensors)) as checkpoint:
-        report = load_weights(model, slices, paddings, checkpoint, ignorable=lambda name: name == "position_ids")
+        report = fill(model, slices, paddings, checkpoint, ignorable=lambda name: name == "position_ids")
     assert report.num_bytes_read == sum(tensor.nbytes for tensor in full_tensors().values())
 
 
@@ -214,7 +214,7 @@ def test_files_of_an_index_are_read_forwards_one_after_the_other(tmp_path, monke
 
     monkeypatch.setattr(Checkpoint, "read", recorded)
     with Checkpoint.open(save_indexed(tmp_path, files)) as checkpoint:
-        load_weights(model, slices, paddings, checkpoint)
+        fill(model, slices, paddings, checkpoint)
     assert order == sorted(order)
     assert_holds(model, expected())
 
@@ -223,7 +223,7 @@ def test_parameters_without_storage_are_not_silently_left_empty(tmp_path):
     model, slices, paddings = build()
     model = model.to("meta")
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint, pytest.raises(AssertionError):
-        load_weights(model, slices, paddings, checkpoint)
+        fill(model, slices, paddings, checkpoint)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -236,8 +236,8 @@ def test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, name, v
     with Checkpoint.open(tmp_path) as checkpoint:
         place = re.escape(f"tensor {name!r} has {value:g} at {list(index)}")
         with pytest.raises(CheckpointError, match=f"{place}.*not finite in torch.float32"):
-            load_weights(*build(), checkpoint)
-        load_weights(*build(), checkpoint, allows_nonfinite=True)
+            fill(*build(), checkpoint)
+        fill(*build(), checkpoint, allows_nonfinite=True)
 
 
 def test_of_two_ranks_the_one_that_holds_it_finds_it(tmp_path):
@@ -245,9 +245,9 @@ def test_of_two_ranks_the_one_that_holds_it_finds_it(tmp_path):
     tensors["down.weight"][3, 9] = torch.nan
     save_single(tmp_path, tensors)
     with Checkpoint.open(tmp_path) as checkpoint:
-        load_weights(*build(0, 2), checkpoint)
+        fill(*build(0, 2), checkpoint)
         with pytest.raises(CheckpointError, match=re.escape("'down.weight' has nan at [3, 9]")):
-            load_weights(*build(1, 2), checkpoint)
+            fill(*build(1, 2), checkpoint)
 
 
 def test_a_number_that_is_too_large_for_the_parameter_is_not_finite_there(tmp_path):
@@ -255,14 +255,14 @@ def test_a_number_that_is_too_large_for_the_parameter_is_not_finite_there(tmp_pa
     tensors["q.weight"][0, 0] = 1e6
     save_single(tmp_path, tensors)
     with Checkpoint.open(tmp_path) as checkpoint:
-        load_weights(*build(), checkpoint)
+        fill(*build(), checkpoint)
         with pytest.raises(CheckpointError, match=re.escape("'q.weight' has 1e+06 at [0, 0]") + ".*model.dtype"):
-            load_weights(*build(dtype=torch.float16), checkpoint)
+            fill(*build(dtype=torch.float16), checkpoint)
 
 
 @pytest.mark.control("Weights that are not finite are refused")
 def test_the_tests_see_a_loader_that_looks_at_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "is_finite", lambda values, dtype: True)
+    monkeypatch.setattr(tensor_checks, "is_finite", lambda values, dtype: True)
     with pytest.raises(pytest.fail.Exception):
         test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, "k.weight", float("nan"))
 
@@ -270,13 +270,13 @@ def test_the_tests_see_a_loader_that_looks_at_nothing(tmp_path, monkeypatch):
 def load_tied(folder, tensors, rank=0, parts=1, tied=True):
     model, slices, paddings = build(rank, parts)
     with Checkpoint.open(save_single(folder, tensors)) as checkpoint:
-        load_weights(
+        fill(
             model,
             slices,
             paddings,
             checkpoint,
             ignorable=lambda name: name == "head.weight",
-            tied={"embed.weight": "head.weight"} if tied else None,
+            tied=("embed.weight", "head.weight") if tied else None,
         )
     assert_holds(model, expected(rank, parts))
 

@@ -1,0 +1,83 @@
+"""A store of hand-made parameters, which is filled as a model is. Names of the checkpoint are those of the slices."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.weight_slice import ModelTensor, PaddingSlice, Place, WeightSlice
+from spmd_worker.model.weights.store import LoadReport, WeightStore
+from spmd_worker.model.weights.weight_source import WeightSource
+
+
+class _Layer(CheckpointLayer):
+    def __init__(self, model: nn.Module, slices: Sequence[WeightSlice], paddings: Sequence[PaddingSlice]) -> None:
+        super().__init__()
+        self._parameters = model._parameters
+        self._slices, self._paddings = slices, paddings
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        del prefix
+        return iter(self._slices)
+
+    def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
+        del prefix
+        return iter(self._paddings)
+
+
+class _Names:
+    """As `CheckpointNames`, of names that need no table."""
+
+    is_last_stage = True
+
+    def __init__(self, is_derived: Callable[[str], bool], tied: tuple[str, str] | None) -> None:
+        self.is_derived, self.tied = is_derived, tied
+
+    def slices(self, layers: Mapping[str, CheckpointLayer]) -> list[WeightSlice]:
+        return [piece for layer in layers.values() for piece in layer.weight_slices("")]
+
+    def tensors(self, own: Sequence[WeightSlice], slices_like: object) -> dict[str, ModelTensor]:
+        del slices_like
+        return {piece.checkpoint_name: piece.tensor for piece in own}
+
+    def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, Place | None]:
+        del shape
+        return {given_name: None}
+
+
+def plain_store(
+    model: nn.Module,
+    slices: Sequence[WeightSlice],
+    paddings: Sequence[PaddingSlice],
+    *,
+    ignorable: Callable[[str], bool] = lambda name: False,
+    tied: tuple[str, str] | None = None,
+    allows_nonfinite: bool = False,
+) -> WeightStore:
+    names: Any = _Names(ignorable, tied)
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    layers = {"": _Layer(model, slices, paddings)}
+    return WeightStore(names, layers, dtype, lambda index: [], allows_nonfinite=allows_nonfinite)
+
+
+def fill(
+    model: nn.Module,
+    slices: Sequence[WeightSlice],
+    paddings: Sequence[PaddingSlice],
+    source: WeightSource,
+    **options: Any,
+) -> LoadReport:
+    return plain_store(model, slices, paddings, **options).fill(source)
+
+
+def fill_dummy(
+    model: nn.Module,
+    slices: Sequence[WeightSlice],
+    paddings: Sequence[PaddingSlice],
+    seed: int = 0,
+    num_threads: int = 1,
+) -> None:
+    store = plain_store(model, slices, paddings)
+    store.fill(store.dummy(seed), num_threads)

@@ -1,0 +1,149 @@
+"""One rule for each question, whoever brings the weights: a start, a reload, a trainer's tensors, `apply_model`."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from expert_models import changed, new_model
+from family_checkpoints import family_folder
+from joined_models import PLAIN
+from native_libraries import WITH_AMX, library_for
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights import store
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import Stage
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+Bring = Callable[[DecoderForCausalLM, Path], object]
+
+
+def plain_model(*, is_packed: bool = True, allows_nonfinite: bool = False) -> DecoderForCausalLM:
+    kernels = CpuKernels(library_for(WITH_AMX))
+    context = LayerContext(single_group(), kernels, SdpaBackend(), torch.float32, torch.device("cpu"))
+    model = build_model(context, PLAIN, allows_nonfinite=allows_nonfinite)
+    model.weights.fill(model.weights.dummy())
+    if is_packed:
+        model.weights.pack()
+    return model
+
+
+def tensors_of(model: DecoderForCausalLM) -> dict[str, Tensor]:
+    with model.as_checkpoint() as view:
+        return {name: each.detach().clone() for name, each in view.named_parameters()}
+
+
+def start(model: DecoderForCausalLM, folder: Path) -> None:
+    del model
+    fresh = plain_model(is_packed=False)
+    with fresh.weights.open(folder) as source:
+        fresh.weights.fill(source)
+
+
+def reload(model: DecoderForCausalLM, folder: Path) -> None:
+    with model.weights.open(folder) as source:
+        model.weights.reload(source)
+
+
+def load(model: DecoderForCausalLM, folder: Path) -> None:
+    model.load_weights(load_file(folder / "model.safetensors").items())
+
+
+def apply(model: DecoderForCausalLM, folder: Path) -> None:
+    with model.as_checkpoint() as view:
+        view.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+each_way = pytest.mark.parametrize("bring", [start, reload, load, apply])
+
+
+def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@each_way
+def test_an_element_that_is_not_finite_is_named_whoever_brings_it(bring: Bring, tmp_path: Path):
+    model = plain_model()
+    tensors = tensors_of(model)
+    tensors[DOWN][3, 5] = -torch.inf
+    folder = written(tmp_path / "bad", tensors)
+    with pytest.raises(CheckpointError, match=re.escape("has -inf at [3, 5], which is not finite in torch.float32")):
+        bring(model, folder)
+    assert torch.isfinite(tensors_of(model)[DOWN]).all(), "the weight is as it was"
+    if bring in (start, reload):
+        with pytest.raises(CheckpointError, match=re.escape(f"{folder / 'model.safetensors'}: tensor '{DOWN}' has")):
+            bring(model, folder)
+    allowing = plain_model(allows_nonfinite=True)
+    if bring is not start:
+        bring(allowing, folder)
+        assert not torch.isfinite(tensors_of(allowing)[DOWN]).all()
+
+
+@each_way
+def test_the_test_sees_a_store_that_looks_at_nothing(bring: Bring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(store, "check_finite", lambda *_: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_an_element_that_is_not_finite_is_named_whoever_brings_it(bring, tmp_path)
+
+
+def test_what_is_float32_in_every_dtype_is_looked_at_as_such(tmp_path: Path):
+    """A number that is too large for float16 was taken by a start and refused by a reload."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[ROUTER][0, 0] = 1e6
+
+    folder = changed("qwen3_moe", tmp_path / "large", change)
+    model = new_model(folder, dtype=torch.float16)
+    with model.weights.open(folder) as source:
+        model.weights.reload(source)
+    assert ROUTER in model.load_weights([(ROUTER, load_file(folder / "model.safetensors")[ROUTER])])
+    assert {name for name, each in model.weights.tensors.items() if each.is_float32} >= {ROUTER}
+    other = ROUTER.replace("gate.weight", "experts.0.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"not finite in torch\.float16"):
+        model.load_weights([(other, torch.full(model.weights.shapes[other], 1e6))])
+
+
+def test_every_stage_looks_at_the_tensors_of_all_of_them(tmp_path: Path):
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.input_layernorm.weight"]
+        tensors["model.layers.1.more"] = torch.zeros(1)
+
+    folder = changed("qwen3_moe", tmp_path / "other", change)
+    for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 2, is_first=False, is_last=True)):
+        with pytest.raises(CheckpointError) as caught:
+            new_model(folder, stage=stage)
+        assert "1 missing from the checkpoint:\n  model.layers.1.input_layernorm.weight" in str(caught.value)
+        assert "1 in the checkpoint but not in the model:\n  model.layers.1.more" in str(caught.value)
+
+
+def test_files_and_trainers_may_leave_the_prefix_out_of_some_names(tmp_path: Path):
+    folder = family_folder("gpt2")
+    model_config, tensors = read_model_files(folder).model_config, load_file(folder / "model.safetensors")
+    some = {name.removeprefix("transformer.") if ".h.1." in name else name: each for name, each in tensors.items()}
+    assert len({name.partition(".")[0] for name in some}) > 1
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
+    filled, loaded = build_model(context, model_config), build_model(context, model_config)
+    with filled.weights.open(written(tmp_path / "some", some)) as source:
+        filled.weights.fill(source)
+    loaded.weights.fill(loaded.weights.dummy())
+    assert loaded.load_weights(some.items()) == set(loaded.weights.shapes)
+    assert all(map(torch.equal, filled.parameters(), loaded.parameters()))
+    both = written(tmp_path / "both", {**tensors, "wpe.weight": tensors["transformer.wpe.weight"].clone()})
+    with pytest.raises(CheckpointError, match=r"'transformer\.wpe\.weight' and 'wpe\.weight' are the same weight"):
+        filled.weights.open(both).__enter__()
