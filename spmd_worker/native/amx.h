@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <initializer_list>
 
 namespace amx {
 
