@@ -1,4 +1,5 @@
-// The AMX unit of recent x86 processors (AMX): tiles of 16 rows of 64 bytes, multiplied in bfloat16, summed in float.
+// The AMX unit of recent x86 processors: tiles of 16 rows of 64 bytes, multiplied in bfloat16 and summed in float, or in
+// int8 and summed in int32.
 //
 // A row of a gemm is computed as if the others were not there, in an order that the processor fixes, so the unit keeps
 // the kernels' contract as long as the same steps are taken for every row.
@@ -13,6 +14,9 @@
 #if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && !defined(SPMD_WITHOUT_AMX) && \
     ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_AMX))
 #define SPMD_HAS_AMX 1
+#if defined(__AMX_INT8__) || defined(SPMD_EMULATED_AMX)
+#define SPMD_HAS_AMX_INT8 1
+#endif
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -109,6 +113,22 @@ inline void multiply() {
   _mm_setcsr(before);
 }
 
+// sum += left [rows][quads of inputs] * right [quads][columns], bytes with a sign; int32, and exact.
+template <int kSum, int kLeft, int kRight>
+inline void multiply_bytes() {
+  for (int row = 0; row < unit.shapes.rows[kSum]; ++row) {
+    const int8_t* left = reinterpret_cast<const int8_t*>(unit.tiles[kLeft][row]);
+    int32_t sums[kColumns];
+    std::memcpy(sums, unit.tiles[kSum][row], sizeof sums);
+    for (int quad = 0; quad < unit.shapes.row_bytes[kLeft] / 4; ++quad) {
+      const int8_t* right = reinterpret_cast<const int8_t*>(unit.tiles[kRight][quad]);
+      for (int column = 0; column < kColumns; ++column)
+        for (int byte = 0; byte < 4; ++byte) sums[column] += left[quad * 4 + byte] * right[column * 4 + byte];
+    }
+    std::memcpy(unit.tiles[kSum][row], sums, sizeof sums);
+  }
+}
+
 #else
 
 // The compiler must not move reads and writes of memory past these, hence the clobbers.
@@ -142,6 +162,11 @@ SPMD_INLINE void multiply() {
   asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kRight), "i"(kLeft), "i"(kSum));
 }
 
+template <int kSum, int kLeft, int kRight>
+SPMD_INLINE void multiply_bytes() {
+  asm volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kRight), "i"(kLeft), "i"(kSum));
+}
+
 #endif
 
 // For gemms of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
@@ -154,7 +179,7 @@ SPMD_INLINE void set_up_for(int num_rows) {
   use(shapes);
 }
 
-// The sums [32][32] of up to two tiles of rows by two panels, as `set_up_for` has them.
+// The sums [32][32], float or int32, of up to two tiles of rows by two panels, as `set_up_for` has them.
 template <bool kTwoTiles, bool kTwoPanels>
 SPMD_INLINE void zero_sums() {
   zero<0>();
@@ -163,16 +188,16 @@ SPMD_INLINE void zero_sums() {
   if (kTwoTiles && kTwoPanels) zero<3>();
 }
 
-template <bool kTwoTiles, bool kTwoPanels>
-SPMD_INLINE void load_sums(const float* from) {
+template <bool kTwoTiles, bool kTwoPanels, class Sum>
+SPMD_INLINE void load_sums(const Sum* from) {
   load<0>(from, 128);
   if (kTwoPanels) load<1>(from + 16, 128);
   if (kTwoTiles) load<2>(from + 16 * 32, 128);
   if (kTwoTiles && kTwoPanels) load<3>(from + 16 * 32 + 16, 128);
 }
 
-template <bool kTwoTiles, bool kTwoPanels>
-SPMD_INLINE void store_sums(float* to) {
+template <bool kTwoTiles, bool kTwoPanels, class Sum>
+SPMD_INLINE void store_sums(Sum* to) {
   store<0>(to, 128);
   if (kTwoPanels) store<1>(to + 16, 128);
   if (kTwoTiles) store<2>(to + 16 * 32, 128);

@@ -1,34 +1,47 @@
-// A gemm with a packed weight, as the AMX unit's kinds of gemms and those by vectors have it.
+// The operands of a GEMM: rows of inputs by a packed weight, both float32, bfloat16 or int8.
+//
+// A weight [outputs, inputs] is packed into panels of 16 outputs, each read from beginning to end: [inputs / 2][16][2]
+// elements of float32 or bfloat16, and of int8 as int8.h has it. A gated weight has a panel of gates before each panel of
+// what they open: silu(gate) * up is the result, rounded where kernels/reference.py rounds.
 #pragma once
 
 #include <cstdint>
 
-constexpr int kPanel = 16;      // outputs
-constexpr int kStep = 32;       // inputs
-constexpr int kBlockRows = 32;  // two tiles of rows by two panels: as many sums as there are tiles for
+#include "int8.h"
+#include "vector.h"
 
+constexpr int kPanel = 16;                     // outputs
+constexpr int kPanelVectors = kPanel / kLanes;
+
+// `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the weight is gated: then it counts gates too.
 template <class Element>
-struct ProductOf {
+struct Gemm {
   const Element* x;
   int64_t x_stride, num_rows, num_inputs;
   const Element* packed;
   int64_t num_outputs;
-  const Element* bias;  // or null; of a gated gemm, those of all gates first
-  Element* to;
-  bool is_gated;
 
+  int64_t panel_size() const {
+    if constexpr (sizeof(Element) == 1) return panel_bytes(num_inputs);
+    return num_inputs * kPanel;
+  }
+  const Element* panel(int64_t number) const { return packed + number * panel_size(); }
   int64_t num_panels() const { return num_outputs / kPanel; }
   int64_t num_pairs() const { return (num_panels() + 1) / 2; }
-  const Element* panel(int64_t which) const { return packed + which * num_inputs * kPanel; }
+  int num_panels_of(int64_t pair) const { return pair * 2 + 1 < num_panels() ? 2 : 1; }
 };
 
-// Where the argmax of each row goes; only the first `count` outputs are there.
-struct RowArgmax {
-  int64_t count;
-  float* values;
-  int64_t* places;
-};
+// What a micro-kernel multiplies: some rows by a pair of panels, or by the last panel alone, over a part of the inputs.
+template <class Element>
+struct Block {
+  const Element *x, *panels, *ahead;  // from the part's first input on; `ahead`: the panels to prefetch
+  int64_t x_stride, panel_size, num_inputs;
+  int64_t row, pair;
+  int num_rows, num_panels;
+  bool is_first_part, is_last_part;
+  int64_t number, num_blocks;  // among those by this pair
+  int64_t index;               // among those of the item
 
-// gemms_vector.cpp, for processors without the unit. `argmax` is null where the gemm is wanted itself.
-void multiply_by_vectors(const ProductOf<float>& gemm, const RowArgmax* argmax, int num_threads);
-void multiply_by_vectors(const ProductOf<uint16_t>& gemm, const RowArgmax* argmax, int num_threads);
+  // For micro-kernels that prefetch all panels while the first block passes; after it they are there.
+  const Element* to_prefetch() const { return number == 0 ? ahead : panels; }
+};

@@ -1,6 +1,6 @@
 // The largest of the products of bfloat16 rows with a packed weight, and its first place, by way of a screen: an int8 copy of the
 // weight, whose products cost half as much and say within what bounds the true ones lie. Only those that may be the
-// largest are computed in bfloat16, with the chain of steps that gemms_vector.cpp has, so what comes out has its bits.
+// largest are computed in bfloat16, with the chain of steps that gemm_avx512.h has, so what comes out has its bits.
 //
 // A weight is w = s q + e with whole numbers q and a rest e, a row x = t p + f likewise, so
 //   w x = s t (q p) + e x + s q f, and |w x - s t (q p)| <= |e| |x| + |s q| |f|
@@ -9,18 +9,10 @@
 // A product of which the upper bound is below another's lower bound, and below what rounds to the same bfloat16, is not
 // the largest. NaN is above all; where a bound is not a number, or infinite, the product is computed.
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <mutex>
-#include <vector>
 
-#include "argmax.h"
-#include "byte_rows.h"
 #include "exports.h"
-#include "gemm.h"
-#include "int8.h"
-#include "team.h"
+#include "gemm_kernels.h"
 
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define SPMD_SCREENS 1
@@ -34,7 +26,7 @@ constexpr float kSmallest = 1e-16f;  // of norms: of what squares lose that are 
 constexpr float kTooLarge = 1e30f;   // of products: a chain's own sums may be infinite then
 constexpr int64_t kMostShare = 48;   // of a row's outputs, one in so many: with more candidates it is computed whole
 
-static_assert(kBytePanel == kPanel && kLanes == kPanel, "a vector is a panel");
+static_assert(kLanes == kPanel, "a vector is a panel");
 
 // What the sums of `num_inputs` products of floats may be wrong by, for each unit of the factors' norms.
 float rounding_of(int64_t num_inputs) { return float(num_inputs + 16) * 0x1p-23f; }
@@ -132,45 +124,58 @@ struct Candidate {
 // Below it nothing rounds to the bfloat16 that `lower` does, or to one above.
 float lowered(float lower) { return lower - std::fabs(lower) * (0x1p-7f + 0x1p-20f) - 1e-35f; }
 
-// What one thread has seen: of each row what its largest is not below, and which outputs reach it.
-struct Screen final : ByteSink {
-  const ByteGemm& gemm;
+// What was seen of all rows: what a row's largest is not below, and which outputs reach it.
+struct Seen {
+  std::vector<float> least;
+  std::vector<int64_t> num_kept;
+  std::vector<Candidate> candidates;
+
+  explicit Seen(int64_t num_rows) : least(num_rows, -kInfinity), num_kept(num_rows, 0) {}
+};
+
+// The epilogue that screens. Each thread sees by itself, and adds what it saw to `all` in the end.
+struct Screen {
+  static constexpr bool kTakesRegisters = false;
+  const Gemm<int8_t>& gemm;
   const std::vector<Row>& rows;
   const PanelBounds* bounds;
   int64_t count;
-  // More than these of a row, and it is computed whole: those that come before the largest make some more than are left.
+  // More than these of a row that one thread keeps, and it is computed whole: those that come before the largest make some
+  // more than are left.
   int64_t most;
-  mutable std::vector<float> least;
-  mutable std::vector<int64_t> num_kept;
-  mutable std::vector<Candidate> candidates;
+  Seen* all;
+  Seen own;
 
-  Screen(const ByteGemm& product, const std::vector<Row>& of_rows, const PanelBounds* of_panels, int64_t how_many)
-      : gemm(product), rows(of_rows), bounds(of_panels), count(how_many), most(most_candidates(how_many) * 4),
-        least(of_rows.size(), -kInfinity), num_kept(of_rows.size(), 0) {}
-
-  void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const override {
-    for (; row < end; ++row, sums += 2 * kPanel) {
-      if (rows[row].is_whole || num_kept[row] > most) continue;
-      for (int64_t panel = pair * 2; panel <= pair * 2 + has_two; ++panel) {
-        const float bound = rows[row].norm * bounds[panel].rest + rows[row].rest * bounds[panel].numbers;
-        const Floats near = scaled(sums + panel % 2 * kPanel, rows[row].scale, gemm.scales(panel));
-        // Those that are not below it, NaN too.
-        __mmask16 reach = _mm512_cmp_ps_mask((__m512)near, _mm512_set1_ps(least[row] - bound), _CMP_NLT_UQ);
-        const bool is_known = rows[row].norm * bounds[panel].numbers < kTooLarge && bound < kTooLarge;
-        if (!is_known) reach = 0xffff;
-        if (reach != 0) keep(row, panel, reach, near, is_known ? bound : kInfinity);
-      }
+  SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Ints* sums) {
+    if (rows[row].is_whole || own.num_kept[row] > most) return;
+    for (int which = 0; which < num_panels; ++which) {
+      const int64_t panel = pair * 2 + which;
+      const float bound = rows[row].norm * bounds[panel].rest + rows[row].rest * bounds[panel].numbers;
+      const Floats near = Dequantised{gemm, nullptr}.number(sums[which], rows[row].scale, panel, 0);
+      // Those that are not below it, NaN too.
+      __mmask16 reach = _mm512_cmp_ps_mask((__m512)near, _mm512_set1_ps(own.least[row] - bound), _CMP_NLT_UQ);
+      const bool is_known = rows[row].norm * bounds[panel].numbers < kTooLarge && bound < kTooLarge;
+      if (!is_known) reach = 0xffff;
+      if (reach != 0) keep(row, panel, reach, near, is_known ? bound : kInfinity);
     }
   }
 
-  void keep(int64_t row, int64_t panel, uint32_t reach, Floats near, float bound) const {
+  __attribute__((noinline)) void keep(int64_t row, int64_t panel, uint32_t reach, Floats near, float bound) {
     for (int lane = 0; lane < kPanel; ++lane) {
       const int64_t output = panel * kPanel + lane;
       if ((reach >> lane & 1) == 0 || output >= count) continue;
-      candidates.push_back({int32_t(row), int32_t(output), bound < kTooLarge ? near[lane] + bound : kInfinity});
-      if (bound < kTooLarge) least[row] = std::max(least[row], lowered(near[lane] - bound));
-      ++num_kept[row];
+      own.candidates.push_back({int32_t(row), int32_t(output), bound < kTooLarge ? near[lane] + bound : kInfinity});
+      if (bound < kTooLarge) own.least[row] = std::max(own.least[row], lowered(near[lane] - bound));
+      ++own.num_kept[row];
     }
+  }
+
+  void finish() const {
+    for (size_t row = 0; row < rows.size(); ++row) {
+      all->least[row] = std::max(all->least[row], own.least[row]);
+      all->num_kept[row] = std::max(all->num_kept[row], own.num_kept[row]);
+    }
+    all->candidates.insert(all->candidates.end(), own.candidates.begin(), own.candidates.end());
   }
 };
 
@@ -186,7 +191,7 @@ struct Outputs {
   }
   int64_t step() const { return is_plain ? 1 : kPanel; }
 
-  // The chains of gemms_vector.cpp, of outputs at 16 places.
+  // The chains of gemm_avx512.h, of outputs at 16 places.
   Floats chains(const uint16_t* x, const int32_t* places) const {
     const __m512i at = _mm512_loadu_si512(places);
     const int32_t* from = reinterpret_cast<const int32_t*>(weight);
@@ -259,41 +264,27 @@ extern "C" int64_t spmd_screened_argmax_bfloat16(
     int64_t num_outputs, int64_t count, const uint16_t* plain, const int8_t* screen, float* values, int64_t* places,
     int8_t* rows, int64_t num_threads) {
 #if defined(SPMD_SCREENS)
-  const ByteGemm gemm = {rows, padded_to_steps(num_inputs), num_rows, screen, num_inputs, num_outputs};
+  const Gemm<int8_t> gemm = {rows, padded_to_steps(num_inputs), num_rows, num_inputs, screen, num_outputs};
   const PanelBounds* const bounds =
       reinterpret_cast<const PanelBounds*>(screen + bounds_at(num_inputs, num_outputs / kPanel));
   std::vector<Row> of_rows(num_rows);
   each_by_team(num_rows, num_threads, [&](int64_t row) {
     of_rows[row] = make_row(x + row * x_stride, num_inputs, rows + row * gemm.x_stride);
   });
-  std::vector<float> least(num_rows, -kInfinity);
-  std::vector<char> is_overrun(num_rows, false);
-  std::vector<Candidate> found;
-  const ByteCut cut(gemm);
-  const ShrinkingItems all(cut.num_units(), num_threads, cut.most_units(gemm));
-  std::mutex merging;
-  run_by_team(all.size(), num_threads, [&](Items& items) {
-    const Screen seen(gemm, of_rows, bounds, count);
-    for (int64_t item = items.next(); item >= 0; item = items.next())
-      run_byte_units(gemm, cut, seen, all.start(item), all.end(item));
-    const std::lock_guard<std::mutex> alone(merging);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      least[row] = std::max(least[row], seen.least[row]);
-      is_overrun[row] |= seen.num_kept[row] > seen.most;
-    }
-    found.insert(found.end(), seen.candidates.begin(), seen.candidates.end());
-  });
+  Seen seen(num_rows);
+  const int64_t most = most_candidates(count) * 4;
+  run_gemm<Vnni>(gemm, Screen{gemm, of_rows, bounds, count, most, &seen, Seen(num_rows)}, num_threads);
 
   // Those that still may be the largest, row by row.
   std::vector<int64_t> starts(num_rows + 1, 0);
-  const auto is_left = [&](const Candidate& each) { return !(each.upper < least[each.row]); };
-  for (const Candidate& each : found)
+  const auto is_left = [&](const Candidate& each) { return !(each.upper < seen.least[each.row]); };
+  for (const Candidate& each : seen.candidates)
     if (is_left(each)) ++starts[each.row + 1];
   int64_t num_computed = 0;
   std::vector<Group> groups;
   std::vector<int64_t> whole;
   for (int64_t row = 0; row < num_rows; ++row) {
-    of_rows[row].is_whole |= is_overrun[row] || starts[row + 1] > most_candidates(count);
+    of_rows[row].is_whole |= seen.num_kept[row] > most || starts[row + 1] > most_candidates(count);
     if (of_rows[row].is_whole) whole.push_back(row), starts[row + 1] = 0, num_computed += count;
     num_computed += starts[row + 1];
     starts[row + 1] += starts[row];
@@ -301,7 +292,7 @@ extern "C" int64_t spmd_screened_argmax_bfloat16(
       groups.push_back({row, start, std::min(start + kPanel, starts[row + 1]), -kInfinity, 0});
   }
   std::vector<Candidate> candidates(starts[num_rows]);
-  for (const Candidate& each : found)
+  for (const Candidate& each : seen.candidates)
     if (is_left(each) && !of_rows[each.row].is_whole) candidates[starts[each.row]++] = each;
 
   const Outputs outputs = {plain == nullptr ? packed : plain, plain != nullptr, num_inputs};

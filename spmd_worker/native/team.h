@@ -74,6 +74,8 @@ class ShrinkingItems {
   int64_t size() const { return int64_t(starts_.size()) - 1; }
   int64_t start(int64_t item) const { return starts_[size_t(item)]; }
   int64_t end(int64_t item) const { return starts_[size_t(item) + 1]; }
+  // Of all items, and the end of the last.
+  const std::vector<int64_t>& starts() const { return starts_; }
 
  private:
   std::vector<int64_t> starts_;

@@ -1,6 +1,6 @@
 // The emulated tile instructions of native/amx.h one by one, for tests that hold them against Intel's manual.
 
-#include "amx_int8.h"
+#include "amx.h"
 
 #if defined(SPMD_HAS_AMX_INT8)
 

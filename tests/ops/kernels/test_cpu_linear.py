@@ -1,7 +1,6 @@
 """Packed products: close to plain ones, and the same bits for a row whatever the batch and the number of threads."""
 
 import logging
-import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,8 +209,8 @@ def test_the_batch_test_can_fail():
     assert num_different > 0
 
 
-# A loop over the inputs, and which number of the template is that of its rows: one for each instruction set and dtype.
-_LOOP = re.compile(r"template <[^>]*?int (k\w+)[^>]*>(?:(?!template <).)*?input < end;", re.DOTALL)
+# The ends of loops over the inputs.
+_LOOPS = {"gemm_avx512.h": "num_left > 0;", "gemm_avx2.h": "input < end;"}
 
 
 @pytest.mark.stress
@@ -222,15 +221,12 @@ def test_a_step_that_is_left_out_is_seen(dtype, is_of_one_row, tmp_path, monkeyp
     if not CpuKernels(library_for(WITHOUT_AMX)).has_products(dtype):
         pytest.skip("the library has no products of its own for this processor and dtype")
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
-    text = (sources / "gemms_vector.cpp").read_text()
-
-    def with_a_step_less(loop: re.Match[str]) -> str:
-        left_out = f"({loop[1]} == 1 ? 2 : 0)" if is_of_one_row else "2"
-        return f"{loop[0].removesuffix(';')} - {left_out};"
-
-    wrong, num_loops = _LOOP.subn(with_a_step_less, text)
-    assert num_loops == text.count("input < end;") > 0
-    (sources / "gemms_vector.cpp").write_text(wrong)
+    left_out = "(kRows == 1 ? 2 : 0);" if is_of_one_row else "2;"
+    for name, loop in _LOOPS.items():
+        text = (sources / name).read_text()
+        assert loop in text
+        wrong = loop.replace("0;", left_out) if "0;" in loop else loop.replace(";", f" - {left_out}")
+        (sources / name).write_text(text.replace(loop, wrong))
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     compiled_with.cache_clear()
     planted = CpuKernels(compiled_with(LEAVE_OUT))
@@ -293,10 +289,10 @@ def test_float32_by_amx_is_as_exact_as_by_float32_instructions(kernels, num_inpu
 def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
     """Negative control: without the products of first and third pieces, errors are those of 16 bits."""
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
-    text = (sources / "gemms_float32.cpp").read_text()
-    piece = "    take_weight(2);\n    multiply_pieces<kTwoTiles, kTwoPanels>();\n"
+    text = (sources / "gemm_amx.h").read_text()
+    piece = "      take_weight(2);\n      multiply_pieces();\n"
     assert text.count(piece) == 1
-    (sources / "gemms_float32.cpp").write_text(text.replace(piece, ""))
+    (sources / "gemm_amx.h").write_text(text.replace(piece, ""))
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     compiled_with.cache_clear()
     planted = emulated()

@@ -1,0 +1,148 @@
+// The micro-kernels of AVX2, `Avx2` for float32, `Avx2Bf16` for bfloat16 and `Avx2Int8`, and `Portable` for int8 without
+// any of these instruction sets.
+//
+// With half as many registers as AVX-512, of half the size: a panel is multiplied by itself. Float32 has the chains of
+// AVX-512; bfloat16 one chain, in which a pair's first input comes first.
+#pragma once
+
+#include "gemm_by_rows.h"
+
+namespace {
+
+// Sums go to memory, panel by panel: `Panel::multiply_panel<kRows>(x, x_stride, end, panel, ahead, sums [kRows][32])`.
+template <class Panel, class Element, class Sum, int kRowsOf>
+struct PanelByPanel : OfVectors<Panel, Element, Sum, kRowsOf> {
+  static constexpr bool kHasRegisters = false;
+
+  template <int kRows, int kPanels, class>
+  static void multiply(const Block<Element>& block, const InMemory<Sum>& memory) {
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const int64_t at = panel * block.panel_size;
+      Panel::template multiply_panel<kRows>(
+          block.x, block.x_stride, block.num_inputs, block.panels + at, block.to_prefetch() + at,
+          memory.sums + panel * kPanel);
+    }
+  }
+};
+
+#if defined(SPMD_AVX2)
+
+struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
+  // Of four outputs in each: the even inputs' sums and the odd ones', side by side.
+  SPMD_INLINE Floats joined(Floats first, Floats second) {
+    const __m256d pairs = _mm256_castps_pd(_mm256_hadd_ps((__m256)first, (__m256)second));
+    return (Floats)_mm256_castpd_ps(_mm256_permute4x64_pd(pairs, 0b11011000));
+  }
+  template <int kRows>
+  SPMD_INLINE void multiply_panel(
+      const float* x, int64_t x_stride, int64_t end, const float* panel, const float* ahead, float* sums) {
+    // Half a panel at a time: 12 sums of 16 registers.
+    for (int half = 0; half < kPanel; half += 8, panel += kPanel, ahead += kPanel, sums += 8) {
+      Floats totals[kRows][2] = {};
+      for (int64_t input = 0; input < end; input += 2) {
+        __builtin_prefetch(ahead + input * kPanel, 0, 2);
+        const Floats first = load<Floats>(panel + input * kPanel), second = load<Floats>(panel + input * kPanel + kLanes);
+#pragma GCC unroll 6
+        for (int row = 0; row < kRows; ++row) {
+          const Floats left = (Floats)_mm256_set1_pd(bits_at<double>(x + row * x_stride + input));
+          totals[row][0] = fused(left, first, totals[row][0]);
+          totals[row][1] = fused(left, second, totals[row][1]);
+        }
+      }
+#pragma GCC unroll 6
+      for (int row = 0; row < kRows; ++row) store(sums + row * 32, joined(totals[row][0], totals[row][1]));
+    }
+  }
+};
+
+struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
+  // In all lanes the pair of inputs.
+  SPMD_INLINE Words both(const uint16_t* pair) { return (Words)_mm256_set1_ps(bits_at<float>(pair)); }
+  // Compilers that look for more to do at once run out of registers.
+  SPMD_INLINE void in_turn(Floats* sums) { asm volatile("" : "+x"(sums[0]), "+x"(sums[1])); }
+  template <int kRows>
+  SPMD_INLINE void multiply_panel(
+      const uint16_t* x, int64_t x_stride, int64_t end, const uint16_t* panel, const uint16_t* ahead, float* sums) {
+    Floats totals[kRows][2] = {};
+    for (int64_t input = 0; input < end; input += 2) {
+      __builtin_prefetch(ahead + input * kPanel, 0, 2);
+      const uint16_t *first = panel + input * kPanel, *second = first + 2 * kLanes;
+      const Floats even[] = {first_of_pairs(load<Words>(first)), first_of_pairs(load<Words>(second))};
+#pragma GCC unroll 6
+      for (int row = 0; row < kRows; ++row) {
+        const Floats left = first_of_pairs(both(x + row * x_stride + input));
+        totals[row][0] = fused(left, even[0], totals[row][0]);
+        totals[row][1] = fused(left, even[1], totals[row][1]);
+        in_turn(totals[row]);
+      }
+      // What was loaded for the even inputs is loaded again: no registers are left to keep it in.
+      asm volatile("" ::: "memory");
+      const Floats odd[] = {second_of_pairs(load<Words>(first)), second_of_pairs(load<Words>(second))};
+#pragma GCC unroll 6
+      for (int row = 0; row < kRows; ++row) {
+        const Floats left = second_of_pairs(both(x + row * x_stride + input));
+        totals[row][0] = fused(left, odd[0], totals[row][0]);
+        totals[row][1] = fused(left, odd[1], totals[row][1]);
+        in_turn(totals[row]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < 2; ++v) store(sums + row * 32 + v * kLanes, totals[row][v]);
+  }
+};
+
+#endif
+
+#if defined(SPMD_AVX2) || defined(SPMD_AVX512)
+
+// In 16 bits, whose products' sums of two fit in 32: the instruction for bytes saturates at 16.
+struct Avx2Int8 : PanelByPanel<Avx2Int8, int8_t, int32_t, 3> {
+  template <int kRows>
+  SPMD_INLINE void multiply_panel(
+      const int8_t* x, int64_t x_stride, int64_t end, const int8_t* panel, const int8_t* ahead, int32_t* sums) {
+    __m256i totals[kRows][4] = {};
+    for (int64_t input = 0; input < end; input += 4) {
+      const int8_t* rights = panel + input * kPanel;
+      __builtin_prefetch(ahead + input * kPanel, 0, 2);
+      __m256i left[kRows];
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row)
+        left[row] = _mm256_cvtepi8_epi16(_mm_set1_epi32(bits_at<int32_t>(x + row * x_stride + input)));
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        const __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rights + v * 16)));
+#pragma GCC unroll 3
+        for (int row = 0; row < kRows; ++row)
+          totals[row][v] = _mm256_add_epi32(totals[row][v], _mm256_madd_epi16(left[row], right));
+      }
+    }
+#pragma GCC unroll 3
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
+      for (int v = 0; v < 4; v += 2) {
+        // Two sums an output, of four outputs each.
+        const __m256i added = _mm256_hadd_epi32(totals[row][v], totals[row][v + 1]);
+        store(sums + row * 32 + v * 4, _mm256_permute4x64_epi64(added, 0xd8));
+      }
+  }
+};
+
+#endif
+
+struct Portable : PanelByPanel<Portable, int8_t, int32_t, 4> {
+  template <int kRows>
+  SPMD_INLINE void multiply_panel(
+      const int8_t* x, int64_t x_stride, int64_t end, const int8_t* panel, const int8_t*, int32_t* sums) {
+    for (int row = 0; row < kRows; ++row) {
+      int32_t totals[kPanel] = {};
+      for (int64_t input = 0; input < end; input += 4)
+        for (int output = 0; output < kPanel; ++output)
+          for (int byte = 0; byte < 4; ++byte)
+            totals[output] += x[row * x_stride + input + byte] * panel[input * kPanel + output * 4 + byte];
+      std::memcpy(sums + row * 32, totals, sizeof totals);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,140 @@
+// What becomes of the sums of a GEMM, row by row (gemm_driver.h): results are stored, with bias and SwiGLU; of each row the
+// argmax is kept, and the GEMM itself is never written down; or sums of int8 stay as they are.
+#pragma once
+
+#include <type_traits>
+
+#include "argmax.h"
+#include "byte_rows.h"
+#include "gemm.h"
+
+namespace {
+
+template <class Sum>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  using Type = Floats;
+};
+template <>
+struct VectorOf<int32_t> {
+  using Type = Ints;
+};
+
+// For sums that are in memory, [2][16] of a row.
+template <class Epilogue, class Sum>
+SPMD_INLINE void take_row(Epilogue& epilogue, int64_t row, int64_t pair, int num_panels, const Sum* sums) {
+  using Vector = typename VectorOf<Sum>::Type;
+  Vector of_row[2 * kPanelVectors] = {};
+  for (int v = 0; v < num_panels * kPanelVectors; ++v) of_row[v] = load<Vector>(sums + v * kLanes);
+  epilogue.take(row, pair, num_panels, of_row);
+}
+
+// Sums -> numbers. Of float they are the numbers, to which a bias is added always, zero where there is none.
+struct Unscaled {
+  static constexpr float kNoBias = 0.0f;
+  SPMD_INLINE_MEMBER float row_scale(int64_t) const { return 1.0f; }
+  SPMD_INLINE_MEMBER Floats number(Floats sums, float, int64_t, int) const { return sums; }
+};
+
+struct Dequantised {
+  const Gemm<int8_t>& gemm;
+  const float* maxima;  // of the rows
+
+  static constexpr float kNoBias = -0.0f;
+  SPMD_INLINE_MEMBER float row_scale(int64_t row) const { return scale_of(maxima[row]); }
+  SPMD_INLINE_MEMBER Floats number(Ints sums, float row_scale, int64_t panel, int lane) const {
+    const int8_t* const scales = gemm.panel(panel) + gemm.num_inputs * kPanel;
+    return __builtin_convertvector(sums, Floats) * broadcast(row_scale) * load<Floats>(scales + lane * 4);
+  }
+};
+
+// Results [rows][outputs], or half as many columns where the weight is gated. A bias, or null, has those of all gates first.
+template <class Element, class Scaling>
+struct Store {
+  static constexpr bool kTakesRegisters = std::is_same_v<Scaling, Unscaled>;
+  Scaling scaling;
+  int64_t num_outputs;
+  const Element* bias;
+  Element* to;
+  bool is_gated;
+  bool passes_caches = false;  // whole lines of results that no cache would hold until somebody reads them
+
+  template <class Vector>
+  SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Vector* sums) const {
+    const int64_t half = num_outputs / 2, column = pair * kPanel * (is_gated ? 1 : 2);
+    Element* const first_to = to + row * (is_gated ? half : num_outputs) + column;
+    const float row_scale = scaling.row_scale(row);
+    for (int part = 0; part < kPanelVectors; ++part) {
+      const int lane = part * kLanes;
+      const Floats first = biased(scaling.number(sums[part], row_scale, pair * 2, lane), column + lane);
+      if (num_panels == 1) {
+        store_floats(first_to + lane, first);
+        continue;
+      }
+      const Floats second = biased(
+          scaling.number(sums[kPanelVectors + part], row_scale, pair * 2 + 1, lane),
+          column + lane + (is_gated ? half : kPanel));
+      if (is_gated)
+        store_floats(first_to + lane, as_kept<Element>(silu(as_kept<Element>(first))) * as_kept<Element>(second));
+      else if (!passes_caches)
+        store_floats(first_to + lane, first), store_floats(first_to + lane + kPanel, second);
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+      else
+        _mm512_stream_si512(
+            reinterpret_cast<__m512i*>(first_to), (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#endif
+    }
+  }
+  void finish() const {}
+
+  SPMD_INLINE_MEMBER Floats biased(Floats value, int64_t column) const {
+    return value + (bias == nullptr ? broadcast(Scaling::kNoBias) : load_floats(bias + column));
+  }
+};
+
+// The argmax of each row and its first index among the first `count` outputs, rounded as results are.
+template <class Element, class Scaling>
+struct Argmax {
+  static constexpr bool kTakesRegisters = false;
+  Scaling scaling;
+  int64_t num_rows, count;
+  float* values;
+  int64_t* indices;
+  LaneArgmax by_lane;
+
+  Argmax(Scaling of_sums, int64_t rows, int64_t outputs, float* of_rows, int64_t* at)
+      : scaling(of_sums), num_rows(rows), count(outputs), values(of_rows), indices(at), by_lane(rows) {
+    std::fill_n(values, rows, -kInfinity), std::fill_n(indices, rows, 0);
+  }
+
+  template <class Vector>
+  SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Vector* sums) {
+    const float row_scale = scaling.row_scale(row);
+    for (int v = 0; v < num_panels * kPanelVectors; ++v) {
+      const int64_t number = pair * 2 * kPanelVectors + v;
+      Floats numbers = as_kept<Element>(
+          scaling.number(sums[v], row_scale, pair * 2 + v / kPanelVectors, v % kPanelVectors * kLanes));
+      if ((number + 1) * kLanes > count)
+        numbers = lane_numbers() + int(number * kLanes) < int(count) ? numbers : broadcast(-kInfinity);
+      by_lane.take(row, int(number), numbers);
+    }
+  }
+  void finish() const {
+    for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, values[row], indices[row]);
+  }
+};
+
+struct StoreSums {
+  static constexpr bool kTakesRegisters = false;
+  int64_t num_outputs;
+  int32_t* to;
+
+  SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Ints* sums) const {
+    for (int v = 0; v < num_panels * kPanelVectors; ++v)
+      store(to + row * num_outputs + pair * 2 * kPanel + v * kLanes, sums[v]);
+  }
+  void finish() const {}
+};
+
+}  // namespace
