@@ -19,8 +19,8 @@ from reference_models import (
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.base.errors import ConfigError, ModelConfigError, PromptsRefusedError
-from spmd_worker.engine.calls import prompt_calls
-from spmd_worker.engine.calls.prompt_calls import PromptCalls
+from spmd_worker.engine.calls import call_runner
+from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.engine import Engine
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.runner.model_runner import ModelRunner
@@ -195,13 +195,13 @@ def test_the_test_sees_prompts_that_are_answered_before_the_others_are_refused(
     control,
 ):
     """Negative control: the same words, and steps that were for nothing."""
-    right = PromptCalls._run
+    right = CallRunner._run
 
-    def answer_first(self: PromptCalls, call: str, encode: Any, sampling: Any, on_error: Any, *rest: Any) -> Any:
+    def answer_first(self: CallRunner, call: str, encode: Any, sampling: Any, on_error: Any, *rest: Any) -> Any:
         right(self, call, encode, sampling, "row", *rest)
         return right(self, call, encode, sampling, on_error, *rest)
 
-    monkeypatch.setattr(PromptCalls, "_run", answer_first)
+    monkeypatch.setattr(CallRunner, "_run", answer_first)
     with control("nothing ran"):
         test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm)
 
@@ -212,7 +212,7 @@ def test_the_test_sees_an_error_that_names_the_first_prompt_alone(llm: LLM, monk
     def first_alone(call: str, num_prompts: int, reasons: dict[int, str], **how: bool) -> PromptsRefusedError:
         return PromptsRefusedError(call, num_prompts, dict(list(reasons.items())[:1]), **how)
 
-    monkeypatch.setattr(prompt_calls, "PromptsRefusedError", first_alone)
+    monkeypatch.setattr(call_runner, "PromptsRefusedError", first_alone)
     with pytest.raises(AssertionError):
         test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm)
 

@@ -1,6 +1,7 @@
 """`LLM` as scripts for vLLM use it: arguments of its calls, what outputs carry, the tokenizer, the metrics."""
 
 import builtins
+import inspect
 import json
 import shutil
 from collections.abc import Iterator
@@ -154,7 +155,7 @@ def test_a_bar_that_raises_is_logged_and_the_call_goes_on(
     assert [
         record.getMessage()
         for record in caplog.records
-        if record.name.startswith("spmd_worker.engine.calls.prompt_calls")
+        if record.name.startswith("spmd_worker.engine.calls.progress_bar")
     ] == ["use_tqdm: the bar raised, and the call goes on without it"]
     assert "no bar" in caplog.text
 
@@ -474,6 +475,19 @@ def test_a_model_without_a_tokenizer_says_so(llm: LLM):
 
 
 # Methods.
+
+
+def test_methods_have_the_signature_and_docstring_of_their_call(llm: LLM):
+    """They are methods of objects in engine/calls/, which a script does not see."""
+    for name in LLM_METHODS:
+        method = getattr(LLM, name)
+        assert (method.__module__, method.__qualname__) == ("spmd_worker.llm", f"LLM.{name}")
+        assert method.__doc__
+    given = inspect.signature(llm.generate)
+    assert list(given.parameters)[:3] == ["prompts", "sampling_params", "use_tqdm"]
+    assert given.parameters["on_error"].default == "raise"
+    assert "PromptsRefusedError" in str(LLM.generate.__doc__)
+    assert list(inspect.signature(LLM.weight_update).parameters) == ["self", "partial"]
 
 
 def test_every_method_of_the_table_is_there_or_says_what_to_do(llm: LLM):

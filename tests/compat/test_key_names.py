@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import REPOSITORY
 
 import launch
@@ -139,6 +140,18 @@ def test_error_of_a_call_speaks_keywords(llm: LLM):
     with pytest.raises(ValueError, match="tensor_parallel_size=") as divided:
         llm.reinitialize_distributed(tensor_parallel_size=3)
     assert not KEY.search(str(divided.value)), divided.value
+
+
+@pytest.mark.finding(number="D8")
+def test_error_within_a_weight_update_speaks_keywords():
+    """The function that the block yields is called without `LLM`."""
+    with LLM(MODEL, num_blocks=64, max_num_seqs=2, device="cpu") as own:
+        with (
+            pytest.raises(ValueError, match=r": has elements that are not finite .*; allow_nonfinite=True") as wrong,
+            own.weight_update() as load,
+        ):
+            load("model.norm.weight", torch.full((own.model_config.get_hidden_size(),), float("nan")))
+        assert "model.allow_nonfinite" not in str(wrong.value)
 
 
 @pytest.mark.finding(number="D8")

@@ -1,0 +1,95 @@
+"""Prompts and conversations of a call, as a script passes them -> token ids, and parameters of each."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from spmd_worker.base.config.plain_values import plain_int
+from spmd_worker.base.errors import ChatTemplateError, ConfigError
+from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.chat import ChatOptions, answer_form, render, say_what_is_dropped
+from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
+from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, for each, or those that the model's folder advises."""
+
+
+class PromptEncoder:
+    """Encodes prompts with the tokenizer and the limits of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
+        """Encode one prompt or a list of them. `params` are those of all or a list of each prompt's: they say whether
+        it is cut. Raises TypeError for what is no prompt.
+        """
+        return [self.encode_one(each, _is_cut(params, index)) for index, each in enumerate(as_list(prompts))]
+
+    def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
+        """Encode one conversation or a list of them, otherwise as `encode`."""
+        if self._engine.tokenizer is not None:
+            say_what_is_dropped(options, self._engine.tokenizer)
+        listed = enumerate(_as_conversations(messages))
+        return [self._render(each, options, _is_cut(params, index)) for index, each in listed]
+
+    def encode_one(self, prompt: Prompt | TextPair, is_cut: bool) -> Encoded:
+        """Encode one prompt."""
+        # Many prompts take a while, in which nothing is half done.
+        deliver_signals()
+        return encode_prompt(prompt, self._engine.need_tokenizer, None if is_cut else self._engine.limits.check_text)
+
+    def _render(self, messages: Messages, options: ChatOptions, is_cut: bool) -> Encoded:
+        deliver_signals()
+        try:
+            tokenizer = self._engine.need_tokenizer()
+            text = render(messages, options, tokenizer)
+            if not is_cut:
+                self._engine.limits.check_text(tokenizer, text)
+            encoded = Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+            encoded.form = answer_form(text, options, tokenizer)
+            return encoded
+        except (ConfigError, ChatTemplateError, ValueError) as error:
+            return Encoded(None, (), str(error))
+
+    def params(self, given: Params, num_prompts: int) -> list[SamplingParams]:
+        """Parameters of each prompt, frozen. Raises TypeError or ValueError for what does not fit the prompts."""
+        if given is None or isinstance(given, SamplingParams):
+            return [(given or self._engine.default_sampling).frozen()] * num_prompts
+        if not isinstance(given, Sequence):
+            raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
+        if len(given) != num_prompts:
+            raise ValueError(
+                f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
+            )
+        for index, each in enumerate(given):
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"sampling_params[{index}] is a {type(each).__name__}: give SamplingParams")
+        return [each.frozen() for each in given]
+
+
+def _is_cut(params: Any, index: int) -> bool:
+    """Whether the prompt at `index` is cut to what fits. What parameters cannot be is refused later."""
+    if isinstance(params, Sequence):
+        params = params[index] if index < len(params) else None
+    return getattr(params, "truncate_prompt_tokens", None) is not None
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """A prompt alone becomes a list of one. Raises TypeError for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
+    listed = list(prompts)
+    # A number as the first says that these are a prompt's ids; what is no id among them is that prompt's error.
+    return [listed] if listed and (isinstance(listed[0], int) or plain_int(listed[0]) is not None) else listed
+
+
+def _as_conversations(messages: Any) -> list[Any]:
+    """A conversation alone becomes a list of one. Raises TypeError for what is neither."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
