@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
     """Made by `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` covers the
-    bytes of config.json and generation_config.json, `location` is that of the files. `tokenizer` is the folder's, in
-    the process that has read the run; None in others, in a plan and where the folder has none.
+    bytes of config.json, generation_config.json and the pooling files, `location` is that of the files. `tokenizer` is
+    the folder's, in the process that has read the run; None in others, in a plan and where the folder has none.
     """
 
     config: RunConfig

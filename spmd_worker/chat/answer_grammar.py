@@ -121,9 +121,7 @@ class AnswerGrammar:
         return f'{head} {arguments} "}}"'
 
     def _calls(self, *, is_parallel: bool, is_alone: bool) -> str:
-        """Several calls if the format has them: harmony and Llama 3 write one. `is_alone`: an answer is nothing
-        else.
-        """
+        """Several calls if the format has them: harmony and Llama 3 write one. `is_alone`: the answer must be calls."""
         kind = self.format.tool_calls
         if kind == "harmony":
             return f'{self._mark("<|channel|>")} "commentary to=functions." call'

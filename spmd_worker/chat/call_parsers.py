@@ -25,9 +25,7 @@ _OPEN_MARKER, _CLOSE_MARKER = re.compile(_OPEN), re.compile(_CLOSE)
 _MISTRAL_CALLS: Final = "[TOOL_CALLS]"
 _MISTRAL_MARKER: Final = re.compile(re.escape(_MISTRAL_CALLS))
 _MISTRAL_HEAD: Final = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\[{]*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
-"""Name, optional call id, and the text before the arguments. Possessive, or trailing spaces would cost quadratic
-time.
-"""
+"""Name, optional call id, and the text before the arguments. Possessive: trailing spaces would cost quadratic time."""
 
 
 class NoCalls:

@@ -69,9 +69,7 @@ class ChatFormat:
 
 
 def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> ChatFormat:
-    """The format by `model.tool_call_format` and `model.reasoning_format`; `auto` is detected in the template's
-    text.
-    """
+    """The format by `model.tool_call_format` and `model.reasoning_format`; `auto` is detected in the template."""
     text = template or ""
     takes_tools = re.search(r"\btools\b", text) is not None
     if tool_calls == "auto":

@@ -40,9 +40,7 @@ class _Message:
         self._text, self._stripped = pass_on(_END, *BODY_ENDS), Stripped()
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, ToolCall | None, str | None]:
-        """Text that has become certain, the call if it was one, and the text after the message; None while it goes
-        on.
-        """
+        """Text that has become certain, the call if it was one, and the text after the message (None: it goes on)."""
         if self._call is not None:
             found = self._call.read(text, is_end=is_end)
             if found is None:

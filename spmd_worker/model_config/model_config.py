@@ -198,9 +198,7 @@ class ModelConfig:
 
     @property
     def num_projection_parameters(self) -> int:
-        """Parameters of each of the matrices between embeddings and layers, and between layers and logits; 0 for
-        none.
-        """
+        """Parameters of each of the projections from embeddings to layers and from layers to logits; 0 for none."""
         return self.own_embedding_size * self.hidden_size
 
     @property
@@ -234,8 +232,8 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """Contents of a model folder's `config.json` and `generation_config.json` ({} without the second), and a digest of
-    their bytes. `generates`: the architecture has a token head; `model_config.pooling` is the folder's pooling, and
-    `sees_later` the setting by which a decoder's tokens see later ones too.
+    their bytes and of the pooling files'. `generates`: the architecture has a token head; `model_config.pooling` is the
+    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too.
     """
 
     model_config: ModelConfig

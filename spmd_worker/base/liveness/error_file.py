@@ -124,7 +124,9 @@ def clear_records(run_dir: Path) -> None:
 
 
 def write_stacks(run_dir: Path | None, rank: int) -> str:
-    """Write the stacks of all threads of this process to the run directory, else to stderr. Returns the path."""
+    """Write the stacks of all threads of this process to the run directory, else to stderr. Returns the path, or
+    `stderr`.
+    """
     if run_dir is not None and run_dir.is_dir():
         path = run_dir / STACKS_NAME.format(rank)
         try:
