@@ -23,11 +23,71 @@ from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.replica.sequence.events import Event
-from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+
+class NamedRequests:
+    """Requests of one engine that have names, and those that want outputs before they end, until they end."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._numbers: dict[str, RequestId] = {}
+        self._names: dict[RequestId, str] = {}
+        self._partials: dict[RequestId, PartialOutputs] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether a request that has not ended has this name."""
+        return name in self._numbers
+
+    def add(self, name: str, number: RequestId) -> None:
+        """Name a request."""
+        self._numbers[name], self._names[number] = number, name
+
+    def watch(self, number: RequestId, params: SamplingParams, text: str | None) -> None:
+        """Keep what a request needs that wants outputs before it has ended."""
+        if params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            self._partials[number] = PartialOutputs(params.output_kind, text, self._tokenizer)
+
+    def numbers_of(self, request_id: Any) -> list[RequestId]:
+        """The request of this name, or number; none where it has ended. Raises TypeError for what is no id."""
+        is_text = isinstance(request_id, str)
+        if is_text and request_id in self._numbers:
+            return [self._numbers[request_id]]
+        # A text that is a number is not another name's.
+        return [each for each in as_request_ids([request_id]) if not (is_text and each in self._names)]
+
+    def final(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
+        """The last output of a request, under its name."""
+        number = RequestId(int(output.request_id))
+        partial = self._partials.pop(number, None)
+        name = self._names.pop(number, None)
+        if name is not None:
+            del self._numbers[name]
+            output.request_id = name
+            if output.vector is not None:
+                vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
+                return PoolingRequestOutput(name, vector, token_ids, output.num_cached_tokens)
+        return output if partial is None else partial.final(output)
+
+    def partial_outputs(
+        self,
+        groups: Mapping[RequestId, SequenceGroup],
+        metrics_of: Callable[[SequenceGroup], RequestMetrics | None],
+    ) -> list[RequestOutput]:
+        """Outputs of the requests that want them now; `groups` are those that run or wait."""
+        outputs = []
+        for number, partial in list(self._partials.items()):
+            group = groups.get(number)
+            output = partial.partial(group, metrics_of(group)) if group is not None else None
+            if output is not None:
+                output.request_id = self._names.get(number, output.request_id)
+                outputs.append(output)
+        return outputs
 
 
 @explain_keywords()
@@ -47,9 +107,7 @@ class LLMEngine(Engine):
         if given and given[0] is self:
             return
         super().__init__(*given, **named)
-        self._numbers: dict[str, RequestId] = {}
-        self._names: dict[RequestId, str] = {}
-        self._partials: dict[RequestId, PartialOutputs] = {}
+        self._named = NamedRequests(self.tokenizer)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:
@@ -114,12 +172,17 @@ class LLMEngine(Engine):
             raise ValueError(encoded.error)
         # A request may end before the thread that added it has noted its name.
         with self.calls.lock:
-            if request_id in self._numbers:
+            if self._named.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
-            number = self._add(encoded, params, encoded.text if prompt_text is None else prompt_text)
+            text = encoded.text if prompt_text is None else prompt_text
+            if isinstance(params, PoolingParams):
+                number = self._add_pooled(encoded, params, text)
+            else:
+                number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text)
+                self._named.watch(number, params, text)
             if arrival_time is not None:
                 self.requests.times.arrived(number, float(arrival_time))
-            self._numbers[request_id], self._names[number] = number, request_id
+            self._named.add(request_id, number)
         return request_id
 
     def _add_unnamed(self, token_ids: Any, sampling: Any, custom_id: str | None, index: int | None) -> RequestId:
@@ -130,14 +193,7 @@ class LLMEngine(Engine):
             )
         with self.calls.lock:
             number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index)
-            self._watch(number, sampling, None)
-        return number
-
-    def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams, text: str | None) -> RequestId:
-        if isinstance(params, PoolingParams):
-            return self._add_pooled(encoded, params, text)
-        number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text)
-        self._watch(number, params, text)
+            self._named.watch(number, sampling, None)
         return number
 
     def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None) -> RequestId:
@@ -151,11 +207,6 @@ class LLMEngine(Engine):
         self.requests.check(token_ids, sampling, encoded.pooling)
         return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling)
 
-    def _watch(self, number: RequestId, params: SamplingParams, text: str | None) -> None:
-        """Where outputs are wanted before the request has ended."""
-        if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self._partials[number] = PartialOutputs(params.output_kind, text, self.tokenizer)
-
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; what they have so far comes back with finish reason "abort". A name that no
         request has, or has no more, is not an error. `internal` is vLLM's and without effect.
@@ -165,16 +216,8 @@ class LLMEngine(Engine):
         """
         is_one = isinstance(request_ids, str | bytes | bytearray) or not isinstance(request_ids, Iterable)
         given: Any = [request_ids] if is_one else request_ids
-        numbers = [number for each in given for number in self._numbers_of(each)]
+        numbers = [number for each in given for number in self._named.numbers_of(each)]
         self.requests.abort(numbers)
-
-    def _numbers_of(self, request_id: Any) -> list[RequestId]:
-        named = self._numbers.get(request_id) if isinstance(request_id, str) else None
-        if named is not None:
-            return [named]
-        # A text that is a number is not another name's.
-        is_text = isinstance(request_id, str)
-        return [each for each in as_request_ids([request_id]) if not (is_text and each in self._names)]
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:  # type: ignore[override]  # see there
         """One step: the requests that ended in it, and those with new tokens that want outputs before. A row that was
@@ -185,27 +228,8 @@ class LLMEngine(Engine):
 
     def _outputs_of(self, ended: list[SequenceGroup]) -> list[Any]:
         with self.calls.lock:
-            outputs = [self._finished(output) for output in super()._outputs_of(ended)]
-            for number, partial in list(self._partials.items()):
-                group = self.scheduler.queues.groups.get(number)
-                output = partial.partial(group, self.requests.metrics(group)) if group is not None else None
-                if output is not None:
-                    output.request_id = self._names.get(number, output.request_id)
-                    outputs.append(output)
-        return outputs
-
-    def _finished(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
-        number = RequestId(int(output.request_id))
-        partial = self._partials.pop(number, None)
-        name = self._names.pop(number, None)
-        if name is None:
-            return output if partial is None else partial.final(output)
-        del self._numbers[name]
-        output.request_id = name
-        if output.vector is not None:
-            vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
-            return PoolingRequestOutput(output.request_id, vector, token_ids, output.num_cached_tokens)
-        return output if partial is None else partial.final(output)
+            outputs = [self._named.final(output) for output in super()._outputs_of(ended)]
+            return [*outputs, *self._named.partial_outputs(self.scheduler.queues.groups, self.requests.metrics)]
 
     def close_followers(self) -> None:
         """Rank 0 only: the other ranks return from `follow`, and the engine goes on, with calls that all ranks make or
@@ -228,6 +252,10 @@ class LLMEngine(Engine):
         """As `LLM.get_tokenizer`."""
         return self._script_tokenizer
 
+    @cached_property
+    def _script_tokenizer(self) -> Any:
+        return script_tokenizer(self.need_tokenizer(), self.resolved.model_folder)
+
     def get_metrics(self) -> list[Metric]:
         """As `LLM.get_metrics`."""
         return engine_metrics(self.scheduler)
@@ -243,10 +271,6 @@ class LLMEngine(Engine):
     def model_config(self) -> EngineModelConfig:
         """The model and the limits of this engine."""
         return EngineModelConfig(self.resolved, getattr(torch, self.resolved.dtype))
-
-    @cached_property
-    def _script_tokenizer(self) -> Any:
-        return script_tokenizer(self.need_tokenizer(), self.resolved.model_folder)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `Changes.reset_prefix_cache`; returns True. The host tier is reset with or without `reset_connector`."""

@@ -158,7 +158,9 @@ def _start(
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
         watchdog.join_run(check_members(engine_channel, run_secret()))
-        _check_gpus(engine_channel, executor)
+        # Ranks of the engine, of any replica, must not share a GPU.
+        gpus = engine_channel.gather(canonical(executor.collective_rpc("get_gpu_identity")))
+        check_own_gpus([identity for each in gpus for identity in json.loads(each)])
         sizes = _load(resolved, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
         scheduler = _new_replica(resolved, sizes)
@@ -213,12 +215,6 @@ def new_engine(
         requests,
         changes,
     )
-
-
-def _check_gpus(engine_channel: ControlChannel, executor: Executor) -> None:
-    """Raise ConfigError for ranks of the engine, of any replica, that share a GPU."""
-    own = canonical(executor.collective_rpc("get_gpu_identity"))
-    check_own_gpus([identity for each in engine_channel.gather(own) for identity in json.loads(each)])
 
 
 def _agree_on_computing(
