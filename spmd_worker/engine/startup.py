@@ -159,7 +159,7 @@ def _start(
     try:
         watchdog.join_run(check_members(engine_channel, run_secret()))
         # Ranks of the engine, of any replica, must not share a GPU.
-        gpus = engine_channel.gather(canonical(executor.collective_rpc("get_gpu_identity")))
+        gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
         check_own_gpus([identity for each in gpus for identity in json.loads(each)])
         sizes = _load(resolved, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
@@ -230,7 +230,7 @@ def _agree_on_computing(
         "block_size": scheduler.cache.block_size,
     }
     check_equal("caches", channel.gather(canonical(cache)))
-    arithmetic = executor.collective_rpc("get_arithmetic")[0]
+    arithmetic = executor.reports()[0].arithmetic
     check_equal("kernels", engine_channel.gather(canonical({"arithmetic": arithmetic})))
 
 

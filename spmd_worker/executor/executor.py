@@ -6,8 +6,9 @@ Names follow vLLM's.
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.sleep_tags import tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
 
 logger = logging.getLogger(__name__)
@@ -145,14 +147,14 @@ class Executor(ABC):
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "", or what the lowest rank that refuses it says."""
         self._prepared_event = (name, payload)
-        for index, problem in enumerate(self._call_between_steps("prepare_event", name, payload)):
+        for index, problem in enumerate(self._call_or_fail("prepare_event", name, payload)):
             if problem:
                 return f"rank {self.environment.rank + index}: {problem}"
         return ""
 
     def end_event(self, is_committed: bool) -> list[Any]:
         """Have every worker commit what it prepared, or undo it: what the commits returned, in rank order."""
-        results = self._call_between_steps("end_event", is_committed)
+        results = self._call_or_fail("end_event", is_committed)
         if is_committed:
             self.sleeping_tags = tags_after(*self._prepared_event, self.sleeping_tags)
         return results
@@ -201,7 +203,11 @@ class Executor(ABC):
 
     def peak_memory_bytes(self) -> int:
         """The most host memory that the processes of this executor have used, this one included."""
-        return sum(self.collective_rpc("get_peak_memory_bytes"))
+        return sum(each.peak_memory_bytes for each in self.reports())
+
+    def reports(self) -> list[WorkerReport]:
+        """Each worker as it is now, in rank order."""
+        return self.collective_rpc("get_report")
 
     def init_kv_output_aggregator(self) -> None:
         """Count transfers anew: one is finished when every worker of this executor has finished it.
@@ -217,13 +223,10 @@ class Executor(ABC):
         everything as it was, for a layout that cannot run here; any later failure is for good.
         """
         self.check_layout(resolved.layout)
-        try:
+        with self._failing_for_good():
             self.collective_rpc("shutdown")
             self.resolved = resolved
             self._set_up()
-        except BaseException as error:
-            self._fail_with(error)
-            raise
 
     def check_layout(self, layout: RankLayout) -> None:
         """Raise ConfigError for a layout of more or fewer ranks: these are not this executor's to start or to end."""
@@ -243,22 +246,16 @@ class Executor(ABC):
     def _set_up(self) -> None:
         """Make the workers of `layout` and have them join each other."""
 
-    def _call_between_steps(self, method: str, *args: Any) -> list[Any]:
+    def _call_or_fail(self, method: str, *args: Any) -> list[Any]:
         """As `collective_rpc`; what it raises fails the executor, as in a step, because workers may now differ."""
-        try:
+        with self._failing_for_good():
             return self.collective_rpc(method, args=args)
-        except BaseException as error:
-            self._fail_with(error)
-            raise
 
     def _run_step(self, plan: StepPlan) -> StepResult:
-        try:
+        with self._failing_for_good():
             result = self.collective_rpc("execute_model", args=(plan,))[0]
             if result is None:
                 result = self.collective_rpc("sample_tokens")[0]
-        except BaseException as error:
-            self._fail_with(error)
-            raise
         return self._aggregate([result], 0)
 
     def _aggregate(self, results: Sequence[StepResult], output_rank: int) -> StepResult:
@@ -277,6 +274,15 @@ class Executor(ABC):
         for rank, result in enumerate(results):
             self._transfers.add(rank, result.finished_transfers)
         return replace(results[output_rank], finished_transfers=self._transfers.take_complete())
+
+    @contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """What is raised within it fails the executor."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail_with(error)
+            raise
 
     def _fail_with(self, error: BaseException) -> None:
         """No step can run any more, because of `error`, which the caller raises."""

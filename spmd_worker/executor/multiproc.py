@@ -137,12 +137,9 @@ class MultiprocExecutor(Executor):
     def wait_for_step(self, step: Future[StepResult]) -> StepResult:
         """With the time limit that `execute_model` has where it blocks."""
         assert isinstance(step, _StepFuture), type(step)
-        try:
+        with self._failing_for_good():
             self._wait_for(step.answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
             return step.result()
-        except BaseException as error:
-            self._fail_with(error)
-            raise
 
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """See `Executor.get_weight_updates`. The workers are asked after calls that may have loaded weights."""
@@ -249,20 +246,14 @@ class MultiprocExecutor(Executor):
         return f"{', '.join(words)} {'has' if len(words) == 1 else 'have'}"
 
     def _run_step(self, plan: StepPlan) -> StepResult:
-        try:
+        with self._failing_for_good():
             answers = self._submit_step(plan)
             results = self._wait_for(answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
             return self._take_results(results)
-        except BaseException as error:
-            self._fail_with(error)
-            raise
 
-    def _call_between_steps(self, method: str, *args: Any) -> list[Any]:
-        try:
+    def _call_or_fail(self, method: str, *args: Any) -> list[Any]:
+        with self._failing_for_good():
             return self.collective_rpc(method, _STEP_SHARE * self.config.executor.timeout_s, args)
-        except BaseException as error:
-            self._fail_with(error)
-            raise
 
     def _fail_with(self, error: BaseException) -> None:
         self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step met {error!r}"))

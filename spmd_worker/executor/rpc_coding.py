@@ -27,6 +27,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.worker_base import WorkerReport
 
 _PLAIN: Final = (type(None), bool, int, float, str)
 
@@ -69,6 +70,7 @@ _RECORDS: Final[dict[str, type]] = {
         StructuredOutputsParams,
         TextForm,
         WeightFormat,
+        WorkerReport,
     )
 }
 

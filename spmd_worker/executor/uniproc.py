@@ -55,18 +55,8 @@ class UniProcExecutor(Executor):
         """
         if not (non_block and self.resolved.num_steps_ahead):
             return super().execute_model(plan, non_block)
-        self._of_step("launch_step", plan)
-        return _LaunchedStep(self._read_step)
-
-    def _read_step(self) -> StepResult:
-        return self._aggregate([self._of_step("read_step")], 0)
-
-    def _of_step(self, method: str, *args: Any) -> Any:
-        try:
-            return self.collective_rpc(method, args=args)[0]
-        except BaseException as error:
-            self._fail_with(error)
-            raise
+        self._call_or_fail("launch_step", plan)
+        return _LaunchedStep(lambda: self._aggregate(self._call_or_fail("read_step"), 0))
 
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """The worker allocates its cache."""

@@ -64,7 +64,7 @@ class LoadedModel:
         )
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """See `WorkerBase.get_expert_loads`. The lists go on counting."""
+        """See `WorkerReport`. The lists go on counting."""
         is_first = self.opened.resolved.layout.tensor_rank(self.opened.environment.rank) == 0
         return self.model.expert_loads() if is_first else {}
 

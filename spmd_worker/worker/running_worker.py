@@ -79,7 +79,7 @@ class RunningWorker:
         return replace(result, finished_transfers=self.caches.take_finished_transfers())
 
     def thread_waits(self) -> dict[str, float]:
-        """See `WorkerBase.get_thread_waits`."""
+        """See `WorkerReport`."""
         if self._waits_before is None:
             return {}
         now, before = thread_waits(), self._waits_before

@@ -29,7 +29,7 @@ from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
 from spmd_worker.worker.start import allocate, measure
 from spmd_worker.worker.trace_profiler import TraceProfiler
-from spmd_worker.worker.worker_base import WorkerBase
+from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -143,29 +143,17 @@ class Worker(WorkerBase):
         pooling = self.model_config.pooling
         return ("generate",) if pooling is None else pooling.tasks
 
-    def get_stage_times(self) -> dict[str, Any]:
-        """See `WorkerBase.get_stage_times`."""
-        return super().get_stage_times() if self._running is None else self._running.clock.report()
-
-    def get_thread_waits(self) -> dict[str, float]:
-        """See `WorkerBase.get_thread_waits`."""
-        return {} if self._running is None else self._running.thread_waits()
-
-    def get_expert_loads(self) -> dict[int, list[int]]:
-        """See `WorkerBase.get_expert_loads`."""
-        return {} if self._loaded is None else self._loaded.expert_loads()
-
-    def get_device_type(self) -> str:
-        """See `WorkerBase.get_device_type`."""
-        return self.device.type
-
-    def get_gpu_identity(self) -> str:
-        """See `WorkerBase.get_gpu_identity`."""
-        return gpu_identity(self.device)
-
-    def get_arithmetic(self) -> str:
-        """See `WorkerBase.get_arithmetic`."""
-        return self.opened.backend.arithmetic(self.loaded.operations.attention)
+    def get_report(self) -> WorkerReport:
+        """See `WorkerBase.get_report`."""
+        report = WorkerReport(self.device.type, gpu_identity(self.device))
+        if self._loaded is not None:
+            arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
+            loads = {layer: [*counts] for layer, counts in self._loaded.expert_loads().items()}
+            report = replace(report, arithmetic=arithmetic, expert_loads=loads)
+        if self._running is not None:
+            times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
+            report = replace(report, stage_times=times, thread_waits=self._running.thread_waits())
+        return report
 
     def check_health(self) -> None:
         """Raise RuntimeError unless the device computes."""

@@ -21,10 +21,10 @@ None of them may use a collective: a rank that refuses would leave the others wa
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.memory import host
 
@@ -33,6 +33,26 @@ if TYPE_CHECKING:
 
     from spmd_worker.model.weights.weight_update import WeightUpdateReport
     from spmd_worker.ranks.groups import ParallelGroups
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One rank as it is now. No two ranks have the same `gpu_identity`, which is empty where a rank has no GPU, or may
+    share it. `arithmetic` is the order in which its kernels add, in words, once they are chosen: the same on every
+    rank, or their bits differ. `stage_times`: when its stage of a pipeline computed (`StageClock.report`). Since the
+    cache was made: `thread_waits`, how long its kernels waited for threads (`waited_s`, and `num_lost`, how often so
+    long that a thread must have lost its core to another process), and `expert_loads`, by the number of each sparse
+    layer how many tokens have met each expert; of the ranks that share layers the first reports, for all. What is not
+    known is empty. `peak_memory_bytes`: the most host memory that its process ever had.
+    """
+
+    device_type: str = "cpu"
+    gpu_identity: str = ""
+    arithmetic: str = ""
+    stage_times: dict[str, Any] = field(default_factory=dict)
+    thread_waits: dict[str, float] = field(default_factory=dict)
+    expert_loads: dict[int, list[int]] = field(default_factory=dict)
+    peak_memory_bytes: int = field(default_factory=host.peak_resident_bytes)
 
 
 class WorkerBase(ABC):
@@ -168,45 +188,13 @@ class WorkerBase(ABC):
         checkpoint's tensors: "model.layers.0-3.self_attn.q_proj.weight rows 192 to 288 of 288, in qkv_proj".
         """
 
-    def get_stage_times(self) -> dict[str, Any]:
-        """When this rank's stage of the pipeline computed (`StageClock.report`); for a worker that takes no notes,
-        nothing.
-        """
-        return StageClock(0).report()
-
-    def get_thread_waits(self) -> dict[str, float]:
-        """How long this rank's kernels waited for threads since the cache was made: `waited_s`, and `num_lost`, how
-        often so long that a thread must have lost its core to another process. Empty where it is not known.
-        """
-        return {}
-
-    def get_expert_loads(self) -> dict[int, list[int]]:
-        """By the number of each sparse layer, how many tokens have met each of its experts since the cache was made; of
-        the ranks that share layers the first tells, of all.
-        """
-        return {}
-
-    @abstractmethod
-    def get_device_type(self) -> str:
-        """`cpu` or `cuda`."""
-
-    def get_gpu_identity(self) -> str:
-        """What tells this rank's GPU from all others; empty where it has none, or may share it: no two ranks have the
-        same.
-        """
-        return ""
-
-    @abstractmethod
-    def get_arithmetic(self) -> str:
-        """The order in which this rank's kernels add, in words: the same on every rank, or their bits differ."""
+    def get_report(self) -> WorkerReport:
+        """This rank as it is now. A worker of another device or arithmetic says so."""
+        return WorkerReport()
 
     @abstractmethod
     def get_cache_block_size_bytes(self) -> int:
         """Bytes of one block on this rank, all layers."""
-
-    def get_peak_memory_bytes(self) -> int:
-        """The most host memory that this worker's process ever had."""
-        return host.peak_resident_bytes()
 
     def launch_step(self, plan: StepPlan) -> None:
         """Execute a step whose result `read_step` returns later; the next may be launched before. A worker that waits

@@ -204,7 +204,7 @@ def test_interrupted_worker_processes_go_on(expected: list[list[int]]):
         check(llm, expected)
         with at("encode", 1, interrupt), pytest.raises(KeyboardInterrupt):
             tokens(llm)
-        llm.collective_rpc("get_gpu_identity")
+        llm.collective_rpc("get_report")
         check(llm, expected)
 
 

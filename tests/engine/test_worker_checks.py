@@ -14,6 +14,7 @@ from spmd_worker.base.errors import ConfigError, WorkerDiedError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.worker.worker import Worker
+from spmd_worker.worker.worker_base import WorkerReport
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 HERE = Path(__file__).stem
@@ -42,8 +43,8 @@ class WarmWorker(Worker):
 
 
 class GpuWorker(Worker):
-    def get_gpu_identity(self) -> str:
-        return "boot\tH200 GPU-4ed7"
+    def get_report(self) -> WorkerReport:
+        return WorkerReport(gpu_identity="boot\tH200 GPU-4ed7")
 
 
 def new_llm(worker: str, **options: object) -> LLM:

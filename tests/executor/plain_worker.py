@@ -139,12 +139,6 @@ class PlainWorker(WorkerBase):
     def get_model_inspection(self) -> str:
         return "plain"
 
-    def get_device_type(self) -> str:
-        return "cpu"
-
-    def get_arithmetic(self) -> str:
-        return "none"
-
     def get_cache_block_size_bytes(self) -> int:
         return self.get_kv_cache_spec().block_bytes
 

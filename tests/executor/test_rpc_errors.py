@@ -35,7 +35,7 @@ with LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, device="cpu") as ll
         words(lambda: llm.collective_rpc("nonexistent")),
         words(lambda: llm.collective_rpc(fails_on_rank_1)),
         words(lambda: llm.collective_rpc(sleeps, timeout=0.2)),
-        words(lambda: llm.collective_rpc("get_device_type", timeout=30)),
+        words(lambda: llm.collective_rpc("get_supported_tasks", timeout=30)),
     ]
     output = llm.generate(["copy q ="], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
 (Path(sys.argv[2]) / f"{rank}.json").write_text(json.dumps([answers, output.outputs[0].text]))
@@ -54,7 +54,7 @@ def test_errors_say_which_rank_and_what_and_the_engine_goes_on(tmp_path: Path):
         expected = [0] if rank == 0 else "KeyError: 'no such layer'\non rank 1, in fails_on_rank_1\n"
         assert failing == expected
         assert late == f"TimeoutError: rank {rank} has not answered sleeps within 0.2 s\n"
-        assert in_time == ["cpu"]
+        assert in_time == [["generate"]]
         texts.append(text)
     with LLM(MODEL, num_blocks=64, device="cpu") as llm:
         params = SamplingParams(temperature=0, max_tokens=4)

@@ -304,7 +304,7 @@ def test_tokens_are_counted_by_layer_and_expert():
         hook.remove()
     with LLM(expert_folder("qwen2_moe"), num_blocks=300, max_model_len=64, enable_prefix_caching=False) as llm:
         llm.generate(ROWS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        (loads,) = llm.collective_rpc("get_expert_loads")
+        loads = llm.llm_engine.executor.reports()[0].expert_loads
     assert loads == {layer: counts.tolist() for layer, counts in chosen.items()}
 
 

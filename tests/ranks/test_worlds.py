@@ -13,7 +13,7 @@ START = """
     from torch.distributed import distributed_c10d
     from spmd_worker import LLM, SamplingParams
     from spmd_worker.ranks import groups
-    from spmd_worker.worker import worker
+    from spmd_worker.worker.backends import backend
     rank = int(os.environ["RANK"])
 
     def new_llm(**layout):
@@ -97,7 +97,7 @@ def test_an_engine_of_a_world_that_has_ended_leaves_the_next_one_alone():
     )
 
 
-@pytest.mark.parametrize("place", ["groups._join_one", "worker.share_memory"])
+@pytest.mark.parametrize("place", ["groups._join_one", "backend.share_memory"])
 @pytest.mark.parametrize("whose", ["ours", "the caller's"])
 def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str, place: str):
     check(
@@ -105,7 +105,7 @@ def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str, p
     if sys.argv[2] != "ours":
         dist.init_process_group("gloo")
     before = len(distributed_c10d._world.pg_map)
-    module, name = {"groups": groups, "worker": worker}[sys.argv[3].split(".")[0]], sys.argv[3].split(".")[1]
+    module, name = {"groups": groups, "backend": backend}[sys.argv[3].split(".")[0]], sys.argv[3].split(".")[1]
     # The third group of a start, and the second that shares memory.
     right, calls, last = getattr(module, name), [], 3 if module is groups else 2
 

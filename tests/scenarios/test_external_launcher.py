@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.worker import worker
+from spmd_worker.worker import start
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a m v s j l =", "reverse h x a f w =", "sort 21 87 57 15 =", "copy q ="]
@@ -200,8 +200,8 @@ def test_ranks_that_make_no_whole_engine_are_a_clear_error(reports: list[Report]
 
 def main(folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worker.measure_host = lambda weights, activations, local_world_size: MemoryMeasurement(MEMORY_BYTES, weights, 0, 0)
-    worker.profile_host = lambda measurement, largest_step: measurement
+    start.measure_host = lambda weights, activations, local_world_size: MemoryMeasurement(MEMORY_BYTES, weights, 0, 0)
+    start.profile_host = lambda measurement, largest_step: measurement
     report: Report = {}
     with new_llm(size, gpu_memory_utilization=BUDGETS[rank]) as llm:
         report["outputs"] = outputs_of(llm)

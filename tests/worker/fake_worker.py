@@ -59,12 +59,6 @@ class FakeWorker(WorkerBase):
     def get_model_inspection(self) -> str:
         return "nothing"
 
-    def get_device_type(self) -> str:
-        return "cpu"
-
-    def get_arithmetic(self) -> str:
-        return "none"
-
     def get_cache_block_size_bytes(self) -> int:
         return self.get_kv_cache_spec().block_bytes
 

@@ -130,10 +130,10 @@ def test_what_a_warm_up_sends_to_experts_is_not_counted(forms: set[tuple]):
     with LLM(folder, device="cpu", dtype="float32", load_format="dummy", num_blocks=64, device_backend="triton") as llm:
         before = set(forms)
         assert "gated_linear" in {form[0] for form in before}
-        (loads,) = llm.collective_rpc("get_expert_loads")
+        loads = llm.llm_engine.executor.reports()[0].expert_loads
         assert {sum(counts) for counts in loads.values()} == {0}
         llm.generate([[5, 6, 7], [8] * 30], SamplingParams(max_tokens=2), use_tqdm=False)
         # Control: they are, once a row has come.
-        (loads,) = llm.collective_rpc("get_expert_loads")
+        loads = llm.llm_engine.executor.reports()[0].expert_loads
         assert min(sum(counts) for counts in loads.values()) > 0
         assert forms == before

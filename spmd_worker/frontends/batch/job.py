@@ -225,7 +225,7 @@ def _run(
             else:
                 if watchdog is not None:
                     watchdog.before_exit = run.before_exit
-                arithmetic = engine.executor.collective_rpc("get_arithmetic")[0]
+                arithmetic = engine.executor.reports()[0].arithmetic
                 take_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
                 run.lock.note("answers rows")
                 _lead(engine, replicas, config, run, started_s, loaded_s)

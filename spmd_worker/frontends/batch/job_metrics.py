@@ -97,14 +97,12 @@ def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
 
 
 def _of_workers(engine: Engine) -> dict[str, Any]:
-    executor = engine.executor
-    has_pipeline = engine.config.parallel.pipeline_parallel_size > 1
-    has_experts = any(layer.experts is not None for layer in engine.resolved.model_config.layers)
+    workers = engine.executor.reports()
     return {
-        "peak_memory_bytes": executor.peak_memory_bytes(),
-        "stages": executor.collective_rpc("get_stage_times") if has_pipeline else [],
-        "expert_loads": executor.collective_rpc("get_expert_loads") if has_experts else [],
-        "thread_waits": [waits for waits in executor.collective_rpc("get_thread_waits") if waits],
+        "peak_memory_bytes": engine.executor.peak_memory_bytes(),
+        "stages": [each.stage_times for each in workers if each.stage_times],
+        "expert_loads": [each.expert_loads for each in workers if each.expert_loads],
+        "thread_waits": [each.thread_waits for each in workers if each.thread_waits],
         "computed_s": engine.times.execute_s,
     }
 

@@ -38,7 +38,7 @@ from spmd_worker.frontends.batch.run_dir.journal import JOURNAL_NAME, RowJournal
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.tools import collect as collect_module
 from spmd_worker.ranks.environment import RankEnvironment
-from spmd_worker.worker.worker import Worker
+from spmd_worker.worker.backends.cpu import CpuDevice
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40
@@ -521,7 +521,7 @@ def test_a_job_goes_on_only_where_numbers_are_added_in_the_same_order(tmp_path: 
     """Killed on one kind of machine and started again on another."""
     config = ended_job(tmp_path, 5)
     with monkeypatch.context() as there:
-        there.setattr(Worker, "get_arithmetic", lambda self: "of another processor")
+        there.setattr(CpuDevice, "arithmetic", lambda self, attention: "of another processor")
         expected = r"^arithmetic is \"of another processor\", and \S.* in the run that job\.run_dir=.*job\.resume=force"
         with pytest.raises(ConfigError, match=expected):
             run(config)

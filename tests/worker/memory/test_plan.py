@@ -12,7 +12,7 @@ from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelCo
 from spmd_worker.base.errors import ConfigError, TokenizerError
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve, resolve_run
-from spmd_worker.worker import worker
+from spmd_worker.worker import loaded_model
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.plan import check_cache_setting, check_memory
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
@@ -173,7 +173,7 @@ def test_weights_that_no_memory_here_holds_are_refused_with_what_is_needed_and_w
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "head_dim"])
 def test_a_worker_refuses_them_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str):
-    monkeypatch.setattr(worker, "build_model", lambda *_, **__: pytest.fail("the model was built"))
+    monkeypatch.setattr(loaded_model, "build_model", lambda *_, **__: pytest.fail("the model was built"))
     config = json.loads((DEMO_MODEL / "config.json").read_text()) | {key: 2 * 10**9}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is too large"):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.worker import worker
+from spmd_worker.worker import start
 
 model, out, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 scarce_on, agreed = json.loads(sys.argv[3]), json.loads(sys.argv[4])
@@ -25,11 +25,11 @@ def measure_host(weights, activations, local_world_size):
     total = weights + 2**19 if rank in scarce_on else 2**40
     return MemoryMeasurement(total, weights, activations, 0, "estimated")
 
-profile_host = worker.profile_host
-worker.profile_host = lambda *arguments: replace(profile_host(*arguments), activation_bytes=0)
-worker.measure_host = measure_host
+profile_host = start.profile_host
+start.profile_host = lambda *arguments: replace(profile_host(*arguments), activation_bytes=0)
+start.measure_host = measure_host
 if not agreed:
-    worker.is_on_any_rank = lambda group, flag: flag
+    start.is_on_any_rank = lambda group, flag: flag
 found = {}
 try:
     settings = dict(max_model_len=64, max_num_seqs=16, max_num_batched_tokens=32, gpu_memory_utilization=1.0)
