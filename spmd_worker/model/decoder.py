@@ -15,11 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from spmd_worker.model.encoder import TokenTypeEmbedding
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.embedding import PositionEmbedding, VocabularyParallelEmbedding, VocabularyParallelHead
+from spmd_worker.model.layers.embedding import (
+    PositionEmbedding,
+    TokenTypeEmbedding,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 from spmd_worker.model.layers.experts import SparseFeedForward, new_feed_forward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import ReplicatedLinear
@@ -39,71 +43,82 @@ from spmd_worker.ranks.topology import Stage
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before it, on a residual stream."""
+    """Attention and feed-forward on a residual stream, with norms in any of four places: before and after each.
 
-    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
+    A layer that `defers` has plain norms before both and no others: what a part gives is added with the next norm, in
+    one call, and summed over ranks there. Otherwise it is summed and added at once.
+    """
+
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
         super().__init__()
+        assert layer.is_plain_wiring or not defers, layer
+        self.config, self.hidden_size = layer, hidden_size
+        self._group, self._defers, self._multiplier = context.parts_group, defers, layer.residual_multiplier
         self.self_attn = Attention(context, layer, hidden_size)
         self.mlp = new_feed_forward(context, layer, hidden_size)
-        self.input_layernorm = RMSNorm(context, hidden_size, layer.norm.eps)
-        self.post_attention_layernorm = RMSNorm(context, hidden_size, layer.norm.eps)
-        self._multiplier = layer.residual_multiplier
+        norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
+        self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
 
     def forward(
         self,
-        x: Tensor | None,
+        part: Tensor | None,
         residual: Tensor,
         ropes: tuple[Angles, ...],
         layer_cache: Tensor,
         metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
         *,
         is_fused: bool = True,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Tensor]:
         """The last layer's output, as this rank's part, or None where nothing is still to be added, and the residual
-        stream, to which it is added in place -> this layer's output, likewise. All [T, hidden].
+        stream, to which it is added in place -> this layer's output, likewise, and the stream. All [T, hidden]. With
+        `wanted`, where it `takes_wanted`, both are [W, hidden]: of other tokens only keys and values are computed.
         """
-        x = self.input_layernorm(residual) if x is None else self.input_layernorm.add_and_norm(x, residual)
-        x = self._scaled(self.self_attn(x, ropes, layer_cache, metadata, is_fused=is_fused))
-        x = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self._scaled(self.mlp(x, is_fused=is_fused))
+        x = _normed(self.input_layernorm, part, residual)
+        beside = self._beside_attention(x, residual) if self.config.is_parallel else None
+        part = self.self_attn(x, ropes, layer_cache, metadata, wanted, is_fused=is_fused)
+        if wanted is not None:
+            residual = residual[wanted.rows]
+            if not len(residual):
+                return part, residual
+        part = self._added(part, self.attention_output_norm, residual)
+        x = _normed(self.post_attention_layernorm, part, residual) if beside is None else beside
+        return self._added(self.mlp(x, is_fused=is_fused), self.mlp_output_norm, residual), residual
 
-    def forward_wanted(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens,
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`, of a group of one: output and residual stream of the wanted tokens, [W, hidden] each. Of the
-        others keys and values are all that is computed.
-        """
-        x = self.input_layernorm(residual) if x is None else self.input_layernorm.add_and_norm(x, residual)
-        x = self._scaled(self.self_attn.forward_wanted(x, ropes, layer_cache, metadata, wanted))
-        residual = residual[wanted.rows]
-        if not len(residual):
-            return x, residual
-        x = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self._scaled(self.mlp(x)), residual
+    @property
+    def takes_wanted(self) -> bool:
+        """Whether tokens can be left out: where each is computed by itself, and no tokens of experts are counted."""
+        return self._defers and isinstance(self.mlp, FeedForward)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
+    def _beside_attention(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What a parallel feed-forward is given, before attention is added; `x` is what attention is given."""
+        assert x is not residual, "attention has a norm before it where the feed-forward is beside it"
+        return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
 
-    def weights(self) -> LayerWeights | None:
-        """For `AttentionBackend.join_layers`; None where there is more to a layer than those."""
+    def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
+        """What is still to be added of a part, to be scaled in place; None where it was added."""
+        if self._defers:
+            return part if self._multiplier == 1.0 else part.mul_(self._multiplier)
+        x, norms_sums = self._group.all_reduce(part), self.config.norms_sums
+        x = x if norm is None or norms_sums else norm(x)
+        residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
+        if norm is not None and norms_sums:
+            residual.copy_(norm(residual))
+        return None
+
+    def weights(self) -> LayerWeights:
+        """See `api.JoinableLayer`."""
         attention, feed_forward = self.self_attn, self.mlp
-        if not isinstance(feed_forward, FeedForward) or not attention.is_plain or self._multiplier != 1.0:
-            return None
-        if not feed_forward.is_gated or feed_forward.activation != "silu":
-            return None
+        norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
+        assert isinstance(feed_forward, FeedForward), "a sparse layer is not joined"
+        assert len(norms) == 2, "nor is one with other norms"
         return LayerWeights(
-            input_norm=self.input_layernorm.weight,
+            input_norm=norms[0].weight,
             qkv=attention.qkv_proj.weight,
             qkv_bias=attention.qkv_proj.bias,
             output=attention.o_proj.weight,
             output_bias=attention.o_proj.own_bias,
-            norm=self.post_attention_layernorm.weight,
+            norm=norms[1].weight,
             gates=feed_forward.gate_up_proj.weight,
             gates_bias=feed_forward.gate_up_proj.bias,
             down=feed_forward.down_proj.weight,
@@ -112,68 +127,26 @@ class DecoderLayer(nn.Module):
         )
 
     def sizes(self) -> LayerSizes:
-        """As this rank has them."""
-        attention, norm, feed_forward = self.self_attn, self.input_layernorm, self.mlp
-        assert isinstance(feed_forward, FeedForward), "as of `weights`"
+        """See `api.JoinableLayer`."""
+        attention, feed_forward = self.self_attn, self.mlp
+        assert isinstance(feed_forward, FeedForward), "a sparse layer is not joined"
         return LayerSizes(
-            hidden_size=norm.size,
+            hidden_size=self.hidden_size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
             intermediate_size=feed_forward.intermediate_size,
-            eps=norm.eps,
+            eps=self.config.norm.eps,
             scale=attention.scale,
         )
 
 
-class SandwichLayer(nn.Module):
-    """Attention and feed-forward with norms in any of the four places, of any kind, on a residual stream that is whole
-    on every rank.
-    """
-
-    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
-        super().__init__()
-        self.self_attn = Attention(context, layer, hidden_size)
-        self.mlp = new_feed_forward(context, layer, hidden_size)
-        norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
-        self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
-        self._multiplier, self._group = layer.residual_multiplier, context.parts_group
-        self._is_parallel, self._norms_sums = layer.is_parallel, layer.norms_sums
-
-    def forward(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        is_fused: bool = True,
-    ) -> None:
-        """See `DecoderLayer.forward`: what this layer gives is added before it returns."""
-        assert x is None, "layers of one model are of one kind"
-        x = _normed(self.input_layernorm, residual)
-        beside = self._beside_attention(x, residual) if self._is_parallel else None
-        x = self.self_attn(x, ropes, layer_cache, metadata, is_fused=is_fused)
-        self._add(x, self.attention_output_norm, residual)
-        x = _normed(self.post_attention_layernorm, residual) if beside is None else beside
-        self._add(self.mlp(x, is_fused=is_fused), self.mlp_output_norm, residual)
-
-    def _beside_attention(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What a parallel feed-forward is given, before attention is added; `x` is what attention is given."""
-        assert x is not residual, "attention has a norm before it where the feed-forward is beside it"
-        return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-
-    def _add(self, part: Tensor, norm: Norm | None, residual: Tensor) -> None:
-        x = self._group.all_reduce(part)
-        x = x if self._norms_sums else _normed(norm, x)
-        residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
-        if self._norms_sums:
-            residual.copy_(_normed(norm, residual))
-
-
-def _normed(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+def _normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
+    """The norm, where there is one, of the residual stream, to which a part that is left of before is added."""
+    if part is not None:
+        assert isinstance(norm, RMSNorm), "only plain norms leave something to add"
+        return norm.add_and_norm(part, residual)
+    return residual if norm is None else norm(residual)
 
 
 class DecoderStack(nn.Module):
@@ -196,11 +169,7 @@ class DecoderStack(nn.Module):
                     model_config.unplaced_token,
                 )
             self._add_embeddings_of_encoder(context, model_config)
-        new_layer = _layer_class(model_config)
-        self.layers = nn.ModuleList(
-            new_layer(replace(context, layer=index), model_config.layers[index], hidden_size)
-            for index in range(stage.start, stage.stop)
-        )
+        self.layers = nn.ModuleList(_new_layer(context, model_config, each) for each in range(stage.start, stage.stop))
         has_norm = stage.is_last and model_config.has_last_norm
         self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
         self.project_in, self.project_out = _projections(context, model_config, stage)
@@ -241,37 +210,31 @@ class DecoderStack(nn.Module):
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
         residual = self._embed(token_ids, positions, token_types) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
-        x = None
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
-        # Layers that compute all tokens.
-        whole = cache if wanted is None else cache[:-1]
-        if is_fused and self.joined_layers is not None and len(whole):
-            x = self.joined_layers.run(residual, (ropes[0].cos, ropes[0].sin), whole, metadata)
-        else:
-            for layer, layer_cache in zip(self.layers, whole):
-                x = layer(x, residual, ropes, layer_cache, metadata, is_fused=is_fused)
-        if wanted is not None:
-            last = self.layers[-1]
-            assert isinstance(last, DecoderLayer), "looked at by `takes_wanted`"
-            x, residual = last.forward_wanted(x, residual, ropes, cache[-1], metadata, wanted)
+        joined = self.joined_layers if is_fused else None
+        # A last layer that leaves tokens out runs by itself.
+        num_joined = 0 if joined is None else len(cache) - (wanted is not None)
+        part = None
+        if joined is not None and num_joined:
+            part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata)
+        for index in range(num_joined, len(cache)):
+            leaves_out = wanted if index == len(cache) - 1 else None
+            layer = self.layers[index]
+            part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, is_fused=is_fused)
         if not self._stage.is_last:
-            return residual if x is None else add_whole(self._group, x, residual)
-        if x is None:
-            hidden = _normed(self.norm, residual)
-            return hidden if self.project_out is None else self.project_out(hidden)
-        assert isinstance(self.norm, RMSNorm), "only plain norms leave something to add"
-        hidden = self.norm.add_and_norm(x, residual)
-        # Not memory of the group, which the next step's norms write to.
-        return hidden if self._group.fast is None else hidden.clone()
+            return residual if part is None else add_whole(self._group, part, residual)
+        hidden = _normed(self.norm, part, residual)
+        if part is not None and self._group.fast is not None:
+            # Symmetric memory is overwritten by the next step.
+            hidden = hidden.clone()
+        return hidden if self.project_out is None else self.project_out(hidden)
 
     @property
     def takes_wanted(self) -> bool:
         """Whether the last layer can leave tokens out: where nothing is summed over ranks, whose shares of the residual
-        stream are by rows, and no tokens of experts are counted.
+        stream are by rows.
         """
-        last = self.layers[-1]
-        is_alone = self._group.size == 1 and self._stage.is_last
-        return is_alone and isinstance(last, DecoderLayer) and isinstance(last.mlp, FeedForward)
+        return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].takes_wanted)
 
     def _add_embeddings_of_encoder(self, context: LayerContext, model_config: ModelConfig) -> None:
         hidden_size, num_types = model_config.hidden_size, model_config.num_token_types
@@ -292,16 +255,15 @@ class DecoderStack(nn.Module):
 
     def join_layers(self) -> None:
         """Once the weights are packed: from now on they stay where they are."""
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        weights = [each for layer in layers if (each := layer.weights()) is not None]
-        self.joined_layers = None
         is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain(self.dtype) and not self._sums_in_layers
-        if weights and is_plain and len(weights) == len(self.layers):
-            self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
+        self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
 
 
-def _layer_class(model_config: ModelConfig) -> type[DecoderLayer | SandwichLayer]:
-    return DecoderLayer if all(layer.is_plain_wiring for layer in model_config.layers) else SandwichLayer
+def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> DecoderLayer:
+    """The layers of one model add what they compute in one way."""
+    defers = all(layer.is_plain_wiring for layer in model_config.layers)
+    context = replace(context, layer=index)
+    return DecoderLayer(context, model_config.layers[index], model_config.hidden_size, defers=defers)
 
 
 def _projections(
@@ -405,8 +367,7 @@ class DecoderForCausalLM(nn.Module):
 
 def _slices_like(context: LayerContext, model_config: ModelConfig, index: int) -> list[WeightSlice]:
     """Of the model's layer of that index, which is made without memory."""
-    context = replace(context, layer=index, device=torch.device("meta"))
-    layer = _layer_class(model_config)(context, model_config.layers[index], model_config.hidden_size)
+    layer = _new_layer(replace(context, device=torch.device("meta")), model_config, index)
     names = CheckpointNames(model_config, Stage(index, index + 1, is_first=False, is_last=False))
     return names.slices(_checkpoint_layers(layer, "model.layers.0."))
 

@@ -128,6 +128,13 @@ class LayerConfig:
     norms_sums: bool = False
 
     @property
+    def is_plain_attention(self) -> bool:
+        """Whether rotary embedding, writing and attention can be one call, but for what angles say."""
+        return (
+            self.qk_norm == "none" and self.rope is not None and not (self.has_sinks or self.score_cap or self.qkv_clip)
+        )
+
+    @property
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel

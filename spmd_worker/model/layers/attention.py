@@ -70,6 +70,7 @@ class Attention(nn.Module):
             None if layer.qk_norm in ("none", "each_head") else new_norm(context, size, layer.norm) for size in sizes
         ]
         self.sinks = Sinks(context, layer.num_heads, (first_head, end_head)) if layer.has_sinks else None
+        self._is_plain = layer.is_plain_attention
         self.q_norm: Norm | HeadNorms | None = norms[0]
         self.k_norm: Norm | HeadNorms | None = norms[1]
         if layer.qk_norm == "each_head":
@@ -77,59 +78,37 @@ class Attention(nn.Module):
             self.q_norm = HeadNorms(context, layer.num_heads, (first_head, end_head), head_size, norm)
             self.k_norm = HeadNorms(context, layer.num_kv_heads, (first_kv_head, end_kv_head), head_size, norm)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether rotary embedding, writing and attention can be one call, but for what angles say."""
-        is_whole = self.q_norm is None and self._rope is not None and self.sinks is None
-        return is_whole and not (self._score_cap or self._qkv_clip)
-
     def forward(
         self,
         x: Tensor,
         ropes: tuple[Angles, ...],
         layer_cache: Tensor,
         metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
         *,
         is_fused: bool = True,
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], this rank's part; writes this step's keys and values before it reads."""
+        """[T, hidden] -> [T, hidden], this rank's part; writes this step's keys and values before it reads. With
+        `wanted` [W, hidden].
+        """
         projected = self.qkv_proj(x)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
-        is_one_call = is_fused and self.is_plain and not metadata.sees_later
+        is_one_call = is_fused and self._is_plain and wanted is None and not metadata.sees_later
         if is_one_call and angles is not None and angles.is_plain:
             attended = self._backend.attend_projected(
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )
         if attended is None:
-            attended = self._attend(projected, angles, layer_cache, metadata)
+            query, key, value = self._query_key_value(projected, angles)
+            self._backend.write(key, value, layer_cache, metadata)
+            if wanted is not None:
+                if not len(wanted.rows):
+                    return x[:0]
+                query, metadata = query[wanted.rows], wanted.metadata
+            attended = self._attend_to(query, layer_cache, metadata)
         output: Tensor = self.o_proj(attended)
         return output
-
-    def forward_wanted(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens,
-    ) -> Tensor:
-        """As `forward`, [T, hidden] -> [W, hidden]; keys and values of all tokens are written."""
-        angles = None if self._rope is None else ropes[self._rope]
-        query, key, value = self._query_key_value(self.qkv_proj(x), angles)
-        self._backend.write(key, value, layer_cache, metadata)
-        if not len(wanted.rows):
-            return x[:0]
-        output: Tensor = self.o_proj(self._attend_to(query[wanted.rows], layer_cache, wanted.metadata))
-        return output
-
-    def _attend(
-        self, projected: Tensor, angles: Angles | None, layer_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Step by step: [T, (Hq + 2 * Hkv) * D] -> [T, Hq * D]."""
-        query, key, value = self._query_key_value(projected, angles)
-        self._backend.write(key, value, layer_cache, metadata)
-        return self._attend_to(query, layer_cache, metadata)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 * Hkv) * D] -> [T, Hq, D] and twice [T, Hkv, D], as attention and the cache take them."""

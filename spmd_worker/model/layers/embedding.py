@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and head: each rank owns a run of token ids.
+"""Vocabulary-parallel embedding and head: each rank owns a run of token ids. And embeddings of positions and types.
 
 The vocabulary is padded so that every shard has the same number of rows; padding rows are zero and their logits minus
 infinity, so that they can never be sampled.
@@ -135,6 +135,23 @@ class PositionEmbedding(CheckpointLayer):
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
         yield whole(f"{prefix}.weight", (self.num_positions, self.hidden_size), f"{prefix}.weight")
+
+
+class TokenTypeEmbedding(CheckpointLayer):
+    """Types of tokens: int64 [T] -> [T, hidden_size]. Whole on every rank."""
+
+    def __init__(self, context: LayerContext, num_types: int, hidden_size: int) -> None:
+        super().__init__()
+        self.num_types, self.hidden_size = num_types, hidden_size
+        self.weight = context.parameter(num_types, hidden_size)
+
+    def forward(self, token_types: Tensor) -> Tensor:
+        """Types are below the number of them."""
+        return F.embedding(token_types, self.weight)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        yield whole(f"{prefix}.weight", (self.num_types, self.hidden_size), f"{prefix}.weight")
 
 
 class VocabularyParallelHead(PackedLayer):

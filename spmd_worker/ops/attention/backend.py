@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ranks.communicator import GroupHandle
 
 
@@ -82,5 +82,5 @@ class AttentionBackend(Protocol):
         are cosines and sines [T, D / 2] -> [T, Hq * D].
         """
 
-    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> JoinedLayers | None:
+    def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> JoinedLayers | None:
         """All of a stage's layers as one, with the same results; None where they must be called one by one."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
 from spmd_worker.ops.kernels.cpu.native import NATIVE_DTYPES, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
@@ -159,10 +159,10 @@ class CpuBackend:
         )
         return output
 
-    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> "CpuLayers | None":
+    def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> "CpuLayers | None":
         """See `AttentionBackend.join_layers`."""
-        assert sizes.head_size == self._head_size, (sizes.head_size, self._head_size)
-        joined = join_layers(self._library, layers, sizes, self._block_size, group)
+        assert all(layer.config.head_size == self._head_size for layer in layers), self._head_size
+        joined = join_layers(self._library, layers, self._block_size, group)
         return None if joined is None else CpuLayers(self, joined)
 
     def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepAddresses:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ranks.communicator import GroupHandle
 
 _SCORES_AT_ONCE: Final = 1 << 29
@@ -68,7 +68,7 @@ class SdpaBackend:
     ) -> None:
         """See `AttentionBackend.attend_projected`: there is none."""
 
-    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> None:
+    def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> None:
         """See `AttentionBackend.join_layers`: there is no such way."""
 
 

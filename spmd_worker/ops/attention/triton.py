@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.triton import attention, rows
 from spmd_worker.ranks.communicator import GroupHandle
 
@@ -157,7 +157,7 @@ class TritonBackend:
         attended = attention.attend(projected, layer_cache, plan, num_heads, scale, window)
         return attended.view(len(projected), -1)
 
-    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> None:
+    def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> None:
         """See `AttentionBackend.join_layers`: there is no such way."""
 
     def _slots(self, metadata: AttentionMetadata, layer_cache: Tensor) -> Tensor:

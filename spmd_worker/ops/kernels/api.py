@@ -10,6 +10,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from spmd_worker.model_config.layer_config import LayerConfig
+
 MASS_BITS: Final = 40
 """Of the largest mass of a row."""
 
@@ -47,6 +49,20 @@ class LayerWeights:
     down: Tensor
     down_bias: Tensor | None
     window: int
+
+
+class JoinableLayer(Protocol):
+    """A decoder layer, as whoever joins layers asks for it: first what it is, then the rest."""
+
+    @property
+    def config(self) -> LayerConfig:
+        """What it is."""
+
+    def weights(self) -> LayerWeights:
+        """Of a dense layer with gates and plain norms before attention and feed-forward."""
+
+    def sizes(self) -> LayerSizes:
+        """As this rank has them."""
 
 
 @dataclass(frozen=True, slots=True)

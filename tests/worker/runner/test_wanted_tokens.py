@@ -33,15 +33,16 @@ class Counts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shift: int = 0) -> None:
         self.all, self.wanted = [], []
-        forward = DecoderLayer.forward_wanted
+        forward = DecoderLayer.forward
 
-        def counted(layer, x, residual, ropes, layer_cache, metadata, wanted):
-            self.all.append(len(residual))
-            self.wanted.append(len(wanted.rows))
-            wanted = WantedTokens((wanted.rows - shift).clamp(min=0), wanted.metadata)
-            return forward(layer, x, residual, ropes, layer_cache, metadata, wanted)
+        def counted(layer, part, residual, ropes, layer_cache, metadata, wanted=None, **options):
+            if wanted is not None:
+                self.all.append(len(residual))
+                self.wanted.append(len(wanted.rows))
+                wanted = WantedTokens((wanted.rows - shift).clamp(min=0), wanted.metadata)
+            return forward(layer, part, residual, ropes, layer_cache, metadata, wanted, **options)
 
-        monkeypatch.setattr(DecoderLayer, "forward_wanted", counted)
+        monkeypatch.setattr(DecoderLayer, "forward", counted)
 
 
 def answers(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, least: int, **settings: object) -> Answers:

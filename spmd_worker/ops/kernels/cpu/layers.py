@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
+from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
 from spmd_worker.ops.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
@@ -147,19 +148,28 @@ class NativeLayers:
 
 
 def join_layers(
-    library: NativeLibrary, layers: Sequence[LayerWeights], sizes: LayerSizes, block_size: int, group: GroupHandle
+    library: NativeLibrary, layers: Sequence[JoinableLayer], block_size: int, group: GroupHandle
 ) -> NativeLayers | None:
-    """None where a product is not of the library's own, or the group exchanges tensors another way than in memory, or
-    its ranks exchange sums of bytes.
+    """None where a layer is more than this call computes, a product is not of the library's own, or the group exchanges
+    tensors another way than in memory, or its ranks exchange sums of bytes.
     """
     fast = group.fast
     if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
         return None
-    if not layers or not (all(map(_is_packed, layers)) or (group.size == 1 and all(map(_has_bytes, layers)))):
+    if not layers or not all(_computes(layer.config) for layer in layers):
         return None
-    for layer in layers:
-        _check_shapes(layer, sizes)
-    return NativeLayers(library, layers, sizes, block_size, fast)
+    weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
+    if not (all(map(_is_packed, weights)) or (group.size == 1 and all(map(_has_bytes, weights)))):
+        return None
+    for each in weights:
+        _check_shapes(each, sizes)
+    return NativeLayers(library, weights, sizes, block_size, fast)
+
+
+def _computes(layer: LayerConfig) -> bool:
+    """Whether the compiled call does all that a layer of this kind does."""
+    is_dense = layer.experts is None and layer.is_gated and layer.activation == "silu"
+    return is_dense and layer.is_plain_wiring and layer.is_plain_attention and layer.residual_multiplier == 1.0
 
 
 def _tensors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
