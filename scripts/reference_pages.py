@@ -38,7 +38,8 @@ these sentences.
 
 ## `LLM(...)`, `EngineArgs(...)`
 
-A keyword that neither knows is a TypeError that names the nearest one.
+A keyword that neither knows is a TypeError that names the nearest one. Defaults of keywords that set a key are the
+key's: docs/reference/configuration.md.
 """
 
 TITLES = {
@@ -48,6 +49,8 @@ TITLES = {
     Effect.REFUSED: "Keywords that are refused, unless they ask for nothing",
     Effect.NONE: "Keywords without effect (said once, in the log, at debug level)",
 }
+
+PYTHONIC = {"null": "None", "true": "True", "false": "False"}
 
 TYPES_HEAD = '''"""Types of the keywords of `LLM(...)` and `EngineArgs(...)`, for type checkers and editors.
 
@@ -182,7 +185,9 @@ def words_of(row: Keyword) -> str:
     """The second column of a row."""
     values = ", ".join([f"{theirs} is {ours}" for theirs, ours in row.values.items() if theirs])
     renamed = f"`{row.ours}`" if row.effect is Effect.RENAMED else ""
-    return "; ".join([part for part in (renamed, row.words, values) if part])
+    # The sentence of a key is in a command line's words.
+    words = re.sub(r"\b(null|true|false)\b", lambda found: PYTHONIC[found[0]], row.words) if row.ours else row.words
+    return "; ".join([part for part in (renamed, words, values) if part])
 
 
 if __name__ == "__main__":

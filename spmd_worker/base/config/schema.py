@@ -207,7 +207,7 @@ class ExecutorConfig:
     )
     timeout_s: float = option(
         300.0,
-        "seconds that no rank waits longer for another",
+        "limit in seconds of a rank's wait for another",
         vllm_names=("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
     )
     worker_cls: str | None = option(
