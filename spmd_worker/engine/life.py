@@ -16,7 +16,7 @@ from spmd_worker.replica.lockstep.lockstep import Lockstep
 
 
 class State(Enum):
-    """States of an engine. CLOSED is the last one; only `Life.close` leaves RETIRED and FAILED."""
+    """States of an engine. CLOSED is the last one; RETIRED and FAILED lead only there."""
 
     OPEN = "between two steps"
     ASLEEP = "between two steps, with weights or cache asleep: OPEN of an executor that sleeps"
@@ -46,7 +46,7 @@ _ERRORS: Final = {
 
 
 class Life:
-    """One engine's, without a reference to it: a finalizer releases what a forgotten engine had."""
+    """State and end of one engine, without a reference to it: a finalizer releases what a forgotten engine had."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Life:
             raise RuntimeError(_ERRORS[State.CLOSED])
 
     def check_not_failed(self) -> None:
-        """Raise RuntimeError after a step or an exchange that failed, and what the executor says of a worker that ended
+        """Raise RuntimeError after a step or an exchange that failed, and the executor's error for a worker that ended
         between two steps, which would be missed in the next.
         """
         has_failed = self._state in (State.IN_STEP, State.FAILED)
@@ -150,9 +150,9 @@ class Life:
 
     @contextmanager
     def exchanging(self, earlier: BaseException | None = None) -> Iterator[None]:
-        """Around what all ranks send each other outside a step. An error there is raised as `explain` has it, from an
-        `earlier` one of this rank where there is one; after it, and after Ctrl-C, nothing can be answered any more:
-        what comes next from the others is not what this rank's next call would wait for.
+        """A block in which all ranks send each other something outside a step. An error there is raised as `explain`
+        has it, from an `earlier` one of this rank where there is one. After it, and after Ctrl-C, the engine has
+        failed: the next message of the others is not the one that this rank's next call would wait for.
         """
         try:
             yield
