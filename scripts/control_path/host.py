@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from kv_cache.block import num_blocks_for
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.sampling import read_back
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.worker.backends.cpu import CpuDevice
@@ -79,7 +78,7 @@ class HollowDevice(CpuDevice):
 
     keeps_state = True
 
-    def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs:
+    def new_graphs(self, model: Any, tensor: GroupHandle) -> StepGraphs:
         # Triton is optional, and other benchmarks of this script do without.
         from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 
