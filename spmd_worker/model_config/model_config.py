@@ -18,7 +18,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
 from spmd_worker.model_config.pooling import (
@@ -36,8 +36,6 @@ from spmd_worker.model_config.rope import (
     RopeParameters,
     read_local_rope,
     read_rope,
-    with_alpha,
-    with_query_growth,
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
@@ -280,9 +278,14 @@ def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
     """Whether the head of a text part is tied by its class's default alone; then the names in the files decide."""
     text = config.get("text_config")
     own = text.get(_TIE) if isinstance(text, Mapping) else None
-    # The class of a text whose own key counts too has the same default.
-    is_silent = config.get(_TIE) is None or (family.tie_of_text == "also" and config[_TIE] is False and own is None)
-    return family.ties_by_default and is_silent
+    # The class of a text that counts too has the same default.
+    is_silent = config.get(_TIE) is None or (_tie_also_counts(family) and config[_TIE] is False and own is None)
+    return family.text is not None and family.text.ties_by_default and is_silent
+
+
+def _tie_also_counts(family: Family) -> bool:
+    """Whether one of the text's word and the whole's is enough."""
+    return family.text is not None and family.text.tie == "also"
 
 
 def _has_head(names: Sequence[str], ours: Names) -> bool:
@@ -309,14 +312,16 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
-    config = _text_part(config, path, family) if family.is_text_part else config
-    family = _family_of_text(family, given, path) if family.text_families else family
+    if family.text is not None:
+        config = _text_part(config, path, family)
+        family = _family_of_text(family.text, given, path) if family.text.families else family
     form = _form(family, config)
     family = family.forms[form - 1].family if form else family
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)
+    encoder = family.encoder
     hidden_size = reader.count("hidden_size")
     vocab_size = reader.count("vocab_size")
     return ModelConfig(
@@ -330,27 +335,25 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         has_tied_embeddings=reader.flag("tie_word_embeddings", False),
         dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, vocab_size),
-        num_positions=0 if family.has_rope else max_positions + family.position_offset,
+        num_positions=max_positions + family.embedding.position_offset if family.rope is None else 0,
         embedding_multiplier=(
-            hidden_size**0.5 if family.embeds_by_root else _number(reader, family.embedding_multiplier_key, 1.0)
+            hidden_size**0.5 if family.embedding.by_root else _number(reader, family.embedding.multiplier_key, 1.0)
         ),
-        rounds_multiplier=family.embeds_by_root,
-        logit_divisor=(
-            _number(reader, family.logit_divisor_key, 1.0) / _number(reader, family.logit_multiplier_key, 1.0)
-        ),
-        logit_cap=_number(reader, family.logit_cap_key, 0.0),
+        rounds_multiplier=family.embedding.by_root,
+        logit_divisor=_number(reader, family.head.divisor_key, 1.0) / _number(reader, family.head.multiplier_key, 1.0),
+        logit_cap=_number(reader, family.head.cap_key, 0.0),
         quantization=quantization,
-        position_offset=family.position_offset,
-        has_head_bias=family.has_head_bias,
+        position_offset=family.embedding.position_offset,
+        has_head_bias=family.head.has_bias,
         form=form,
-        is_encoder=family.is_encoder,
-        num_token_types=reader.count(family.token_types_key) if family.token_types_key else 0,
-        unplaced_token=family.position_offset - 1 if family.counts_offset else -1,
-        has_embedding_norm=family.has_embedding_norm,
+        is_encoder=encoder is not None,
+        num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
+        unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
+        has_embedding_norm=family.embedding.has_norm,
         has_last_norm=family.names.norm != "",
         own_embedding_size=_own_embedding_size(reader, family, hidden_size),
         image_layers=_image_layers(reader, family),
-        num_image_embeddings=family.num_image_embeddings,
+        num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
     )
 
 
@@ -361,19 +364,23 @@ def family_of(architecture: str) -> Family:
 
 def _max_positions(reader: ConfigReader, family: Family) -> int:
     """Maximum tokens of a row."""
-    num_rows = reader.count("max_position_embeddings", 2048)
-    if not family.counts_offset:
+    num_rows, offset = reader.count("max_position_embeddings", 2048), family.embedding.position_offset
+    if not _counts_offset(family):
         return num_rows
-    least = family.position_offset + 1
-    return whole_number(num_rows, reader.where("max_position_embeddings"), least, MOST) - family.position_offset
+    return whole_number(num_rows, reader.where("max_position_embeddings"), offset + 1, MOST) - offset
+
+
+def _counts_offset(family: Family) -> bool:
+    return family.encoder is not None and family.encoder.counts_offset
 
 
 def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelConfig) -> EncoderPooling:
     """Pooling of an encoder: the part after its layers."""
     family, has_types = family_of(model_config.architecture), model_config.num_token_types > 1
-    if family.classifier is None:
+    rule = None if family.encoder is None else family.encoder.classifier
+    if rule is None:
         return EncoderPooling(None, "cls", has_types)
-    rule, reader = family.classifier, ConfigReader({**family.defaults, **config}, path, family.spelled)
+    reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     activation, pooling_type = rule.activation, "cls"
     if rule.activation_key:
         activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
@@ -388,7 +395,8 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
 
 
 def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
-    size = reader.count(family.embedding_size_key, hidden_size) if family.embedding_size_key else hidden_size
+    key = family.embedding.size_key
+    size = reader.count(key, hidden_size) if key else hidden_size
     return 0 if size == hidden_size else size
 
 
@@ -398,48 +406,49 @@ def _layers(
     """All layers, and the ropes. Layers with equal window, rope, experts and first norm share one object."""
     num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
-    num_kv_heads = family.num_kv_heads or reader.count("num_key_value_heads", num_heads)
+    attention, norms, feed_forward = family.attention, family.norms, family.feed_forward
+    num_kv_heads = attention.num_kv_heads or reader.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"{reader.where('num_attention_heads')}={num_heads} is not a multiple of "
             f"{reader.spelled.get('num_key_value_heads', 'num_key_value_heads')}={num_kv_heads}"
         )
     head_size = _head_size(reader, family, hidden_size, num_heads)
-    is_parallel = _bias(reader, family.is_parallel)
+    is_parallel = _bias(reader, family.wiring.is_parallel)
     layer = LayerConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        intermediate_size=reader.count("intermediate_size", family.intermediate_factor * hidden_size or None),
-        scale=_scale(reader, family, head_size),
+        intermediate_size=reader.count("intermediate_size", feed_forward.size_factor * hidden_size or None),
+        scale=_scale(reader, attention, head_size),
         norm=NormConfig(
-            family.norm_kind,
-            reader.number(family.eps_key, family.eps),
-            family.norm_offset,
-            family.norm_rounds_once,
-            _bias(reader, family.norm_has_bias),
-            family.norm_has_weight,
+            norms.kind,
+            reader.number(norms.eps_key, norms.eps),
+            norms.offset,
+            norms.rounds_once,
+            _bias(reader, norms.has_bias),
+            norms.has_weight,
         ),
-        has_qkv_bias=_bias(reader, family.qkv_bias),
-        has_output_bias=_bias(reader, family.output_bias),
-        has_mlp_bias=_bias(reader, family.mlp_bias),
-        qk_norm=_qk_norm(reader, family),
-        score_cap=_number(reader, family.score_cap_key, 0.0),
+        has_qkv_bias=_bias(reader, attention.qkv_bias),
+        has_output_bias=_bias(reader, attention.output_bias),
+        has_mlp_bias=_bias(reader, feed_forward.bias),
+        qk_norm=_qk_norm(reader, attention),
+        score_cap=_number(reader, attention.score_cap_key, 0.0),
         norms=_norms(family, is_parallel),
         activation=_activation(reader, family),
-        is_gated=family.is_gated,
-        residual_multiplier=_number(reader, family.residual_multiplier_key, 1.0),
+        is_gated=feed_forward.is_gated,
+        residual_multiplier=_number(reader, family.wiring.residual_multiplier_key, 1.0),
         is_parallel=is_parallel,
-        qkv_clip=_number(reader, family.qkv_clip_key, 0.0),
-        has_sinks=family.has_sinks,
-        norms_sums=family.norms_sums,
+        qkv_clip=_number(reader, attention.qkv_clip_key, 0.0),
+        has_sinks=attention.has_sinks,
+        norms_sums=norms.are_of_sums,
     )
-    ropes = _ropes(reader, family, max_positions, head_size)
+    ropes = _ropes(reader, family.rope, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
     experts = read_experts(reader, family.experts, num_layers)
-    norms = [(index > 0 or family.has_first_norm) and layer.norms[0] for index in range(num_layers)]
+    firsts = [(index > 0 or norms.has_first) and layer.norms[0] for index in range(num_layers)]
     passed = _image_layers(reader, family)
-    of_all = zip(windows, _ropes_of_layers(reader, family, windows), experts, norms, strict=True)
+    of_all = zip(windows, _ropes_of_layers(reader, family.rope, windows), experts, firsts, strict=True)
     kinds = [kind for number, kind in enumerate(of_all) if number not in passed]
     layers = {
         kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2], norms=(kind[3], *layer.norms[1:]))
@@ -450,10 +459,10 @@ def _layers(
 
 def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
     """Layers of the file that text skips, in order; numbers beyond the last layer are ignored."""
-    if not family.image_layers_key:
+    if family.images is None:
         return ()
-    num_layers, listed = reader.count("num_hidden_layers"), reader.get(family.image_layers_key)
-    where = reader.where(family.image_layers_key)
+    num_layers, listed = reader.count("num_hidden_layers"), reader.get(family.images.key)
+    where = reader.where(family.images.key)
     if not isinstance(listed, list):
         raise ModelConfigError(f"{where}={shown(listed)} must be a list of layers, from 0 on")
     numbers = {whole_number(number, where, 0, MOST) for number in listed}
@@ -464,43 +473,27 @@ def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
 
 def _norms(family: Family, is_parallel: bool) -> tuple[bool, bool, bool, bool]:
     first, second, third, fourth = (name != "" for name in family.names.norms)
-    return (first, second, third and not (is_parallel and family.has_one_norm_in_parallel), fourth)
+    return (first, second, third and not (is_parallel and family.wiring.has_one_norm_in_parallel), fourth)
 
 
-def _ropes_of_layers(reader: ConfigReader, family: Family, windows: tuple[int, ...]) -> tuple[int | None, ...]:
+def _ropes_of_layers(reader: ConfigReader, rope: Rope | None, windows: tuple[int, ...]) -> tuple[int | None, ...]:
     """Rope index of each layer: sliding layers use the second of two."""
-    if not family.has_rope:
+    if rope is None:
         return (None,) * len(windows)
-    if family.has_local_rope:
+    if rope.has_local:
         return tuple(int(window > 0) for window in windows)
-    is_sliding_alone = family.rope_layers == "sliding" or (
-        family.rope_layers == "sliding_or_all" and reader.get("sliding_window") is not None
-    )
-    if is_sliding_alone:
-        return tuple(0 if window else None for window in windows)
-    if not family.rope_layers_key:
-        return (0,) * len(windows)
-    flags = reader.get(family.rope_layers_key)
-    if flags is None:
-        interval = reader.count(family.rope_interval_key)
-        flags = [int((layer + 1) % interval != 0) for layer in range(len(windows))]
-    if not isinstance(flags, list) or len(flags) != len(windows) or any(flag not in (0, 1) for flag in flags):
-        raise ModelConfigError(f"{reader.where(family.rope_layers_key)} must list {len(windows)} of 0 and 1")
-    return tuple(0 if flag else None for flag in flags)
+    return tuple(0 if turns else None for turns in rope.layers(reader, windows))
 
 
-def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
-    if not family.has_rope:
+def _ropes(reader: ConfigReader, rope: Rope | None, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+    if rope is None:
         return ()
-    if family.has_local_rope:
+    if rope.has_local:
         ropes = read_local_rope(reader, max_positions, head_size)
-        return tuple([replace(rope, rounding=family.rope_rounding) for rope in ropes])
-    rope = read_rope(
-        reader, max_positions, head_size, family.turned_size_key, may_be_partial=family.may_have_partial_rope
-    )
-    rope = with_alpha(rope, reader, head_size) if family.has_rope_alpha else rope
-    rope = with_query_growth(rope, reader) if family.has_query_growth else rope
-    return (replace(rope, is_interleaved=family.has_interleaved_rope, rounding=family.rope_rounding),)
+        return tuple([replace(each, rounding=rope.rounding) for each in ropes])
+    found = read_rope(reader, max_positions, head_size, rope.turned_size_key, may_be_partial=rope.may_be_partial)
+    found = found if rope.adjust is None else rope.adjust(found, reader, head_size)
+    return (replace(found, is_interleaved=rope.is_interleaved, rounding=rope.rounding),)
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
@@ -543,22 +536,22 @@ def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping
     if not isinstance(text, Mapping):
         raise ModelConfigError(f"{path}: text_config must be an object")
     tie, own_tie = config.get(_TIE), text.get(_TIE)
-    counts = _is_tied_by_class(config, family) or (family.tie_of_text == "also" and tie in (None, False))
+    counts = _is_tied_by_class(config, family) or (_tie_also_counts(family) and tie in (None, False))
     tie = own_tie if counts and own_tie is not None else tie
     kept = {key: value for key, value in text.items() if key != _TIE}
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     return {**kept, **whole, **({} if tie is None else {_TIE: tie})}
 
 
-def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Family:
+def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Family:
     """The row of the text part, with its defaults."""
-    kinds, text = family.text_families, config.get("text_config")
+    kinds, text = part.families, config.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
         raise ModelConfigError(f"{path}: text_config.model_type={shown(kind)} is not run; only {', '.join(kinds)} are")
     kind = next(iter(kinds)) if kind is None else kind
     row = FAMILIES[kinds[kind]]
-    return replace(row, defaults={**family.text_defaults.get(kind, {}), **row.defaults})
+    return replace(row, defaults={**part.defaults.get(kind, {}), **row.defaults})
 
 
 def _form(family: Family, config: Mapping[str, Any]) -> int:
@@ -576,7 +569,7 @@ def _check_required(reader: ConfigReader, family: Family) -> None:
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
-    head_size = reader.count("head_dim", family.default_head_size or max(hidden_size // num_heads, 1))
+    head_size = reader.count("head_dim", family.attention.head_size or max(hidden_size // num_heads, 1))
     if head_size % 2:
         raise ModelConfigError(
             f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even: "
@@ -585,23 +578,24 @@ def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads
     return head_size
 
 
-def _qk_norm(reader: ConfigReader, family: Family) -> str:
-    return family.qk_norm if not family.qk_norm_key or reader.flag(family.qk_norm_key, False) else "none"
+def _qk_norm(reader: ConfigReader, attention: Attention) -> str:
+    return attention.qk_norm if not attention.qk_norm_key or reader.flag(attention.qk_norm_key, False) else "none"
 
 
-def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
-    if family.scale_key:
-        return reader.number(family.scale_key, 1.0)
-    root = reader.number(family.scale_root_key, float(head_size)) if family.scale_root_key else head_size
+def _scale(reader: ConfigReader, attention: Attention, head_size: int) -> float:
+    if attention.scale_key:
+        return reader.number(attention.scale_key, 1.0)
+    root = reader.number(attention.scale_root_key, float(head_size)) if attention.scale_root_key else head_size
     return float(root**-0.5)
 
 
 def _activation(reader: ConfigReader, family: Family) -> str:
-    name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
-    name = family.activation_words.get(name, name) if isinstance(name, str) else name
-    # xIELU is a layer with weights, which no family has as a gate.
-    known = [each for each in _ACTIVATIONS if each != "xielu" or not family.is_gated]
-    return _known_activation(reader, family.activation_key, name, known)
+    rule = family.feed_forward
+    name = reader.get(rule.activation_key, family.defaults.get(rule.activation_key, "silu"))
+    name = rule.activation_words.get(name, name) if isinstance(name, str) else name
+    # It is a layer with weights, which no family has as a gate.
+    known = [each for each in _ACTIVATIONS if each != "xielu" or not rule.is_gated]
+    return _known_activation(reader, rule.activation_key, name, known)
 
 
 def _known_activation(reader: ConfigReader, key: str, name: Any, known: Sequence[str]) -> str:
@@ -621,7 +615,7 @@ def _bias(reader: ConfigReader, rule: bool | str) -> bool:
 
 def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> tuple[int, ...]:
     """Window of each layer; the newer `layer_types` list takes precedence over the family's older rule."""
-    rule = family.sliding_window
+    windows, rule = family.windows, family.windows.rule
     is_by_flag = rule in ("late_layers", "even_layers", "in_use")
     is_used = rule != "never" and (not is_by_flag or reader.flag("use_sliding_window", False))
     if not is_used or reader.get("sliding_window") is None:
@@ -631,16 +625,16 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
     if rule == "in_use":
         return (window,) * num_layers
     # An encoder's counts both sides together, without the token itself.
-    window = window // 2 + 1 if family.is_encoder else window
+    window = window // 2 + 1 if family.encoder is not None else window
     layer_types = reader.get("layer_types")
     if layer_types is not None:
         _check_layer_types(layer_types, num_layers, reader.path)
         return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
     if rule == "layer_types":
-        every = family.full_attention_every
-        if family.full_attention_every_key:
-            every = reader.count(family.full_attention_every_key, every)
-        skipped = 0 if family.full_attention_first else 1
+        every = windows.full_every
+        if windows.full_every_key:
+            every = reader.count(windows.full_every_key, every)
+        skipped = 0 if windows.is_full_first else 1
         return tuple(window if (layer + skipped) % every else 0 for layer in range(num_layers))
     if rule == "always":
         return (window,) * num_layers

@@ -4,7 +4,7 @@
 `rope_theta` the older. With both, transformers uses the older.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -94,11 +94,42 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
     )
 
 
-def with_query_growth(rope: RopeParameters, reader: ConfigReader) -> RopeParameters:
+def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
     """The rope with `llama_4_scaling_beta`, if the file has it. Raises ModelConfigError."""
+    del head_size
     given = _given(reader)
     beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
     return replace(rope, query_growth=positive_number(beta, key)) if beta else rope
+
+
+def all_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
+    """Layers that turn queries and keys, of layers with these windows (`families.family.Rope`): all of them."""
+    del reader
+    return [True] * len(windows)
+
+
+def sliding_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
+    """Layers that turn: those with a window."""
+    del reader
+    return [window > 0 for window in windows]
+
+
+def sliding_layers_or_all(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
+    """Layers that turn: those with a window, all where the file has none."""
+    return (all_layers if reader.get("sliding_window") is None else sliding_layers)(reader, windows)
+
+
+def listed_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
+    """Layers that turn in SmolLM3: `no_rope_layers` lists 1 for each layer that turns and 0 for each that does not,
+    else every `no_rope_layer_interval`th does not. Raises ModelConfigError.
+    """
+    flags = reader.get("no_rope_layers")
+    if flags is None:
+        interval = reader.count("no_rope_layer_interval")
+        return [(layer + 1) % interval != 0 for layer in range(len(windows))]
+    if not isinstance(flags, list) or len(flags) != len(windows) or any(flag not in (0, 1) for flag in flags):
+        raise ModelConfigError(f"{reader.where('no_rope_layers')} must list {len(windows)} of 0 and 1")
+    return [bool(flag) for flag in flags]
 
 
 def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, RopeParameters]:

@@ -43,7 +43,7 @@ def norms_of(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[st
 def configs_of_all_families() -> Iterator[tuple[str, dict[str, Any]]]:
     for architecture, family in FAMILIES.items():
         sizes = {**spelled(architecture, SIZES), "architectures": [architecture]}
-        yield architecture, {"text_config": sizes, **sizes} if family.is_text_part else sizes
+        yield architecture, {"text_config": sizes, **sizes} if family.text is not None else sizes
     yield "StableLmForCausalLM", {**SIZES, "architectures": ["StableLmForCausalLM"], "qk_layernorm": True}
     for architecture in ENCODERS:
         yield architecture, {**SIZES, **ENCODERS[architecture].required, "architectures": [architecture]}

@@ -1,7 +1,7 @@
 """Families with experts: what their tensors are called, what is wrong with files, and each entry of a row by itself."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from expert_models import (
     quick,
     their_logits,
 )
+from family_mutants import entries
 from model_types import MODEL_TYPES
 from our_model import is_noticed, prompt_logits
 from reference_models import relative_error
@@ -32,9 +33,8 @@ from transformers import AutoConfig
 from spmd_worker.base.errors import CheckpointError, SpmdError
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig
@@ -215,7 +215,7 @@ def test_what_is_wrong_with_experts_is_one_sentence(family: str, keys: dict[str,
 def minimal_file(architecture: str) -> dict[str, Any]:
     counts = {"n_routed_experts": 16, "num_experts_per_tok": 2} if architecture == "Dots1ForCausalLM" else {}
     sizes, names = {**SIZES, **counts}, {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
-    return {"text_config": sizes, **names} if FAMILIES[architecture].is_text_part else {**sizes, **names}
+    return {"text_config": sizes, **names} if FAMILIES[architecture].text is not None else {**sizes, **names}
 
 
 @pytest.mark.parametrize("architecture", EXPERT_FAMILIES)
@@ -253,35 +253,19 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
     assert sum(layer.experts is None for layer in ours.layers) == getattr(theirs, "first_k_dense_replace", 0)
 
 
-def entries(kind: Any, row: Any, plain: Any, *skipped: str) -> list[tuple[str, Any]]:
-    return [
-        (spec.name, replace(row, **{spec.name: getattr(plain, spec.name)}))
-        for spec in fields(kind)
-        if getattr(row, spec.name) != getattr(plain, spec.name) and spec.name not in skipped
-    ]
-
-
 def mutants(architecture: str) -> list[tuple[str, Family]]:
     """The row with one entry as Llama has it, or one entry of its experts as Qwen3-MoE's plain ones."""
     row = FAMILIES[architecture]
     assert row.experts is not None
     # What transformers has in memory, and layers that speculate, are compared by tests of their own.
-    names = entries(Names, row.names, Names(), "layer_aliases", "ignores_later_layers")
-    plain = ExpertsFamily()
-    routing = entries(ExpertsFamily, row.experts, plain)
+    unseen = ("models", "defaults", "required", "names.layer_aliases", "names.ignores_later_layers")
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
         for table in ("defaults", "required")
         for given in [getattr(row, table)]
         for key in given
     ]
-    return [
-        *entries(Family, row, Family(), "models", "names", "defaults", "required", "experts"),
-        ("experts", replace(row, experts=None)),
-        *((f"names.{what}", replace(row, names=each)) for what, each in names),
-        *((f"experts.{what}", replace(row, experts=each)) for what, each in routing),
-        *tables,
-    ]
+    return entries(row, Family(), *unseen) + tables
 
 
 def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
@@ -359,7 +343,8 @@ def test_windows_of_other_layers_are_noticed_in_logits(name: str, rule: str, mon
     """What one of Qwen's families does with the same keys is not what another does."""
     assert not is_case_noticed(name)
     architecture = read_model_files(expert_folder(name)).model_config.architecture
-    monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], sliding_window=rule))
+    row = FAMILIES[architecture]
+    monkeypatch.setitem(FAMILIES, architecture, replace(row, windows=replace(row.windows, rule=rule)))
     assert is_case_noticed(name)
 
 

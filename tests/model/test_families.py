@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from family_checkpoints import (
     stir,
     thinned_folder,
 )
+from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
@@ -44,7 +45,7 @@ from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -365,7 +366,7 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
     foreign = [each for each in foreign if architecture not in WITHOUT_HEAD_SIZES or "head_dim" not in each]
     foreign.append(spelled(architecture, {"max_position_embeddings": 8192}))
     # A class whose epsilon is a constant, whatever a file has.
-    foreign += [] if FAMILIES[architecture].eps_key else [{"rms_norm_eps": 0.5}]
+    foreign += [] if FAMILIES[architecture].norms.eps_key else [{"rms_norm_eps": 0.5}]
     bare = [{"architectures": [architecture]}] if architecture in HAVE_SIZES else []
     in_forms = [{}, {"rms_norm_eps": 0.5}] if architecture == "OPTForCausalLM" else [{}, {"num_kv_heads": 1}]
     of_forms = [
@@ -375,11 +376,10 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
         for more in in_forms
     ]
     files = [*({**sized, **more} for more in foreign), *bare, *of_forms]
-    files += [
-        {"model_type": kind} for kind in FAMILIES[architecture].text_families if FAMILIES[architecture].text_defaults
-    ]
+    text = FAMILIES[architecture].text
+    files += [{"model_type": kind} for kind in text.families if text.defaults] if text is not None else []
     model_type = MODEL_TYPES[architecture]
-    if FAMILIES[architecture].is_text_part:
+    if FAMILIES[architecture].text is not None:
         files.append({**sized, "tie_word_embeddings": True})
         return [{"architectures": [architecture], "model_type": model_type, "text_config": each} for each in files]
     return [{**each, "model_type": model_type} for each in files]
@@ -388,7 +388,7 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
 def row_of(config: ModelConfig) -> Family:
     """Of its form, where it has one, and of its text, where that is another family's."""
     row = FAMILIES[config.architecture]
-    row = FAMILIES[next(iter(row.text_families.values()))] if row.text_families else row
+    row = FAMILIES[next(iter(row.text.families.values()))] if row.text is not None and row.text.families else row
     return row.forms[config.form - 1].family if config.form else row
 
 
@@ -418,7 +418,7 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         can_be_tied = row.spelled.get("tie_word_embeddings") != "" and whole.tie_word_embeddings
         assert ours.has_tied_embeddings == (can_be_tied and says_tied)
         eps = [getattr(theirs, key) for key in EPSILONS if hasattr(theirs, key)]
-        assert [ours.norm.eps] == (eps if row.eps_key else [row.eps])
+        assert [ours.norm.eps] == (eps if row.norms.eps_key else [row.norms.eps])
         eos = getattr(theirs, "eos_token_id", None)
         eos = eos if isinstance(eos, list) else [eos]
         assert ours.eos_token_ids == tuple(each for each in eos if each is not None and each < ours.vocab_size)
@@ -445,7 +445,7 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
             assert tensors_of(ours) == shapes
 
 
-TEXT_PARTS = [name for name, family in FAMILIES.items() if family.is_text_part]
+TEXT_PARTS = [name for name, family in FAMILIES.items() if family.text is not None]
 TIED_BY_DEFAULT = {
     "Gemma3ForConditionalGeneration": "gemma3_images",
     "Mistral3ForConditionalGeneration": "mistral3",
@@ -505,7 +505,7 @@ def test_a_head_in_the_files_goes_before_a_tie_that_no_file_speaks_of(of_text: b
         ties_by_default += [architecture] if is_default else []
         for head in {family.names.head, "lm_head"}:
             folder = files_of_names(tmp_path, text_part_config(architecture, None, of_text), head)
-            is_said = not is_default and family.tie_of_text == "also" and of_text is True
+            is_said = not is_default and family.text.tie == "also" and of_text is True
             assert read_model_files(folder).model_config.has_tied_embeddings == is_said, (architecture, head)
             # Negative control: what a file does say stands, whatever the others have.
             if architecture != "MllamaForConditionalGeneration":
@@ -593,15 +593,7 @@ def their_tensors(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.shape) for name, each in {**dict(model.named_parameters()), **buffers}.items()}
 
 
-def _entries(kind: Any, row: Any, plain: Any) -> list[tuple[str, Any]]:
-    return [
-        (spec.name, replace(row, **{spec.name: getattr(plain, spec.name)}))
-        for spec in fields(kind)
-        if getattr(row, spec.name) != getattr(plain, spec.name)
-    ]
-
-
-_TABLES = ("models", "names", "defaults", "spelled", "required")
+_TABLES = ("models", "defaults", "spelled", "required")
 
 
 def mutants(row: Family) -> list[tuple[str, Family]]:
@@ -620,23 +612,16 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
 
 
 def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
-    entries = [
-        (name, family) for name, family in _entries(Family, row, Family()) if name not in (*_TABLES, "ties_by_default")
-    ]
     # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are. So are heads that
     # no file speaks of. Layers that speculate have a test of their own, below.
-    names = [
-        (f"names.{name}", replace(row, names=each))
-        for name, each in _entries(Names, row.names, Names())
-        if name not in ("aliases", "ignores_later_layers")
-    ]
+    unseen = ("text.ties_by_default", "names.aliases", "names.ignores_later_layers")
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
         for table in ("defaults", "spelled", "required")
         for given in [getattr(row, table)]
         for key in given
     ]
-    return entries + names + tables
+    return entries(row, Family(), *_TABLES, *unseen) + tables
 
 
 def readings(architecture: str) -> list[ModelConfig | str]:
@@ -652,7 +637,7 @@ def readings(architecture: str) -> list[ModelConfig | str]:
     deep = {"num_hidden_layers": 90, "use_sliding_window": True, "sliding_window": 9}
     named = [{**sized, **named, "num_key_value_heads": 2, "head_dim": 48}, {**sized, **deep}]
     named += [{**named[0], **form.where} for form in row.forms]
-    tied = [(minimal[0], True), (minimal[-1], False)] if row.is_text_part else []
+    tied = [(minimal[0], True), (minimal[-1], False)] if row.text is not None else []
     named += [{**config, "tie_word_embeddings": is_tied} for config, is_tied in tied]
     found: list[ModelConfig | str] = []
     try:
@@ -710,7 +695,8 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, mon
 def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
     architecture: str, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], eps=1e-6))
+    row = FAMILIES[architecture]
+    monkeypatch.setitem(FAMILIES, architecture, replace(row, norms=replace(row.norms, eps=1e-6)))
     assert is_case_noticed(name)
 
 

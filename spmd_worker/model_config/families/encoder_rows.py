@@ -5,9 +5,21 @@ Each is compared with transformers and with sentence-transformers on checkpoints
 """
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from spmd_worker.model_config.families.family import ClassifierFamily, Family, Names
+from spmd_worker.model_config.families.family import (
+    Attention,
+    ClassifierFamily,
+    Embedding,
+    Encoder,
+    Family,
+    FeedForward,
+    Head,
+    Names,
+    Norms,
+    Rope,
+    Windows,
+)
 from spmd_worker.model_config.families.table import FAMILIES
 
 _QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -41,22 +53,12 @@ def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Nam
     )
 
 
-_BERT: Final[dict[str, Any]] = {
-    "qkv_bias": True,
-    "output_bias": True,
-    "mlp_bias": True,
-    "norm_kind": "layer",
-    "norm_has_bias": True,
-    "eps_key": "layer_norm_eps",
-    "has_rope": False,
-    "is_gated": False,
-    "spelled": {"num_key_value_heads": "", "head_dim": ""},
-    "is_encoder": True,
-    "norms_sums": True,
-    "has_embedding_norm": True,
-    "token_types_key": "type_vocab_size",
-    "classifier": ClassifierFamily(),
-}
+_BERT_ATTENTION: Final = Attention(qkv_bias=True, output_bias=True)
+_BERT_NORMS: Final = Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True)
+_BERT_FEED_FORWARD: Final = FeedForward(bias=True, is_gated=False)
+_BERT_EMBEDDING: Final = Embedding(has_norm=True)
+_BERT_ENCODER: Final = Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily())
+_BERT_SPELLED: Final = {"num_key_value_heads": "", "head_dim": ""}
 _BERT_DEFAULTS: Final = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -69,28 +71,66 @@ _BERT_DEFAULTS: Final = {
     "layer_norm_eps": 1e-12,
 }
 _BERT_REQUIRED: Final = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
-_ROBERTA: Final[dict[str, Any]] = {
-    **_BERT,
-    "names": _bert_names("roberta.", "lm_head", "classifier.dense", "classifier.out_proj"),
-    "position_offset": 2,
-    "counts_offset": True,
-    "required": {**_BERT_REQUIRED, "pad_token_id": 1},
-    "defaults": {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2},
-}
+_ROBERTA_NAMES: Final = _bert_names("roberta.", "lm_head", "classifier.dense", "classifier.out_proj")
+_ROBERTA_EMBEDDING: Final = replace(_BERT_EMBEDDING, position_offset=2)
+_ROBERTA_ENCODER: Final = replace(_BERT_ENCODER, counts_offset=True)
+_ROBERTA_REQUIRED: Final = {**_BERT_REQUIRED, "pad_token_id": 1}
+_ROBERTA_DEFAULTS: Final = {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2}
 
 ENCODERS: Final[dict[str, Family]] = {
     "BertModel": Family(
-        **_BERT,
         models="BERT: all-MiniLM, bge, gte, e5, ms-marco cross-encoders",
         names=_bert_names("bert.", "cls", "bert.pooler.dense", "classifier"),
+        attention=_BERT_ATTENTION,
+        rope=None,
+        norms=_BERT_NORMS,
+        feed_forward=_BERT_FEED_FORWARD,
+        embedding=_BERT_EMBEDDING,
+        encoder=_BERT_ENCODER,
+        spelled=_BERT_SPELLED,
         required=_BERT_REQUIRED,
         defaults=_BERT_DEFAULTS,
     ),
-    "RobertaModel": Family(**_ROBERTA, models="RoBERTa: all-distilroberta, stsb cross-encoders"),
-    "XLMRobertaModel": Family(**_ROBERTA, models="XLM-R: bge-m3, multilingual-e5, bge-reranker"),
-    "CamembertModel": Family(**_ROBERTA, models="CamemBERT"),
+    "RobertaModel": Family(
+        models="RoBERTa: all-distilroberta, stsb cross-encoders",
+        names=_ROBERTA_NAMES,
+        attention=_BERT_ATTENTION,
+        rope=None,
+        norms=_BERT_NORMS,
+        feed_forward=_BERT_FEED_FORWARD,
+        embedding=_ROBERTA_EMBEDDING,
+        encoder=_ROBERTA_ENCODER,
+        spelled=_BERT_SPELLED,
+        required=_ROBERTA_REQUIRED,
+        defaults=_ROBERTA_DEFAULTS,
+    ),
+    "XLMRobertaModel": Family(
+        models="XLM-R: bge-m3, multilingual-e5, bge-reranker",
+        names=_ROBERTA_NAMES,
+        attention=_BERT_ATTENTION,
+        rope=None,
+        norms=_BERT_NORMS,
+        feed_forward=_BERT_FEED_FORWARD,
+        embedding=_ROBERTA_EMBEDDING,
+        encoder=_ROBERTA_ENCODER,
+        spelled=_BERT_SPELLED,
+        required=_ROBERTA_REQUIRED,
+        defaults=_ROBERTA_DEFAULTS,
+    ),
+    "CamembertModel": Family(
+        models="CamemBERT",
+        names=_ROBERTA_NAMES,
+        attention=_BERT_ATTENTION,
+        rope=None,
+        norms=_BERT_NORMS,
+        feed_forward=_BERT_FEED_FORWARD,
+        embedding=_ROBERTA_EMBEDDING,
+        encoder=_ROBERTA_ENCODER,
+        spelled=_BERT_SPELLED,
+        required=_ROBERTA_REQUIRED,
+        defaults=_ROBERTA_DEFAULTS,
+    ),
     "ModernBertModel": Family(
-        rope_rounding="angles",
         models="ModernBERT: gte-modernbert, nomic modernbert-embed",
         names=Names(
             embedding="model.embeddings.tok_embeddings",
@@ -106,15 +146,21 @@ ENCODERS: Final[dict[str, Family]] = {
             classifier="classifier",
             head="decoder",
         ),
-        norm_kind="layer",
-        norm_has_bias="norm_bias",
-        eps_key="norm_eps",
-        sliding_window="layer_types",
-        full_attention_every=3,
-        full_attention_every_key="global_attn_every_n_layers",
-        full_attention_first=True,
-        has_local_rope=True,
-        activation_key="hidden_activation",
+        windows=Windows(
+            rule="layer_types", full_every=3, full_every_key="global_attn_every_n_layers", is_full_first=True
+        ),
+        rope=Rope(rounding="angles", has_local=True),
+        norms=Norms(kind="layer", has_bias="norm_bias", eps_key="norm_eps", has_first=False),
+        feed_forward=FeedForward(activation_key="hidden_activation"),
+        embedding=Embedding(has_norm=True),
+        encoder=Encoder(
+            classifier=ClassifierFamily(
+                activation_key="classifier_activation",
+                pooling_key="classifier_pooling",
+                bias="classifier_bias",
+                has_norm=True,
+            )
+        ),
         spelled={
             "num_key_value_heads": "",
             "head_dim": "",
@@ -137,23 +183,14 @@ ENCODERS: Final[dict[str, Family]] = {
             "classifier_activation": "gelu",
             "eos_token_id": 50282,
         },
-        is_encoder=True,
-        has_first_norm=False,
-        has_embedding_norm=True,
-        classifier=ClassifierFamily(
-            activation_key="classifier_activation",
-            pooling_key="classifier_pooling",
-            bias="classifier_bias",
-            has_norm=True,
-        ),
     ),
     "Gemma3TextModel": replace(
         FAMILIES["Gemma3ForCausalLM"],
         models="EmbeddingGemma",
         names=replace(FAMILIES["Gemma3ForCausalLM"].names, optional_prefix="model."),
-        logit_cap_key="",
+        head=Head(),
+        encoder=Encoder(),
         required={"use_bidirectional_attention": True},
         defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, "use_bidirectional_attention": False},
-        is_encoder=True,
     ),
 }

@@ -6,7 +6,20 @@ Each row is compared with transformers, and each entry broken, in tests/model/te
 from typing import Any, Final
 
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
-from spmd_worker.model_config.families.family import Family, Names, beside
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    Family,
+    FeedForward,
+    Head,
+    Names,
+    Norms,
+    Rope,
+    TextPart,
+    Windows,
+    Wiring,
+    beside,
+)
 
 _QWEN: Final[dict[str, Any]] = {
     "every_key": "decoder_sparse_step",
@@ -32,14 +45,12 @@ _DEEPSEEK_V3: Final[dict[str, Any]] = {
     "shared_key": "n_shared_experts",
     "counts_shared": True,
 }
-_GRANITE: Final[dict[str, Any]] = {
-    "mlp_bias": False,
-    "scale_key": "attention_multiplier",
-    "embedding_multiplier_key": "embedding_multiplier",
-    "residual_multiplier_key": "residual_multiplier",
-    "logit_divisor_key": "logits_scaling",
-    "defaults": {"eos_token_id": 2, "num_experts_per_tok": 2},
-}
+_GRANITE_ATTENTION: Final = Attention(scale_key="attention_multiplier")
+_GRANITE_FEED_FORWARD: Final = FeedForward(bias=False)
+_GRANITE_WIRING: Final = Wiring(residual_multiplier_key="residual_multiplier")
+_GRANITE_EMBEDDING: Final = Embedding(multiplier_key="embedding_multiplier")
+_GRANITE_HEAD: Final = Head(divisor_key="logits_scaling")
+_GRANITE_DEFAULTS: Final = {"eos_token_id": 2, "num_experts_per_tok": 2}
 _GRANITE_NAMES: Final[dict[str, Any]] = {
     "layer_aliases": {
         "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -67,10 +78,14 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     "MixtralForCausalLM": Family(
         models="Mixtral 8x7B, 8x22B",
         names=Names(parts=_MIXTRAL_PARTS, layer_aliases={"mlp.": "block_sparse_moe."}),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        sliding_window="always",
+        attention=Attention(qkv_bias=False, output_bias=False),
+        windows=Windows(rule="always"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            default_count=8,
+            size_key="intermediate_size",
+            renormalises=True,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -79,18 +94,18 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 2,
             "num_experts_per_tok": 2,
         },
-        experts=ExpertsFamily(
-            default_count=8,
-            size_key="intermediate_size",
-            renormalises=True,
-        ),
     ),
     "Qwen2MoeForCausalLM": Family(
         models="Qwen1.5-MoE, Qwen2-57B-A14B",
-        qkv_bias="qkv_bias",
-        output_bias=False,
-        mlp_bias=False,
-        sliding_window="even_layers",
+        attention=Attention(qkv_bias="qkv_bias", output_bias=False),
+        windows=Windows(rule="even_layers"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            default_count=60,
+            **_QWEN,
+            shared_key="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
         defaults={
             "num_key_value_heads": 16,
             "max_position_embeddings": 32768,
@@ -100,18 +115,13 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        experts=ExpertsFamily(
-            default_count=60,
-            **_QWEN,
-            shared_key="shared_expert_intermediate_size",
-            has_shared_gate=True,
-        ),
     ),
     "Qwen3MoeForCausalLM": Family(
         models="Qwen3 with experts: 30B-A3B, 235B-A22B, Coder",
-        mlp_bias=False,
-        qk_norm="head",
-        sliding_window="in_use",
+        attention=Attention(qk_norm="head"),
+        windows=Windows(rule="in_use"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(default_count=128, **_QWEN),
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
@@ -119,14 +129,14 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
-        experts=ExpertsFamily(default_count=128, **_QWEN),
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         models="Qwen3-VL with experts, the text: 30B-A3B, 235B-A22B",
         names=beside(Names(stacked=_TURNED_STACKS), "visual"),
-        mlp_bias=False,
-        qk_norm="head",
-        is_text_part=True,
+        attention=Attention(qk_norm="head"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(default_count=60, **_QWEN, renormalises=True),
+        text=TextPart(),
         defaults={
             "num_key_value_heads": 16,
             "max_position_embeddings": 128000,
@@ -134,7 +144,6 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
         },
-        experts=ExpertsFamily(default_count=60, **_QWEN, renormalises=True),
     ),
     "MiniMaxM2ForCausalLM": Family(
         models="MiniMax-M2",
@@ -145,13 +154,16 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             },
             layer_aliases={"mlp.": "block_sparse_moe."},
         ),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm="flat",
-        default_head_size=128,
-        may_have_partial_rope=True,
-        turned_size_key="rotary_dim",
+        attention=Attention(qkv_bias=False, output_bias=False, qk_norm="flat", head_size=128),
+        rope=Rope(may_be_partial=True, turned_size_key="rotary_dim"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            default_count=256,
+            size_key="intermediate_size",
+            score="sigmoid",
+            renormalises=True,
+            has_choice_bias=True,
+        ),
         required={"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"},
         defaults={
             "num_key_value_heads": 8,
@@ -160,26 +172,18 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 200020,
             "num_experts_per_tok": 8,
         },
-        experts=ExpertsFamily(
-            default_count=256,
-            size_key="intermediate_size",
-            score="sigmoid",
-            renormalises=True,
-            has_choice_bias=True,
-        ),
     ),
     "OlmoeForCausalLM": Family(
         models="OLMoE",
-        mlp_bias=False,
-        qk_norm="flat",
-        qkv_clip_key="clip_qkv",
+        attention=Attention(qk_norm="flat", qkv_clip_key="clip_qkv"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(default_count=64, size_key="intermediate_size"),
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
             "eos_token_id": 50279,
             "num_experts_per_tok": 8,
         },
-        experts=ExpertsFamily(default_count=64, size_key="intermediate_size"),
     ),
     "GptOssForCausalLM": Family(
         models="gpt-oss",
@@ -197,11 +201,19 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
                 ),
             ),
         ),
-        mlp_bias=False,
-        norm_rounds_once=True,
-        default_head_size=64,
-        sliding_window="layer_types",
-        full_attention_every=2,
+        attention=Attention(head_size=64, has_sinks=True),
+        windows=Windows(rule="layer_types", full_every=2),
+        norms=Norms(rounds_once=True),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            default_count=128,
+            size_key="intermediate_size",
+            score="softmax_chosen",
+            renormalises=False,
+            has_router_bias=True,
+            has_bias=True,
+            limit_key="swiglu_limit",
+        ),
         required={"swiglu_alpha": 1.702},
         defaults={
             "num_key_value_heads": 8,
@@ -221,25 +233,14 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "swiglu_limit": 7.0,
             "num_experts_per_tok": 4,
         },
-        has_sinks=True,
-        experts=ExpertsFamily(
-            default_count=128,
-            size_key="intermediate_size",
-            score="softmax_chosen",
-            renormalises=False,
-            has_router_bias=True,
-            has_bias=True,
-            limit_key="swiglu_limit",
-        ),
     ),
     "Glm4MoeForCausalLM": Family(
         models="GLM-4.5, 4.6, 4.7",
         names=Names(parts=_SHARED_EXPERTS, ignores_later_layers=True),
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm="head",
-        qk_norm_key="use_qk_norm",
-        may_have_partial_rope=True,
+        attention=Attention(output_bias=False, qk_norm="head", qk_norm_key="use_qk_norm"),
+        rope=Rope(may_be_partial=True),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
         required={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         defaults={
             "num_key_value_heads": 8,
@@ -252,16 +253,15 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
     ),
     "Glm4vMoeForConditionalGeneration": Family(
         models="GLM-4.5V, GLM-4.6V with experts, the text",
         names=beside(Names(parts=_SHARED_EXPERTS, ignores_later_layers=True), "visual"),
-        output_bias=False,
-        mlp_bias=False,
-        may_have_partial_rope=True,
-        is_text_part=True,
-        tie_of_text="also",
+        attention=Attention(output_bias=False),
+        rope=Rope(may_be_partial=True),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
+        text=TextPart(tie="also"),
         required={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         defaults={
             "num_key_value_heads": 8,
@@ -275,17 +275,20 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
     ),
     "GraniteMoeForCausalLM": Family(
         models="Granite 3 with experts: 1B-A400M, 3B-A800M",
-        **_GRANITE,
         names=Names(parts={"mlp.gate": "block_sparse_moe.router.layer"}, **_GRANITE_NAMES),
+        attention=_GRANITE_ATTENTION,
+        feed_forward=_GRANITE_FEED_FORWARD,
         experts=ExpertsFamily(**_GRANITE_EXPERTS),
+        wiring=_GRANITE_WIRING,
+        embedding=_GRANITE_EMBEDDING,
+        head=_GRANITE_HEAD,
+        defaults=_GRANITE_DEFAULTS,
     ),
     "GraniteMoeSharedForCausalLM": Family(
         models="Granite with experts and a shared one",
-        **_GRANITE,
         names=Names(
             parts={
                 "mlp.gate": "block_sparse_moe.router.layer",
@@ -294,14 +297,21 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
             **_GRANITE_NAMES,
         ),
+        attention=_GRANITE_ATTENTION,
+        feed_forward=_GRANITE_FEED_FORWARD,
         experts=ExpertsFamily(**_GRANITE_EXPERTS, shared_key="shared_intermediate_size"),
+        wiring=_GRANITE_WIRING,
+        embedding=_GRANITE_EMBEDDING,
+        head=_GRANITE_HEAD,
+        defaults=_GRANITE_DEFAULTS,
     ),
     "Dots1ForCausalLM": Family(
         models="dots.llm1",
         names=Names(parts=_SHARED_EXPERTS),
-        mlp_bias=False,
-        qk_norm="head",
-        sliding_window="late_layers",
+        attention=Attention(qk_norm="head"),
+        windows=Windows(rule="late_layers"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(**_DEEPSEEK_V3),
         required={"topk_method": "noaux_tc"},
         defaults={
             "num_key_value_heads": 32,
@@ -310,6 +320,5 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "max_window_layers": 62,
             "moe_intermediate_size": 1408,
         },
-        experts=ExpertsFamily(**_DEEPSEEK_V3),
     ),
 }

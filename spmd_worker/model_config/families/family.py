@@ -8,11 +8,13 @@ layers of one model may differ; the layers know no family.
 Entries that end in `_key` are keys of config.json, "" where the family has no such thing. Needs no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
+from spmd_worker.model_config.rope import RopeParameters, all_layers
 
 NORM_PLACES: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 """Our names for the norms before attention, after it, before the feed-forward and after it."""
@@ -104,7 +106,7 @@ def beside(names: Names, *others: str) -> Names:
 class ClassifierFamily:
     """What is between the hidden states of an encoder and its scores: a dense layer with `activation`, or what
     `activation_key` says, and a norm where `has_norm`. It is given the first token's, or with `pooling_key` what that
-    says. `bias` of the dense layer is as of `Family`.
+    says. `bias` is of the dense layer.
     """
 
     activation: str = "tanh"
@@ -115,127 +117,199 @@ class ClassifierFamily:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What one family of models does differently from the plain decoder. `models` are its names, for people.
+class Attention:
+    """`*_bias` True is always, False never, a text the key of config.json that says, here and below.
 
-    `*_bias` True is always, False never, a text the key of config.json that says. `default_head_size` 0 means hidden
-    size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (from layer
-    `max_window_layers` on), "even_layers" (layers 0, 2, 4 and so on before `max_window_layers`), "in_use" (every layer)
-    or "layer_types" (all but every `full_attention_every`th layer, which `full_attention_every_key` may say too).
+    `head_size` 0 means hidden size / heads, where no key says. `num_kv_heads` above 0: always so many. `qk_norm` and
+    `has_sinks` are as in `LayerConfig`; with `qk_norm_key`, false there is no norm of queries and keys. `scale_key` is
+    the scale of attention scores, `scale_root_key` what it is the inverse root of; without both it is the head size.
+    `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values.
+    """
+
+    qkv_bias: bool | str = "attention_bias"
+    output_bias: bool | str = "attention_bias"
+    qk_norm: str = "none"
+    qk_norm_key: str = ""
+    head_size: int = 0
+    num_kv_heads: int = 0
+    scale_key: str = ""
+    scale_root_key: str = ""
+    score_cap_key: str = ""
+    qkv_clip_key: str = ""
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers that look back `sliding_window` tokens alone; half of it is to each side in an encoder.
+
+    `rule`: "never", "always", "late_layers" (from layer `max_window_layers` on), "even_layers" (layers 0, 2, 4 and so
+    on before `max_window_layers`), "in_use" (every layer) or "layer_types" (all but every `full_every`th layer, which
+    `full_every_key` may say too; where `is_full_first`, of so many the first is the full one, not the last).
     "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list in the file, `layer_types`, goes
     before all but "never" and "in_use".
+    """
 
-    `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
-    positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
-    their own. `rope_layers_key` lists 1 for each layer that turns and 0 for each that does not, else every
-    `rope_interval_key`th does not. `activation_words` are what the file's words for activations mean here.
-    `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
-    `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
-    hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
-    root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
-    its sizes are in `text_config`, or in older files where those of other models are. `image_layers_key` lists layers
-    that look at images alone, which text passes by; `num_image_embeddings` rows of the table of embeddings, behind
-    those of the vocabulary, are of tokens that no text has. `tie_of_text` says whether the text's `tie_word_embeddings`
-    counts beside that of the whole file: "never", or "also" (one of both is enough). `ties_by_default`: where the whole
-    says nothing its class ties, so the head is the embedding if the files have no other, whatever the text says.
-    Without files the text says it, else `defaults`.
+    rule: str = "never"
+    full_every: int = 1
+    full_every_key: str = ""
+    is_full_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """`has_local`: sliding layers have a rope of their own; else `layers` finds which layers turn, from the file and
+    their windows. `may_be_partial`: `partial_rotary_factor` counts, or in older files `turned_size_key`, how many
+    numbers of a head are turned. `is_interleaved` and `rounding` are as in `RopeParameters`. `adjust` is what an
+    architecture alone makes of the rope, from the file and the head size.
+    """
+
+    has_local: bool = False
+    layers: Callable[[ConfigReader, Sequence[int]], Sequence[bool]] = all_layers
+    is_interleaved: bool = False
+    rounding: str = "each step"
+    may_be_partial: bool = False
+    turned_size_key: str = ""
+    adjust: Callable[[RopeParameters, ConfigReader, int], RopeParameters] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """`kind` to `has_weight` are as in `NormConfig`, `eps` is that of norms where no key says. `are_of_sums` is
+    `LayerConfig.norms_sums`. Without `has_first` the first layer has none before attention. Which of the four places of
+    a layer have one, and whether there is one behind the layers, the names say.
+    """
+
+    kind: str = "rms"
+    offset: float = 0.0
+    rounds_once: bool = False
+    has_bias: bool | str = False
+    has_weight: bool = True
+    eps_key: str = "rms_norm_eps"
+    eps: float = 1e-6
+    are_of_sums: bool = False
+    has_first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """`is_gated` is as in `LayerConfig`. `activation_words` are what the file's words for activations mean here.
+    `size_factor`, times the hidden size, is the intermediate size where the file names none.
+    """
+
+    bias: bool | str = "mlp_bias"
+    is_gated: bool = True
+    activation_key: str = "hidden_act"
+    activation_words: Mapping[str, str] = field(default_factory=dict)
+    size_factor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """`is_parallel` is as in `LayerConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then.
+    `residual_multiplier_key` is of what attention and feed-forward add.
+    """
+
+    is_parallel: bool | str = False
+    has_one_norm_in_parallel: bool = False
+    residual_multiplier_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; else by what
+    `multiplier_key` says. `size_key` is how wide they are, projected to the hidden size. Of a table of learned
+    positions the first `position_offset` rows are nobody's. `has_norm`: there is a norm before the layers.
+    """
+
+    by_root: bool = False
+    multiplier_key: str = ""
+    size_key: str = ""
+    position_offset: int = 0
+    has_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, and bounded by `cap_key`."""
+
+    divisor_key: str = ""
+    multiplier_key: str = ""
+    cap_key: str = ""
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The model takes images too and runs with text alone; its sizes are in `text_config`, or in older files where
+    those of other models are.
+
+    `tie` says whether the text's `tie_word_embeddings` counts beside that of the whole file: "never", or "also" (one of
+    both is enough). `ties_by_default`: where the whole says nothing its class ties, so the head is the embedding if the
+    files have no other, whatever the text says. Without files the text says it, else `defaults` of the row. `families`:
+    the text part is one of several; by `model_type` of the text, the architecture whose row says all but names. The
+    first where it says none. `defaults` is, by `model_type` too, what keys of the text mean that are left out beside
+    what the row says.
+    """
+
+    tie: str = "never"
+    ties_by_default: bool = False
+    families: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayers:
+    """`key` lists layers that look at images alone, which text passes by. `num_embeddings` rows of the table of
+    embeddings, behind those of the vocabulary, are of tokens that no text has.
+    """
+
+    key: str = ""
+    num_embeddings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Tokens see those behind them too. `token_types_key`: how many types of token have embeddings. `counts_offset`:
+    `max_position_embeddings` counts the rows that are nobody's, and tokens of the last one's number have no position.
+    `classifier` is the head of one that classifies.
+    """
+
+    token_types_key: str = ""
+    counts_offset: bool = False
+    classifier: ClassifierFamily | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models: its differences from the plain decoder, by part of it. `models` are its names, for
+    people. `rope` None: positions are learned, a table of `max_position_embeddings` rows. `experts` None: every layer
+    is dense. The other parts are None where there is no such part.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
-    must have one value if they are there. With `qk_norm_key`, false there is no norm of queries and keys. `experts`
-    None: every layer is dense.
-
-    `eps` is that of norms where no key says. `is_parallel`, `qkv_clip_key` are as in `LayerConfig`, `norm_has_weight`
-    as in `NormConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then. `rope_layers` says which
-    layers turn: "all", "sliding" ones or "sliding_or_all", all where the file has no window. `has_rope_alpha`: `alpha`
-    makes a dynamic rope one that is stretched once. `has_query_growth`: queries grow with their position. Of a table of
-    learned positions the first `position_offset` rows are nobody's. `num_kv_heads` above 0: always so many.
-    `full_attention_first`: of every `full_attention_every` layers the first is the full one, not the last.
-    `logit_multiplier_key` is the inverse of `logit_divisor_key`. `text_families`: the text part is one of several
-    families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
-    `text_defaults` is, by `model_type` too, what keys of the text mean that are left out beside what the row says.
-    `embedding_size_key` is how wide embeddings are, projected to the hidden size. `rope_rounding` is as in
-    `RopeParameters`.
-    `turned_size_key`: how many numbers of a head are turned, in older files. `forms` are other rows of the
-    architecture, of which a file takes the first that is for it.
-
-    `is_encoder`: tokens see those behind them too, and half of `sliding_window` is to each side. `norms_sums` is as in
-    `LayerConfig`. Without `has_first_norm` the first layer has none before attention; with `has_embedding_norm` there
-    is one before the layers, and without a name of `norm` none behind them. `token_types_key`: how many types of
-    token have embeddings. `counts_offset`: `max_position_embeddings` counts the rows that are nobody's, and tokens of
-    the last one's number have no position. `classifier` is the head of an encoder that classifies.
+    must have one value if they are there. `forms` are other rows of the architecture, of which a file takes the first
+    that is for it.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
     names: Names = Names()
-    qkv_bias: bool | str = "attention_bias"
-    output_bias: bool | str = "attention_bias"
-    mlp_bias: bool | str = "mlp_bias"
-    norm_kind: str = "rms"
-    norm_offset: float = 0.0
-    norm_rounds_once: bool = False
-    norm_has_bias: bool | str = False
-    eps_key: str = "rms_norm_eps"
-    qk_norm: str = "none"
-    default_head_size: int = 0
-    sliding_window: str = "never"
-    full_attention_every: int = 1
-    full_attention_every_key: str = ""
-    has_rope: bool = True
-    has_local_rope: bool = False
-    rope_layers_key: str = ""
-    rope_interval_key: str = ""
-    has_interleaved_rope: bool = False
-    rope_rounding: str = "each step"
-    may_have_partial_rope: bool = False
-    scale_key: str = ""
-    scale_root_key: str = ""
-    score_cap_key: str = ""
-    activation_key: str = "hidden_act"
-    activation_words: Mapping[str, str] = field(default_factory=dict)
-    is_gated: bool = True
-    intermediate_factor: int = 0
-    embeds_by_root: bool = False
-    is_text_part: bool = False
-    image_layers_key: str = ""
-    num_image_embeddings: int = 0
-    tie_of_text: str = "never"
-    ties_by_default: bool = False
-    embedding_multiplier_key: str = ""
-    residual_multiplier_key: str = ""
-    logit_divisor_key: str = ""
-    logit_cap_key: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attention: Attention = Attention()
+    windows: Windows = Windows()
+    rope: Rope | None = Rope()
+    norms: Norms = Norms()
+    feed_forward: FeedForward = FeedForward()
+    experts: ExpertsFamily | None = None
+    wiring: Wiring = Wiring()
+    embedding: Embedding = Embedding()
+    head: Head = Head()
+    text: TextPart | None = None
+    images: ImageLayers | None = None
+    encoder: Encoder | None = None
     spelled: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
-    eps: float = 1e-6
-    is_parallel: bool | str = False
-    has_one_norm_in_parallel: bool = False
-    qkv_clip_key: str = ""
-    norm_has_weight: bool = True
-    rope_layers: str = "all"
-    has_rope_alpha: bool = False
-    has_query_growth: bool = False
-    position_offset: int = 0
-    num_kv_heads: int = 0
-    full_attention_first: bool = False
-    has_head_bias: bool = False
-    logit_multiplier_key: str = ""
-    text_families: Mapping[str, str] = field(default_factory=dict)
-    qk_norm_key: str = ""
-    has_sinks: bool = False
-    experts: ExpertsFamily | None = None
-    turned_size_key: str = ""
-    text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    norms_sums: bool = False
-    embedding_size_key: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     forms: "tuple[Form, ...]" = ()
-    is_encoder: bool = False
-    has_first_norm: bool = True
-    has_embedding_norm: bool = False
-    token_types_key: str = ""
-    counts_offset: bool = False
-    classifier: ClassifierFamily | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,30 @@
 """Rows of the table: families with layer norms, some with the feed-forward beside attention. See `table.py`."""
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from spmd_worker.model_config.families.family import Family, Form, Names
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    Family,
+    FeedForward,
+    Form,
+    Head,
+    Names,
+    Norms,
+    Rope,
+    Windows,
+    Wiring,
+)
+from spmd_worker.model_config.rope import sliding_layers
 
 _ONE_NORM: Final = ("input_layernorm", "", "", "")
 _QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LAYER_NORM: Final[dict[str, Any]] = {"norm_kind": "layer", "eps_key": "layer_norm_eps"}
-_COHERE: Final[dict[str, Any]] = {
-    **_LAYER_NORM,
-    "mlp_bias": False,
-    "is_parallel": True,
-    "has_interleaved_rope": True,
-    "rope_rounding": "angles",
-    "logit_multiplier_key": "logit_scale",
-}
+_LAYER_NORM_NORMS: Final = Norms(kind="layer", eps_key="layer_norm_eps")
+_COHERE_ROPE: Final = Rope(is_interleaved=True, rounding="angles")
+_COHERE_FEED_FORWARD: Final = FeedForward(bias=False)
+_COHERE_WIRING: Final = Wiring(is_parallel=True)
+_COHERE_HEAD: Final = Head(multiplier_key="logit_scale")
 _COHERE_DEFAULTS: Final = {
     "max_position_embeddings": 8192,
     "layer_norm_eps": 1e-5,
@@ -37,31 +46,24 @@ _FALCON_NAMES: Final = Names(
     fused={"self_attention.query_key_value": _QKV},
     ignored=("rotary_emb.inv_freq",),
 )
-_FALCON: Final[dict[str, Any]] = {
-    "norm_kind": "layer",
-    "norm_has_bias": True,
-    "eps_key": "layer_norm_epsilon",
-    "qkv_bias": "bias",
-    "output_bias": "bias",
-    "mlp_bias": "bias",
-    "is_parallel": True,
-    "activation_key": "activation",
-    "is_gated": False,
-    "intermediate_factor": 4,
-    "defaults": {
-        "vocab_size": 65024,
-        "hidden_size": 4544,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 71,
-        "layer_norm_epsilon": 1e-5,
-        "activation": "gelu",
-        "tie_word_embeddings": True,
-        "eos_token_id": 11,
-    },
+_FALCON_ATTENTION: Final = Attention(qkv_bias="bias", output_bias="bias")
+_FALCON_NORMS: Final = Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon")
+_FALCON_FEED_FORWARD: Final = FeedForward(bias="bias", activation_key="activation", is_gated=False, size_factor=4)
+_FALCON_WIRING: Final = Wiring(is_parallel=True)
+_FALCON_DEFAULTS: Final = {
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "layer_norm_epsilon": 1e-5,
+    "activation": "gelu",
+    "tie_word_embeddings": True,
+    "eos_token_id": 11,
 }
-_NEWER_FALCON: Final[dict[str, Any]] = {
-    **_FALCON,
-    "spelled": {"head_dim": "", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+_NEWER_FALCON_SPELLED: Final = {
+    "head_dim": "",
+    "intermediate_size": "ffn_hidden_size",
+    "num_key_value_heads": "num_kv_heads",
 }
 _NEWER_FALCON_NAMES: Final = replace(_FALCON_NAMES, by_kv_head=("self_attention.query_key_value",))
 
@@ -76,54 +78,38 @@ _OPT_NAMES: Final = Names(
     project_in="model.decoder.project_in",
     project_out="model.decoder.project_out",
 )
-_OPT: Final[dict[str, Any]] = {
-    "qkv_bias": "enable_bias",
-    "output_bias": "enable_bias",
-    "mlp_bias": "enable_bias",
-    "norm_kind": "layer",
-    "norm_has_bias": True,
-    "eps_key": "",
-    "eps": 1e-5,
-    "has_rope": False,
-    "position_offset": 2,
-    "activation_key": "activation_function",
-    "is_gated": False,
-    "spelled": {"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""},
-    "embedding_size_key": "word_embed_proj_dim",
-    "defaults": {
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "ffn_dim": 3072,
-        "num_attention_heads": 12,
-        "activation_function": "relu",
-        "enable_bias": True,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-    },
+_OPT_ATTENTION: Final = Attention(qkv_bias="enable_bias", output_bias="enable_bias")
+_OPT_NORMS: Final = Norms(kind="layer", has_bias=True, eps_key="", eps=1e-5)
+_OPT_FEED_FORWARD: Final = FeedForward(bias="enable_bias", activation_key="activation_function", is_gated=False)
+_OPT_EMBEDDING: Final = Embedding(position_offset=2, size_key="word_embed_proj_dim")
+_OPT_SPELLED: Final = {"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""}
+_OPT_DEFAULTS: Final = {
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "ffn_dim": 3072,
+    "num_attention_heads": 12,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
 }
 _OPT_REQUIRED: Final = {"layer_norm_elementwise_affine": True}
 
 LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     "OlmoForCausalLM": Family(
         models="OLMo 1",
-        rope_rounding="result",
-        mlp_bias=False,
-        norm_kind="layer",
-        norm_has_weight=False,
-        eps_key="",
-        eps=1e-5,
-        qkv_clip_key="clip_qkv",
+        attention=Attention(qkv_clip_key="clip_qkv"),
+        rope=Rope(rounding="result"),
+        norms=Norms(kind="layer", has_weight=False, eps_key="", eps=1e-5),
+        feed_forward=FeedForward(bias=False),
         defaults={"eos_token_id": 50279},
     ),
     "NemotronForCausalLM": Family(
         models="Nemotron-4, Minitron",
-        norm_kind="layer",
-        norm_offset=1.0,
-        norm_has_bias=True,
-        eps_key="norm_eps",
-        may_have_partial_rope=True,
-        is_gated=False,
+        rope=Rope(may_be_partial=True),
+        norms=Norms(kind="layer", offset=1.0, has_bias=True, eps_key="norm_eps"),
+        feed_forward=FeedForward(is_gated=False),
         defaults={
             "max_position_embeddings": 4096,
             "norm_eps": 1e-5,
@@ -133,10 +119,9 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "Jais2ForCausalLM": Family(
-        **_LAYER_NORM,
         models="Jais 2",
-        norm_has_bias=True,
-        is_gated=False,
+        norms=replace(_LAYER_NORM_NORMS, has_bias=True),
+        feed_forward=FeedForward(is_gated=False),
         defaults={
             "max_position_embeddings": 8192,
             "layer_norm_eps": 1e-5,
@@ -147,25 +132,28 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "CohereForCausalLM": Family(
-        **_COHERE,
         models="Command R, Command R+, Aya",
         names=Names(norms=_ONE_NORM),
-        qk_norm="each_head",
-        qk_norm_key="use_qk_norm",
+        attention=Attention(qk_norm="each_head", qk_norm_key="use_qk_norm"),
+        rope=_COHERE_ROPE,
+        norms=_LAYER_NORM_NORMS,
+        feed_forward=_COHERE_FEED_FORWARD,
+        wiring=_COHERE_WIRING,
+        head=_COHERE_HEAD,
         defaults={**_COHERE_DEFAULTS, "rope_theta": 500000.0},
     ),
     "Cohere2ForCausalLM": Family(
-        **_COHERE,
         models="Command R7B, Command A",
         names=Names(norms=_ONE_NORM),
-        sliding_window="layer_types",
-        full_attention_every=4,
-        full_attention_every_key="sliding_window_pattern",
-        rope_layers="sliding",
+        windows=Windows(rule="layer_types", full_every=4, full_every_key="sliding_window_pattern"),
+        rope=replace(_COHERE_ROPE, layers=sliding_layers),
+        norms=_LAYER_NORM_NORMS,
+        feed_forward=_COHERE_FEED_FORWARD,
+        wiring=_COHERE_WIRING,
+        head=_COHERE_HEAD,
         defaults={**_COHERE_DEFAULTS, "sliding_window": 4096},
     ),
     "StableLmForCausalLM": Family(
-        **_LAYER_NORM,
         models="StableLM 3B, StableLM 2",
         names=Names(
             parts={
@@ -173,16 +161,14 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
                 "self_attn.k_norm": "self_attn.k_layernorm.norms.{}",
             }
         ),
-        norm_has_bias=True,
-        qkv_bias="use_qkv_bias",
-        output_bias=False,
-        mlp_bias=False,
-        is_parallel="use_parallel_residual",
-        has_one_norm_in_parallel=True,
-        may_have_partial_rope=True,
+        attention=Attention(
+            qkv_bias="use_qkv_bias", output_bias=False, qk_norm="each_head", qk_norm_key="qk_layernorm"
+        ),
+        rope=Rope(may_be_partial=True),
+        norms=replace(_LAYER_NORM_NORMS, has_bias=True),
+        feed_forward=FeedForward(bias=False),
+        wiring=Wiring(is_parallel="use_parallel_residual", has_one_norm_in_parallel=True),
         spelled={"head_dim": ""},
-        qk_norm="each_head",
-        qk_norm_key="qk_layernorm",
         defaults={
             "num_key_value_heads": 32,
             "max_position_embeddings": 4096,
@@ -192,7 +178,6 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "PhiForCausalLM": Family(
-        **_LAYER_NORM,
         models="Phi-1, Phi-1.5, Phi-2",
         names=Names(
             norm="model.final_layernorm",
@@ -205,16 +190,12 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
                 "mlp.down_proj": "mlp.fc2",
             },
         ),
-        norm_has_bias=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        is_parallel=True,
-        is_gated=False,
-        may_have_partial_rope=True,
-        has_head_bias=True,
-        qk_norm="head",
-        qk_norm_key="qk_layernorm",
+        attention=Attention(qkv_bias=True, output_bias=True, qk_norm="head", qk_norm_key="qk_layernorm"),
+        rope=Rope(may_be_partial=True),
+        norms=replace(_LAYER_NORM_NORMS, has_bias=True),
+        feed_forward=FeedForward(bias=True, is_gated=False),
+        wiring=Wiring(is_parallel=True),
+        head=Head(has_bias=True),
         defaults={
             "layer_norm_eps": 1e-5,
             "hidden_act": "gelu_new",
@@ -223,7 +204,6 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "GPTNeoXForCausalLM": Family(
-        **_LAYER_NORM,
         models="GPT-NeoX, Pythia",
         names=Names(
             embedding="gpt_neox.embed_in",
@@ -240,11 +220,10 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
             aliases={"lm_head.": "embed_out."},
         ),
-        norm_has_bias=True,
-        mlp_bias=True,
-        is_parallel="use_parallel_residual",
-        is_gated=False,
-        may_have_partial_rope=True,
+        rope=Rope(may_be_partial=True),
+        norms=replace(_LAYER_NORM_NORMS, has_bias=True),
+        feed_forward=FeedForward(bias=True, is_gated=False),
+        wiring=Wiring(is_parallel="use_parallel_residual"),
         spelled={
             "partial_rotary_factor": "rotary_pct",
             "rope_theta": "rotary_emb_base",
@@ -261,23 +240,40 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "FalconForCausalLM": Family(
-        **_FALCON,
         models="Falcon 7B, 40B, 180B, Falcon 2 11B",
         names=_FALCON_NAMES,
-        num_kv_heads=1,
+        attention=replace(_FALCON_ATTENTION, num_kv_heads=1),
+        norms=_FALCON_NORMS,
+        feed_forward=_FALCON_FEED_FORWARD,
+        wiring=_FALCON_WIRING,
         spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
         required={"alibi": False, "multi_query": True, "parallel_attn": True, "num_ln_in_parallel_attn": 1},
+        defaults=_FALCON_DEFAULTS,
         forms=(
             Form(
                 {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-                Family(**_NEWER_FALCON, names=_NEWER_FALCON_NAMES, required={"alibi": False, "parallel_attn": True}),
+                Family(
+                    names=_NEWER_FALCON_NAMES,
+                    attention=_FALCON_ATTENTION,
+                    norms=_FALCON_NORMS,
+                    feed_forward=_FALCON_FEED_FORWARD,
+                    wiring=_FALCON_WIRING,
+                    spelled=_NEWER_FALCON_SPELLED,
+                    required={"alibi": False, "parallel_attn": True},
+                    defaults=_FALCON_DEFAULTS,
+                ),
             ),
             Form(
                 {"new_decoder_architecture": True},
                 Family(
-                    **_NEWER_FALCON,
                     names=replace(_NEWER_FALCON_NAMES, norms=("ln_attn", "", "ln_mlp", "")),
+                    attention=_FALCON_ATTENTION,
+                    norms=_FALCON_NORMS,
+                    feed_forward=_FALCON_FEED_FORWARD,
+                    wiring=_FALCON_WIRING,
+                    spelled=_NEWER_FALCON_SPELLED,
                     required={"alibi": False, "parallel_attn": True, "num_ln_in_parallel_attn": 2},
+                    defaults=_FALCON_DEFAULTS,
                 ),
             ),
         ),
@@ -294,17 +290,10 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             fused={"attn.c_attn": _QKV},
             ignored=(".attn.bias", ".attn.masked_bias"),
         ),
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_kind="layer",
-        norm_has_bias=True,
-        eps_key="layer_norm_epsilon",
-        num_kv_heads=1,
-        has_rope=False,
-        activation_key="activation_function",
-        is_gated=False,
-        intermediate_factor=4,
+        attention=Attention(qkv_bias=True, output_bias=True, num_kv_heads=1),
+        rope=None,
+        norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon"),
+        feed_forward=FeedForward(bias=True, activation_key="activation_function", is_gated=False, size_factor=4),
         spelled={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",
@@ -327,23 +316,44 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "OPTForCausalLM": Family(
-        **_OPT,
         models="OPT: 125M to 66B",
         names=_OPT_NAMES,
+        attention=_OPT_ATTENTION,
+        rope=None,
+        norms=_OPT_NORMS,
+        feed_forward=_OPT_FEED_FORWARD,
+        embedding=_OPT_EMBEDDING,
+        spelled=_OPT_SPELLED,
         required={**_OPT_REQUIRED, "do_layer_norm_before": True, "_remove_final_layer_norm": False},
+        defaults=_OPT_DEFAULTS,
         forms=(
             Form(
                 {"do_layer_norm_before": False},
                 Family(
-                    **_OPT,
                     names=replace(_OPT_NAMES, norm="", norms=("", "self_attn_layer_norm", "", "final_layer_norm")),
-                    norms_sums=True,
+                    attention=_OPT_ATTENTION,
+                    rope=None,
+                    norms=replace(_OPT_NORMS, are_of_sums=True),
+                    feed_forward=_OPT_FEED_FORWARD,
+                    embedding=_OPT_EMBEDDING,
+                    spelled=_OPT_SPELLED,
                     required=_OPT_REQUIRED,
+                    defaults=_OPT_DEFAULTS,
                 ),
             ),
             Form(
                 {"_remove_final_layer_norm": True},
-                Family(**_OPT, names=replace(_OPT_NAMES, norm=""), required=_OPT_REQUIRED),
+                Family(
+                    names=replace(_OPT_NAMES, norm=""),
+                    attention=_OPT_ATTENTION,
+                    rope=None,
+                    norms=_OPT_NORMS,
+                    feed_forward=_OPT_FEED_FORWARD,
+                    embedding=_OPT_EMBEDDING,
+                    spelled=_OPT_SPELLED,
+                    required=_OPT_REQUIRED,
+                    defaults=_OPT_DEFAULTS,
+                ),
             ),
         ),
     ),

@@ -40,7 +40,8 @@ def _refusals(family: Family) -> str:
     telling = {key for form in family.forms for key in form.where}
     required = {key: value for key, value in family.required.items() if key not in telling}
     found = [f"{key} other than {str(value).lower()}" for key, value in required.items()]
-    texts = [FAMILIES[name] for name in dict.fromkeys(family.text_families.values())] or [family]
-    if any(each.has_rope and not each.may_have_partial_rope for each in texts):
+    kinds = {} if family.text is None else family.text.families
+    texts = [FAMILIES[name] for name in dict.fromkeys(kinds.values())] or [family]
+    if any(each.rope is not None and not each.rope.may_be_partial for each in texts):
         found.append("partial_rotary_factor other than 1")
     return ", ".join(found) or "-"

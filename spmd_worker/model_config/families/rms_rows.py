@@ -2,7 +2,18 @@
 
 from typing import Final
 
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    Family,
+    FeedForward,
+    Head,
+    Names,
+    Norms,
+    Rope,
+    Windows,
+)
+from spmd_worker.model_config.rope import sliding_layers_or_all, with_alpha, with_query_growth
 
 _AFTER: Final = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _LLAMA3_STRETCH: Final = {
@@ -16,14 +27,12 @@ _LLAMA3_STRETCH: Final = {
 RMS_ROWS: Final[dict[str, Family]] = {
     "Olmo3ForCausalLM": Family(
         models="OLMo 3",
-        rope_rounding="result",
         names=Names(norms=_AFTER),
-        mlp_bias=False,
-        norm_rounds_once=True,
-        qk_norm="flat",
-        sliding_window="layer_types",
-        full_attention_every=4,
-        has_local_rope=True,
+        attention=Attention(qk_norm="flat"),
+        windows=Windows(rule="layer_types", full_every=4),
+        rope=Rope(rounding="result", has_local=True),
+        norms=Norms(rounds_once=True),
+        feed_forward=FeedForward(bias=False),
         defaults={
             "rms_norm_eps": 1e-5,
             "sliding_window": 4096,
@@ -35,14 +44,10 @@ RMS_ROWS: Final[dict[str, Family]] = {
     "Exaone4ForCausalLM": Family(
         models="EXAONE 4.0",
         names=Names(norms=_AFTER),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm="head",
-        sliding_window="layer_types",
-        full_attention_every=4,
-        full_attention_every_key="sliding_window_pattern",
-        rope_layers="sliding_or_all",
+        attention=Attention(qkv_bias=False, output_bias=False, qk_norm="head"),
+        windows=Windows(rule="layer_types", full_every=4, full_every_key="sliding_window_pattern"),
+        rope=Rope(layers=sliding_layers_or_all),
+        feed_forward=FeedForward(bias=False),
         defaults={
             "num_key_value_heads": 32,
             "rms_norm_eps": 1e-5,
@@ -52,7 +57,7 @@ RMS_ROWS: Final[dict[str, Family]] = {
     ),
     "ArceeForCausalLM": Family(
         models="Arcee AFM",
-        is_gated=False,
+        feed_forward=FeedForward(is_gated=False),
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
@@ -63,9 +68,8 @@ RMS_ROWS: Final[dict[str, Family]] = {
     "ApertusForCausalLM": Family(
         models="Apertus",
         names=Names(norms=("attention_layernorm", "", "feedforward_layernorm", "")),
-        mlp_bias=False,
-        qk_norm="head",
-        is_gated=False,
+        attention=Attention(qk_norm="head"),
+        feed_forward=FeedForward(bias=False, is_gated=False),
         defaults={
             "max_position_embeddings": 65536,
             "rms_norm_eps": 1e-5,
@@ -80,19 +84,17 @@ RMS_ROWS: Final[dict[str, Family]] = {
         names=Names(
             parts={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
         ),
-        mlp_bias=False,
-        qk_norm="head_after_rope",
-        has_rope_alpha=True,
+        attention=Attention(qk_norm="head_after_rope"),
+        rope=Rope(adjust=with_alpha),
+        feed_forward=FeedForward(bias=False),
         defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2},
     ),
     "Ministral3ForCausalLM": Family(
         models="Ministral 3, text alone",
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        default_head_size=128,
-        sliding_window="always",
-        has_query_growth=True,
+        attention=Attention(qkv_bias=False, output_bias=False, head_size=128),
+        windows=Windows(rule="always"),
+        rope=Rope(adjust=with_query_growth),
+        feed_forward=FeedForward(bias=False),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 262144,
@@ -113,9 +115,9 @@ RMS_ROWS: Final[dict[str, Family]] = {
     ),
     "HeliumForCausalLM": Family(
         models="Helium",
-        output_bias=False,
-        norm_rounds_once=True,
-        has_interleaved_rope=True,
+        attention=Attention(output_bias=False),
+        rope=Rope(is_interleaved=True),
+        norms=Norms(rounds_once=True),
         defaults={
             "num_key_value_heads": 20,
             "max_position_embeddings": 4096,
@@ -126,12 +128,8 @@ RMS_ROWS: Final[dict[str, Family]] = {
     ),
     "CwmForCausalLM": Family(
         models="CWM",
-        qkv_bias=False,
-        output_bias=False,
-        default_head_size=128,
-        sliding_window="layer_types",
-        full_attention_every=4,
-        full_attention_first=True,
+        attention=Attention(qkv_bias=False, output_bias=False, head_size=128),
+        windows=Windows(rule="layer_types", full_every=4, is_full_first=True),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -145,17 +143,14 @@ RMS_ROWS: Final[dict[str, Family]] = {
     "VaultGemmaForCausalLM": Family(
         models="VaultGemma",
         names=Names(norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
-        mlp_bias=False,
-        norm_offset=1.0,
-        norm_rounds_once=True,
-        default_head_size=256,
-        sliding_window="layer_types",
-        full_attention_every=2,
-        scale_root_key="query_pre_attn_scalar",
-        score_cap_key="attn_logit_softcapping",
-        logit_cap_key="final_logit_softcapping",
-        activation_key="hidden_activation",
-        embeds_by_root=True,
+        attention=Attention(
+            head_size=256, scale_root_key="query_pre_attn_scalar", score_cap_key="attn_logit_softcapping"
+        ),
+        windows=Windows(rule="layer_types", full_every=2),
+        norms=Norms(offset=1.0, rounds_once=True),
+        feed_forward=FeedForward(bias=False, activation_key="hidden_activation"),
+        embedding=Embedding(by_root=True),
+        head=Head(cap_key="final_logit_softcapping"),
         defaults={
             "vocab_size": 256000,
             "hidden_size": 2304,

@@ -5,13 +5,28 @@ there (tests/model/test_families.py).
 """
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
-from spmd_worker.model_config.families.family import Family, Names, beside, inside
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    Family,
+    FeedForward,
+    Head,
+    Names,
+    Norms,
+    Rope,
+    TextPart,
+    Windows,
+    Wiring,
+    beside,
+    inside,
+)
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, LANGUAGE_MODEL, OTHER_INPUT, TEXT_PART_ROWS
+from spmd_worker.model_config.rope import listed_layers
 
 _QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 _MISTRAL_DEFAULTS: Final = {
@@ -39,97 +54,76 @@ _GEMMA_NAMES: Final = Names(
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     )
 )
-_GEMMA: Final[dict[str, Any]] = {
-    "mlp_bias": False,
-    "norm_offset": 1.0,
-    "norm_rounds_once": True,
-    "default_head_size": 256,
-    "sliding_window": "layer_types",
-    "scale_root_key": "query_pre_attn_scalar",
-    "logit_cap_key": "final_logit_softcapping",
-    "activation_key": "hidden_activation",
-    "embeds_by_root": True,
-    "required": {"use_bidirectional_attention": False},
-}
+_GEMMA_ATTENTION: Final = Attention(head_size=256, scale_root_key="query_pre_attn_scalar")
+_GEMMA_WINDOWS: Final = Windows(rule="layer_types")
+_GEMMA_NORMS: Final = Norms(offset=1.0, rounds_once=True)
+_GEMMA_FEED_FORWARD: Final = FeedForward(bias=False, activation_key="hidden_activation")
+_GEMMA_EMBEDDING: Final = Embedding(by_root=True)
+_GEMMA_HEAD: Final = Head(cap_key="final_logit_softcapping")
+_GEMMA_REQUIRED: Final = {"use_bidirectional_attention": False}
 # Its files have a bound for scores too, and transformers makes no use of it.
-_GEMMA3: Final[dict[str, Any]] = {
-    **_GEMMA,
-    "qk_norm": "head",
-    "full_attention_every": 6,
-    "full_attention_every_key": "sliding_window_pattern",
-    "has_local_rope": True,
-    "defaults": {
-        **_GEMMA_SIZES,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-    },
+_GEMMA3_ATTENTION: Final = replace(_GEMMA_ATTENTION, qk_norm="head")
+_GEMMA3_WINDOWS: Final = replace(_GEMMA_WINDOWS, full_every=6, full_every_key="sliding_window_pattern")
+_GEMMA3_ROPE: Final = Rope(has_local=True)
+_GEMMA3_DEFAULTS: Final = {
+    **_GEMMA_SIZES,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
 }
-_QWEN_VL: Final[dict[str, Any]] = {
-    "names": Names(
-        ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}
-    ),
-    "qkv_bias": True,
-    "output_bias": False,
-    "mlp_bias": False,
-    "sliding_window": "late_layers",
-    "is_text_part": True,
-    "tie_of_text": "also",
-    "defaults": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 80,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "eos_token_id": 151645,
-    },
+_QWEN_VL_NAMES: Final = Names(
+    ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}
+)
+_QWEN_VL_ATTENTION: Final = Attention(qkv_bias=True, output_bias=False)
+_QWEN_VL_WINDOWS: Final = Windows(rule="late_layers")
+_QWEN_VL_FEED_FORWARD: Final = FeedForward(bias=False)
+_QWEN_VL_TEXT: Final = TextPart(tie="also")
+_QWEN_VL_DEFAULTS: Final = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "eos_token_id": 151645,
 }
-_GLM: Final[dict[str, Any]] = {
-    "output_bias": False,
-    "mlp_bias": False,
-    "default_head_size": 128,
-    "has_interleaved_rope": True,
-    "may_have_partial_rope": True,
-    "defaults": {
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-        "eos_token_id": [151329, 151336, 151338],
-    },
+_GLM_ATTENTION: Final = Attention(output_bias=False, head_size=128)
+_GLM_ROPE: Final = Rope(is_interleaved=True, may_be_partial=True)
+_GLM_FEED_FORWARD: Final = FeedForward(bias=False)
+_GLM_DEFAULTS: Final = {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
 }
 
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(defaults={"eos_token_id": 2}),
     "MistralForCausalLM": Family(
         models="Mistral 7B, Mistral Nemo",
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        sliding_window="always",
+        attention=Attention(qkv_bias=False, output_bias=False),
+        windows=Windows(rule="always"),
+        feed_forward=FeedForward(bias=False),
         defaults=_MISTRAL_DEFAULTS,
     ),
     "Qwen2ForCausalLM": Family(
         models="Qwen2, Qwen2.5",
-        qkv_bias=True,
-        output_bias=False,
-        mlp_bias=False,
-        sliding_window="late_layers",
+        attention=Attention(qkv_bias=True, output_bias=False),
+        windows=Windows(rule="late_layers"),
+        feed_forward=FeedForward(bias=False),
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3ForCausalLM": Family(
         models="Qwen3, dense",
-        mlp_bias=False,
-        qk_norm="head",
-        default_head_size=128,
-        sliding_window="late_layers",
+        attention=Attention(qk_norm="head", head_size=128),
+        windows=Windows(rule="late_layers"),
+        feed_forward=FeedForward(bias=False),
         defaults=_QWEN_DEFAULTS,
     ),
     "SmolLM3ForCausalLM": Family(
         models="SmolLM3",
-        rope_layers_key="no_rope_layers",
-        rope_interval_key="no_rope_layer_interval",
+        rope=Rope(layers=listed_layers),
         required={"use_sliding_window": False},
         defaults={
             "num_key_value_heads": 4,
@@ -142,8 +136,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "SeedOssForCausalLM": Family(
         models="Seed-OSS",
-        output_bias="attention_out_bias",
-        default_head_size=128,
+        attention=Attention(output_bias="attention_out_bias", head_size=128),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 524288,
@@ -153,12 +146,9 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Ernie4_5ForCausalLM": Family(
         models="ERNIE 4.5, dense",
-        rope_rounding="result",
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        default_head_size=128,
-        has_interleaved_rope=True,
+        attention=Attention(qkv_bias="use_bias", output_bias="use_bias", head_size=128),
+        rope=Rope(rounding="result", is_interleaved=True),
+        feed_forward=FeedForward(bias="use_bias"),
         defaults={
             "num_key_value_heads": 2,
             "max_position_embeddings": 131072,
@@ -171,14 +161,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "Starcoder2ForCausalLM": Family(
         models="StarCoder2",
         names=Names(parts={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        norm_kind="layer",
-        norm_has_bias=True,
-        eps_key="norm_epsilon",
-        sliding_window="always",
-        is_gated=False,
+        attention=Attention(qkv_bias="use_bias", output_bias="use_bias"),
+        windows=Windows(rule="always"),
+        norms=Norms(kind="layer", has_bias=True, eps_key="norm_epsilon"),
+        feed_forward=FeedForward(bias="use_bias", is_gated=False),
         defaults={
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
@@ -191,12 +177,10 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "GemmaForCausalLM": Family(
         models="Gemma",
-        mlp_bias=False,
-        norm_offset=1.0,
-        norm_rounds_once=True,
-        default_head_size=256,
-        activation_words={"gelu": "gelu_pytorch_tanh"},
-        embeds_by_root=True,
+        attention=Attention(head_size=256),
+        norms=Norms(offset=1.0, rounds_once=True),
+        feed_forward=FeedForward(bias=False, activation_words={"gelu": "gelu_pytorch_tanh"}),
+        embedding=Embedding(by_root=True),
         required={"use_bidirectional_attention": False},
         defaults={
             "num_key_value_heads": 16,
@@ -207,11 +191,15 @@ FAMILIES: Final[dict[str, Family]] = {
         },
     ),
     "Gemma2ForCausalLM": Family(
-        **_GEMMA,
         models="Gemma 2",
         names=_GEMMA_NAMES,
-        score_cap_key="attn_logit_softcapping",
-        full_attention_every=2,
+        attention=replace(_GEMMA_ATTENTION, score_cap_key="attn_logit_softcapping"),
+        windows=replace(_GEMMA_WINDOWS, full_every=2),
+        norms=_GEMMA_NORMS,
+        feed_forward=_GEMMA_FEED_FORWARD,
+        embedding=_GEMMA_EMBEDDING,
+        head=_GEMMA_HEAD,
+        required=_GEMMA_REQUIRED,
         defaults={
             **_GEMMA_SIZES,
             "vocab_size": 256000,
@@ -220,27 +208,61 @@ FAMILIES: Final[dict[str, Family]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
-    "Gemma3ForCausalLM": Family(**_GEMMA3, models="Gemma 3 of text alone: 270M, 1B", names=_GEMMA_NAMES),
+    "Gemma3ForCausalLM": Family(
+        models="Gemma 3 of text alone: 270M, 1B",
+        names=_GEMMA_NAMES,
+        attention=_GEMMA3_ATTENTION,
+        windows=_GEMMA3_WINDOWS,
+        rope=_GEMMA3_ROPE,
+        norms=_GEMMA_NORMS,
+        feed_forward=_GEMMA_FEED_FORWARD,
+        embedding=_GEMMA_EMBEDDING,
+        head=_GEMMA_HEAD,
+        required=_GEMMA_REQUIRED,
+        defaults=_GEMMA3_DEFAULTS,
+    ),
     "Gemma3ForConditionalGeneration": Family(
-        **_GEMMA3,
         models="Gemma 3, the text of 4B to 27B",
         names=replace(
             inside(_GEMMA_NAMES, "language_model."),
             ignored_prefixes=OTHER_INPUT,
             aliases=LANGUAGE_MODEL,
         ),
-        is_text_part=True,
-        ties_by_default=True,
+        attention=_GEMMA3_ATTENTION,
+        windows=_GEMMA3_WINDOWS,
+        rope=_GEMMA3_ROPE,
+        norms=_GEMMA_NORMS,
+        feed_forward=_GEMMA_FEED_FORWARD,
+        embedding=_GEMMA_EMBEDDING,
+        head=_GEMMA_HEAD,
+        text=TextPart(ties_by_default=True),
+        required=_GEMMA_REQUIRED,
+        defaults=_GEMMA3_DEFAULTS,
     ),
-    "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
-    "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),
+    "Qwen2VLForConditionalGeneration": Family(
+        models="Qwen2-VL, the text",
+        names=_QWEN_VL_NAMES,
+        attention=_QWEN_VL_ATTENTION,
+        windows=_QWEN_VL_WINDOWS,
+        feed_forward=_QWEN_VL_FEED_FORWARD,
+        text=_QWEN_VL_TEXT,
+        defaults=_QWEN_VL_DEFAULTS,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        models="Qwen2.5-VL, the text",
+        names=_QWEN_VL_NAMES,
+        attention=_QWEN_VL_ATTENTION,
+        windows=_QWEN_VL_WINDOWS,
+        feed_forward=_QWEN_VL_FEED_FORWARD,
+        text=_QWEN_VL_TEXT,
+        defaults=_QWEN_VL_DEFAULTS,
+    ),
     "Qwen3VLForConditionalGeneration": Family(
         models="Qwen3-VL, dense, the text",
         names=beside(Names(), "visual"),
-        mlp_bias=False,
-        qk_norm="head",
-        default_head_size=128,
-        is_text_part=True,
+        attention=Attention(qk_norm="head", head_size=128),
+        feed_forward=FeedForward(bias=False),
+        text=TextPart(),
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 500000.0},
     ),
     "Phi3ForCausalLM": Family(
@@ -248,11 +270,10 @@ FAMILIES: Final[dict[str, Family]] = {
         names=Names(
             fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
         ),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        sliding_window="always",
-        may_have_partial_rope=True,
+        attention=Attention(qkv_bias=False, output_bias=False),
+        windows=Windows(rule="always"),
+        rope=Rope(may_be_partial=True),
+        feed_forward=FeedForward(bias=False),
         defaults={
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
@@ -262,26 +283,36 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Olmo2ForCausalLM": Family(
         models="OLMo 2",
-        rope_rounding="result",
         names=Names(norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm")),
-        mlp_bias=False,
-        norm_rounds_once=True,
-        qk_norm="flat",
+        attention=Attention(qk_norm="flat"),
+        rope=Rope(rounding="result"),
+        norms=Norms(rounds_once=True),
+        feed_forward=FeedForward(bias=False),
         defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     "GraniteForCausalLM": Family(
         models="Granite 3, dense",
-        scale_key="attention_multiplier",
-        embedding_multiplier_key="embedding_multiplier",
-        residual_multiplier_key="residual_multiplier",
-        logit_divisor_key="logits_scaling",
+        attention=Attention(scale_key="attention_multiplier"),
+        wiring=Wiring(residual_multiplier_key="residual_multiplier"),
+        embedding=Embedding(multiplier_key="embedding_multiplier"),
+        head=Head(divisor_key="logits_scaling"),
         defaults={"eos_token_id": 2},
     ),
-    "GlmForCausalLM": Family(**_GLM, models="GLM-4-9B", names=Names(fused=_GATE_UP)),
+    "GlmForCausalLM": Family(
+        models="GLM-4-9B",
+        names=Names(fused=_GATE_UP),
+        attention=_GLM_ATTENTION,
+        rope=_GLM_ROPE,
+        feed_forward=_GLM_FEED_FORWARD,
+        defaults=_GLM_DEFAULTS,
+    ),
     "Glm4ForCausalLM": Family(
         models="GLM-4-0414",
-        **_GLM,
         names=GLM_NAMES,
+        attention=_GLM_ATTENTION,
+        rope=_GLM_ROPE,
+        feed_forward=_GLM_FEED_FORWARD,
+        defaults=_GLM_DEFAULTS,
     ),
     "GPT2LMHeadModel": Family(
         models="GPT-2",
@@ -297,16 +328,10 @@ FAMILIES: Final[dict[str, Family]] = {
             optional_prefix="transformer.",
             ignored=(".attn.bias", ".attn.masked_bias"),
         ),
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_kind="layer",
-        norm_has_bias=True,
-        eps_key="layer_norm_epsilon",
-        has_rope=False,
-        activation_key="activation_function",
-        is_gated=False,
-        intermediate_factor=4,
+        attention=Attention(qkv_bias=True, output_bias=True),
+        rope=None,
+        norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon"),
+        feed_forward=FeedForward(bias=True, activation_key="activation_function", is_gated=False, size_factor=4),
         spelled={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from spmd_worker.model_config.families.family import Family, Names, beside, inside
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Family,
+    FeedForward,
+    ImageLayers,
+    Names,
+    Rope,
+    TextPart,
+    beside,
+    inside,
+)
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 LANGUAGE_MODEL: Final = {
@@ -60,11 +70,12 @@ def _text_of(
     return Family(
         models=models,
         names=names,
-        is_text_part=True,
-        tie_of_text=tie_of_text,
-        ties_by_default=ties_by_default,
-        text_families={kind: _ARCHITECTURES[kind] for kind in kinds},
-        text_defaults={kind: {**_SIZES[kind], **(defaults or {})} for kind in kinds},
+        text=TextPart(
+            tie=tie_of_text,
+            ties_by_default=ties_by_default,
+            families={kind: _ARCHITECTURES[kind] for kind in kinds},
+            defaults={kind: {**_SIZES[kind], **(defaults or {})} for kind in kinds},
+        ),
     )
 
 
@@ -94,9 +105,9 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Mistral3ForConditionalGeneration": Family(
         models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
         names=replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
-        is_text_part=True,
-        ties_by_default=True,
-        text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        text=TextPart(
+            ties_by_default=True, families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+        ),
     ),
     "LlavaForConditionalGeneration": _text_of(
         "LLaVA 1.5, Pixtral, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3", tie_of_text="also"
@@ -157,13 +168,10 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Glm4vForConditionalGeneration": Family(
         models="GLM-4.1V, GLM-4.6V-Flash, the text",
         names=beside(GLM_NAMES, "visual"),
-        qkv_bias=True,
-        output_bias=False,
-        mlp_bias=False,
-        has_interleaved_rope=True,
-        may_have_partial_rope=True,
-        is_text_part=True,
-        tie_of_text="also",
+        attention=Attention(qkv_bias=True, output_bias=False),
+        rope=Rope(is_interleaved=True, may_be_partial=True),
+        feed_forward=FeedForward(bias=False),
+        text=TextPart(tie="also"),
         # The size of a head is what the heads share, whatever a file says.
         spelled={"head_dim": ""},
         defaults={"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
@@ -171,19 +179,15 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Glm46VForConditionalGeneration": Family(
         models="GLM-4.6V, dense, of the class of that name, the text",
         names=beside(GLM_NAMES, "visual"),
-        is_text_part=True,
-        text_families={"glm4v_text": "Glm4vForConditionalGeneration"},
+        text=TextPart(families={"glm4v_text": "Glm4vForConditionalGeneration"}),
     ),
     "GlmOcrForConditionalGeneration": Family(
         models="GLM-OCR, the text",
         names=replace(beside(GLM_NAMES, "visual"), ignores_later_layers=True),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        has_interleaved_rope=True,
-        may_have_partial_rope=True,
-        is_text_part=True,
-        tie_of_text="also",
+        attention=Attention(qkv_bias=False, output_bias=False),
+        rope=Rope(is_interleaved=True, may_be_partial=True),
+        feed_forward=FeedForward(bias=False),
+        text=TextPart(tie="also"),
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
     ),
     "PaddleOCRVLForConditionalGeneration": Family(
@@ -196,13 +200,9 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
                 "model.projector.": "mlp_AR.",
             },
         ),
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        default_head_size=128,
-        is_text_part=True,
-        tie_of_text="also",
-        ties_by_default=True,
+        attention=Attention(qkv_bias="use_bias", output_bias="use_bias", head_size=128),
+        feed_forward=FeedForward(bias="use_bias"),
+        text=TextPart(tie="also", ties_by_default=True),
         defaults={
             "num_key_value_heads": 2,
             "max_position_embeddings": 131072,
@@ -224,12 +224,10 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
                 "lm_head.": "language_model.lm_head.",
             },
         ),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        is_text_part=True,
-        image_layers_key="cross_attention_layers",
-        num_image_embeddings=8,
+        attention=Attention(qkv_bias=False, output_bias=False),
+        feed_forward=FeedForward(bias=False),
+        text=TextPart(),
+        images=ImageLayers(key="cross_attention_layers", num_embeddings=8),
         # Its head is never the embedding, which has more rows, and the heads share the hidden size.
         spelled={"head_dim": "", "tie_word_embeddings": ""},
         defaults={
