@@ -91,12 +91,12 @@ class DecoderLayer(nn.Module):
         return self._defers and isinstance(self.mlp, FeedForward)
 
     def _beside_attention(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What a parallel feed-forward is given, before attention is added; `x` is what attention is given."""
+        """A parallel feed-forward's input, before attention is added; `x` is attention's."""
         assert x is not residual, "attention has a norm before it where the feed-forward is beside it"
         return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
 
     def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
-        """What is still to be added of a part, to be scaled in place; None where it was added."""
+        """The part, scaled, where it is still to be added; None where it was added here."""
         if self._defers:
             return part if self._multiplier == 1.0 else part.mul_(self._multiplier)
         x, norms_sums = self._group.all_reduce(part), self.config.norms_sums
@@ -347,16 +347,16 @@ class DecoderForCausalLM(nn.Module):
         return self.lm_head.largest(hidden)
 
     def pack_weights(self) -> None:
-        """Once the weights are there."""
+        """Pack the weights, once they are filled, and join the layers."""
         self.weights.pack()
         self.model.join_layers()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """See `WeightStore.load`: this is where trainers put new weights."""
+        """Trainers put new weights here: see `WeightStore.load`."""
         return self.weights.load(weights)
 
     def as_checkpoint(self) -> AbstractContextManager[CheckpointView]:
-        """See `WeightStore.as_checkpoint`."""
+        """The weights to look at and to change: see `WeightStore.as_checkpoint`."""
         return self.weights.as_checkpoint(model_config=self.model_config, stage=self.stage)
 
     def expert_loads(self) -> dict[int, list[int]]:
@@ -366,7 +366,7 @@ class DecoderForCausalLM(nn.Module):
 
 
 def _slices_like(context: LayerContext, model_config: ModelConfig, index: int) -> list[WeightSlice]:
-    """Of the model's layer of that index, which is made without memory."""
+    """Slices of the model's layer of that index, which is made without memory."""
     layer = _new_layer(replace(context, device=torch.device("meta")), model_config, index)
     names = CheckpointNames(model_config, Stage(index, index + 1, is_first=False, is_last=False))
     return names.slices(_checkpoint_layers(layer, "model.layers.0."))

@@ -167,7 +167,7 @@ class RowParallelLinear(PackedLayer):
         return self._group.all_gather(maxima).amax(dim=0)
 
     def _packed(self) -> Tensor:
-        """With quantised kernels every rank of the group calls this."""
+        """The plain weight as the kernels like it. Every rank of the group calls this where they are quantised."""
         if self._parts is None:
             return super()._packed()
         return self._parts.pack_part(self.weight, self._whole_maxima(row_maxima(self.weight)))

@@ -5,12 +5,10 @@ error message instead of a SIGBUS, what is read is what is counted, and network 
 instead of page faults.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 
@@ -193,14 +191,6 @@ class Checkpoint:
         """Whether a tensor that the model does not have says nothing."""
         del name
         return False
-
-    def fingerprint(self) -> str:
-        """Hex digest of the headers, sizes and file names: equal on ranks that see the same checkpoint anywhere.
-
-        Not a digest of the data: weights of the same names, shapes and layout are not told apart.
-        """
-        files = [[name, header.file_bytes, header.digest] for name, header in sorted(self.headers.items())]
-        return blake2b(json.dumps(files).encode(), digest_size=16, person=b"spmd-checkpoint").hexdigest()
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._file_of:

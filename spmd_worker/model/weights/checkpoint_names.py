@@ -70,7 +70,7 @@ class CheckpointNames:
         self._besides = (f"{names.head}.", f"{names.classifier}.")
 
     def slices(self, layers: Mapping[str, CheckpointLayer]) -> list[WeightSlice]:
-        """What this rank holds of which checkpoint tensors, and where, as its layers, by our name, say it."""
+        """Slices of checkpoint tensors that this rank holds, and where, as its layers, by our name, say it."""
         return [
             replace(piece, is_float32=True) if layer.is_float32 else piece
             for name, layer in layers.items()

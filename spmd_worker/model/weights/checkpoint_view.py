@@ -43,7 +43,7 @@ class CheckpointView(nn.Module):
             setattr(self, name, value)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """See `WeightStore.load`. Parameters that were asked for before show the new values."""
+        """Load whole tensors (`WeightStore.load`). Parameters that were asked for before show the new values."""
         loaded = self._load_weights(weights)
         self._shown.read_again(loaded)
         return loaded

@@ -28,9 +28,9 @@ def checkpoint_problems(
         if name in found and found[name] != shape
     ]
     return [
-        *listed("missing from the checkpoint", missing),
-        *listed("in the checkpoint but not in the model", unexpected),
-        *listed("of another shape than the model's", misshapen),
+        *_listed("missing from the checkpoint", missing),
+        *_listed("in the checkpoint but not in the model", unexpected),
+        *_listed("of another shape than the model's", misshapen),
     ]
 
 
@@ -54,12 +54,12 @@ def parameter_problems(
         if (fault := _parameter_fault(destinations[name], shape))
     ]
     return [
-        *listed("slices for a parameter that the model does not have", list(dict.fromkeys(unknown))),
-        *listed("parameters not filled exactly once", faults),
+        *_listed("slices for a parameter that the model does not have", list(dict.fromkeys(unknown))),
+        *_listed("parameters not filled exactly once", faults),
     ]
 
 
-def listed(title: str, lines: Sequence[str]) -> list[str]:
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
     """A title with its count and the first lines below it; nothing when there are no lines."""
     if not lines:
         return []

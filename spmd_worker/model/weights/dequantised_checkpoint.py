@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -100,14 +99,6 @@ class DequantisedCheckpoint:
             numbers = weights[twice].parts["numbers"]
             raise same_weight_error(files.folder, files.stored_name(twice), files.stored_name(numbers))
         return cls(files, weights, sorted([*plain, *weights]))
-
-    def __enter__(self) -> "DequantisedCheckpoint":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.files.close()
 
     @property
     def folder(self) -> Path:

@@ -63,7 +63,7 @@ _BLOCK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a start did on this rank: checkpoint tensors it took something of, bytes fetched from files, seconds."""
+    """A start on this rank: checkpoint tensors it took something of, bytes fetched from files, seconds."""
 
     num_tensors: int
     num_bytes_read: int
@@ -71,8 +71,8 @@ class LoadReport:
 
 
 class WeightStore:
-    """Of layers by name, which it fills, packs and writes. `dtype` is the model's; `slices_like(index)` are the slices
-    of the model's decoder layer of that index, which this stage need not have.
+    """The weights of layers by name, which it fills, packs and writes. `dtype` is the model's; `slices_like(index)`
+    are the slices of the model's decoder layer of that index, which this stage need not have.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class WeightStore:
 
     @cached_property
     def slices(self) -> list[WeightSlice]:
-        """What this rank holds of which checkpoint tensors, and where."""
+        """Slices of checkpoint tensors that this rank holds, and where."""
         return self._names.slices(self._layers)
 
     @property
     def paddings(self) -> list[PaddingSlice]:
-        """What of the parameters no checkpoint fills."""
+        """Parts of parameters that no checkpoint fills."""
         return [piece for name, layer in self._layers.items() for piece in layer.padding_slices(name)]
 
     @cached_property
@@ -105,12 +105,12 @@ class WeightStore:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of `tensors`."""
+        """Shapes of `tensors`."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @cached_property
     def held(self) -> dict[str, HeldWeight]:
-        """What this rank has of them, by name."""
+        """Slices that this rank has of them, by name."""
         return held_weights(self.slices, self._layers)
 
     def held_slices(self) -> list[tuple[str, str, HeldSlice]]:
@@ -176,7 +176,7 @@ class WeightStore:
         return LoadReport(num_tensors, source.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
 
     def pack(self) -> None:
-        """Once all are filled: every layer that multiplies lets its kernels pack its weight."""
+        """Let the kernels of every layer that multiplies pack its weight, once all are filled."""
         for layer in self._layers.values():
             if isinstance(layer, PackedLayer):
                 layer.pack_weights()
@@ -334,7 +334,7 @@ class WeightStore:
             held.write_block(block, values)
 
     def _parameters(self) -> dict[str, Tensor]:
-        """To be filled, each once, by name; they have storage: to copy into a meta tensor would silently do nothing."""
+        """Parameters to fill, each once, by name. They have storage: a copy into a meta tensor would do nothing."""
         found: dict[int, tuple[str, Tensor]] = {}
         for name, layer in self._layers.items():
             for own, parameter in layer.named_parameters(recurse=False):

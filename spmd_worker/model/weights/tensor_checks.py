@@ -18,7 +18,7 @@ WEIGHT_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What a weight may be given in, by the word of safetensors."""
+"""Dtypes that a weight may be given in, by the word of safetensors."""
 
 
 def check_pair(name: object, tensor: object) -> None:
@@ -61,5 +61,5 @@ def is_finite(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def tied_head_fault(head: str, fault: str, way_out: str) -> str:
-    """Why what came as `head` cannot be one with the embedding."""
+    """The sentence about a head that cannot be one with the embedding."""
     return f"{head} {fault}, but tie_word_embeddings in config.json says that they are one: {way_out}"

@@ -1,4 +1,4 @@
-"""What weights are read from: files (`Checkpoint`), quantised ones (`DequantisedCheckpoint`), no files
+"""Sources of weights: files (`Checkpoint`), quantised ones (`DequantisedCheckpoint`), no files
 (`DummyWeights`).
 """
 
@@ -16,7 +16,7 @@ class WeightSource(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -26,13 +26,13 @@ class WeightSource(Protocol):
         """All tensors, sorted."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors."""
+        """Shapes of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one."""
+        """The shape of one."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which `read` gives it."""
+        """The dtype in which `read` gives it."""
 
     def position(self, name: str) -> tuple[str, int]:
         """File name, and where in it: in this order it is read."""

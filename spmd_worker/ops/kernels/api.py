@@ -56,13 +56,13 @@ class JoinableLayer(Protocol):
 
     @property
     def config(self) -> LayerConfig:
-        """What it is."""
+        """The kind of layer."""
 
     def weights(self) -> LayerWeights:
-        """Of a dense layer with gates and plain norms before attention and feed-forward."""
+        """Weights of a dense layer with gates and plain norms before attention and feed-forward."""
 
     def sizes(self) -> LayerSizes:
-        """As this rank has them."""
+        """Sizes as this rank has them."""
 
 
 @dataclass(frozen=True, slots=True)

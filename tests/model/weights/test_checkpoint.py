@@ -1,4 +1,3 @@
-import json
 import os
 import warnings
 
@@ -259,25 +258,3 @@ def test_a_file_that_shrinks_after_it_was_checked_is_an_error_and_not_a_signal(t
     checkpoint.close()
     with pytest.raises(CheckpointError, match="bytes now"):
         checkpoint.read("a", ((0, 1024),))
-
-
-def test_the_fingerprint_knows_names_shapes_and_files_but_not_the_folder(tmp_path):
-    def fingerprint(folder, **tensors):
-        return Checkpoint.open(save_single(tmp_path / folder, tensors)).fingerprint()
-
-    first = fingerprint("one", a=tensor(4), b=tensor(2))
-    assert first == fingerprint("two", a=tensor(4), b=tensor(2))
-    assert first != fingerprint("three", a=tensor(2), b=tensor(4))
-    assert first != fingerprint("four", a=tensor(4), c=tensor(2))
-    assert first != fingerprint("five", a=tensor(4), b=tensor(2, dtype=torch.bfloat16))
-    split = save_indexed(tmp_path / "six", {"x.safetensors": {"a": tensor(4)}, "y.safetensors": {"b": tensor(2)}})
-    assert first != Checkpoint.open(split).fingerprint()
-
-
-def test_the_fingerprint_does_not_depend_on_how_the_index_is_written(tmp_path):
-    folder = save_indexed(tmp_path, {"x.safetensors": {"a": tensor(4), "b": tensor(2)}})
-    before = Checkpoint.open(folder).fingerprint()
-    index = folder / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    index.write_text(json.dumps({"weight_map": dict(reversed(weight_map.items()))}, indent=2))
-    assert Checkpoint.open(folder).fingerprint() == before
