@@ -47,43 +47,43 @@ class Cut {
   };
 
   Cut(const Gemm<typename Micro::Element>& gemm, int64_t num_threads)
-      : num_rows_(gemm.num_rows), num_pairs_(gemm.num_pairs()),
-        num_steps_((gemm.num_inputs + Micro::kStep - 1) / Micro::kStep), num_inputs_(gemm.num_inputs),
-        num_parts_(Micro::num_parts(gemm.num_rows, num_steps_)),
-        num_blocks_((gemm.num_rows + Micro::kRows - 1) / Micro::kRows) {
-    const bool keeps_sums = num_parts_ > 1 || Micro::kPacks;
+      : num_pairs_(gemm.num_pairs()) {
+    const int64_t num_steps = (gemm.num_inputs + Micro::kStep - 1) / Micro::kStep;
+    first_inputs_ = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
+    for (int64_t& each : first_inputs_) each = std::min(gemm.num_inputs, each * Micro::kStep);
+    const int64_t num_blocks = (gemm.num_rows + Micro::kRows - 1) / Micro::kRows;
+    first_rows_ = shares(Micro::kIsEven ? gemm.num_rows : num_blocks * Micro::kRows, num_blocks);
+    first_rows_.back() = gemm.num_rows;
+    const bool keeps_sums = num_parts() > 1 || Micro::kPacks;
     const int64_t block_bytes = gemm.num_inputs * int64_t(sizeof(typename Micro::Element)) * Micro::kRows;
     const int64_t blocks_each = keeps_sums ? kKeptBlocks : std::max<int64_t>(Micro::kRowsBytes / block_bytes, 1);
-    num_groups_ = (num_blocks_ + blocks_each - 1) / blocks_each;
+    const int64_t num_groups = (num_blocks + blocks_each - 1) / blocks_each;
+    first_blocks_ = shares(num_blocks, num_groups);
     if (!keeps_sums) {
       const int64_t most = Micro::kMostProducts / (Micro::kRows * 2 * kPanel * gemm.num_inputs);
       // A pair that two threads share moves from cache to cache.
-      const int64_t together = num_groups_ == 1 ? num_blocks_ : 1;
-      starts_ = ShrinkingItems(num_pairs_ * num_blocks_, num_threads, most, together).starts();
+      const int64_t together = num_groups == 1 ? num_blocks : 1;
+      starts_ = ShrinkingItems(num_pairs_ * num_blocks, num_threads, most, together).starts();
       return;
     }
     const int64_t pairs_each = std::min((num_pairs_ + num_threads - 1) / num_threads, kKeptPairs);
-    for (int64_t group = 0; group < num_groups_; ++group)
+    for (int64_t group = 0; group < num_groups; ++group)
       for (int64_t pair = 0; pair < num_pairs_; pair += pairs_each)
         starts_.push_back(first_block(group) * num_pairs_ + pair * (first_block(group + 1) - first_block(group)));
-    starts_.push_back(num_pairs_ * num_blocks_);
+    starts_.push_back(num_pairs_ * num_blocks);
   }
 
   int64_t num_items() const { return int64_t(starts_.size()) - 1; }
   int64_t start(int64_t item) const { return starts_[size_t(item)]; }
-  int64_t num_parts() const { return num_parts_; }
+  int64_t num_parts() const { return int64_t(first_inputs_.size()) - 1; }
   int64_t num_pairs() const { return num_pairs_; }
-  int64_t first_block(int64_t group) const { return num_blocks_ * group / num_groups_; }
-  int64_t first_row(int64_t block) const {
-    return Micro::kIsEven ? num_rows_ * block / num_blocks_ : std::min(num_rows_, block * Micro::kRows);
-  }
-  // Of a part, or the end of the one before.
-  int64_t first_input(int64_t part) const {
-    return std::min(num_inputs_, num_steps_ * part / num_parts_ * Micro::kStep);
-  }
+  // Of a part, group or block, or the end of the one before.
+  int64_t first_input(int64_t part) const { return first_inputs_[size_t(part)]; }
+  int64_t first_block(int64_t group) const { return first_blocks_[size_t(group)]; }
+  int64_t first_row(int64_t block) const { return first_rows_[size_t(block)]; }
 
   Unit unit(int64_t number) const {
-    int64_t group = number / num_pairs_ * num_groups_ / num_blocks_;
+    int64_t group = 0;
     while (first_block(group + 1) * num_pairs_ <= number) ++group;
     const int64_t first = first_block(group), size = first_block(group + 1) - first;
     const int64_t offset = number - first * num_pairs_;
@@ -91,8 +91,16 @@ class Cut {
   }
 
  private:
-  int64_t num_rows_, num_pairs_, num_steps_, num_inputs_, num_parts_, num_blocks_, num_groups_;
-  std::vector<int64_t> starts_;  // of the items, in units, and the end of the last
+  // Where `count` shares of like size start, and the end of the last.
+  static std::vector<int64_t> shares(int64_t total, int64_t count) {
+    std::vector<int64_t> starts(size_t(count) + 1);
+    for (int64_t share = 1; share <= count; ++share) starts[size_t(share)] = total * share / count;
+    return starts;
+  }
+
+  int64_t num_pairs_;
+  std::vector<int64_t> first_inputs_, first_blocks_, first_rows_;  // tables: a division takes as long as ten steps
+  std::vector<int64_t> starts_;                                    // of the items, in units, and the end of the last
 };
 
 template <class Micro, class Epilogue>
@@ -108,9 +116,10 @@ void run_gemm(const Gemm<typename Micro::Element>& gemm, const Epilogue& epilogu
     typename Micro::template Kernel<Epilogue> kernel(own);
     Block<typename Micro::Element> block;
     block.x_stride = gemm.x_stride, block.panel_size = gemm.panel_size();
-    for (int64_t item = items.next(), following = -1; item >= 0; item = following) {
+    int64_t item = items.next(), following = -1;
+    auto first = item < 0 ? typename Cut<Micro>::Unit{} : cut.unit(cut.start(item)), following_first = first;
+    for (; item >= 0; item = following, first = following_first) {
       const int64_t start = cut.start(item), end = cut.start(item + 1);
-      const auto first = cut.unit(start);
       for (int64_t part = 0; part < cut.num_parts(); ++part) {
         const bool is_last_part = part + 1 == cut.num_parts();
         const int64_t input = cut.first_input(part);
@@ -124,12 +133,13 @@ void run_gemm(const Gemm<typename Micro::Element>& gemm, const Epilogue& epilogu
           block.panels = block.ahead = panels_of(unit.pair, part);
           block.num_blocks = std::min(num_left, end - number);
           const int64_t last = number + block.num_blocks;
-          int64_t next_pair = last < end ? (unit.pair + 1) % cut.num_pairs() : first.pair, next_part = part;
+          int64_t next_pair = last == end ? first.pair : unit.pair + 1 < cut.num_pairs() ? unit.pair + 1 : 0;
+          int64_t next_part = part;
           if (last == end && !is_last_part) {
             ++next_part;
           } else if (last == end) {
             following = items.next(), next_part = 0;
-            if (following >= 0) next_pair = cut.unit(cut.start(following)).pair;
+            if (following >= 0) following_first = cut.unit(cut.start(following)), next_pair = following_first.pair;
           }
           const bool has_next = last < end || !is_last_part || following >= 0;
           if (has_next && gemm.num_panels_of(next_pair) >= block.num_panels) block.ahead = panels_of(next_pair, next_part);

@@ -21,12 +21,12 @@ struct VectorOf<int32_t> {
   using Type = Ints;
 };
 
-// For sums that are in memory, [2][16] of a row.
+// For sums that are in memory, [2][16] of a row. Those of a panel that is not there are read and not used.
 template <class Epilogue, class Sum>
 SPMD_INLINE void take_row(Epilogue& epilogue, int64_t row, int64_t pair, int num_panels, const Sum* sums) {
   using Vector = typename VectorOf<Sum>::Type;
-  Vector of_row[2 * kPanelVectors] = {};
-  for (int v = 0; v < num_panels * kPanelVectors; ++v) of_row[v] = load<Vector>(sums + v * kLanes);
+  Vector of_row[2 * kPanelVectors];
+  for (int v = 0; v < 2 * kPanelVectors; ++v) of_row[v] = load<Vector>(sums + v * kLanes);
   epilogue.take(row, pair, num_panels, of_row);
 }
 
