@@ -90,7 +90,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
 _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
 _SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
-# Each returns a number, or an address, 0 for none; what is shared is of Linux alone, decimals of compilers since 2021.
+# Each returns a number, or an address, 0 for none; what is shared is of Linux alone.
 _COUNTING: dict[str, tuple[type, ...]] = {
     "screens_bfloat16": (),
     "screened_argmax_bfloat16": (
@@ -113,8 +113,6 @@ _COUNTING: dict[str, tuple[type, ...]] = {
     "shared_send": (*_GROUP, _POINTER, _INTEGER),
     "shared_receive": (*_GROUP, _POINTER, _INTEGER),
     "shared_broadcast": (*_GROUP, _INTEGER, _POINTER, _INTEGER),
-    "spell_decimals": (_POINTER, _INTEGER, _POINTER),
-    "read_decimals": (_POINTER, _INTEGER, _POINTER, _INTEGER),
 }
 
 Function = Callable[..., Any]
@@ -172,14 +170,6 @@ def native_library(architecture: str = "native") -> NativeLibrary | str:
         built = build(architecture)
         _LIBRARIES[architecture] = built if isinstance(built, str) else load(built)
     return _LIBRARIES[architecture]
-
-
-def loaded_function(name: str) -> Function | None:
-    """Of the library that this process has loaded for its kernels, for what would not have it built: None where there
-    is none, or its compiler had not what the function needs.
-    """
-    library = _LIBRARIES.get("native")
-    return library.functions.get(name) if isinstance(library, NativeLibrary) else None
 
 
 def load(built: Built) -> NativeLibrary | str:

@@ -1,7 +1,6 @@
 """Float32 numbers as their shortest unique decimals, and as text in lines of JSON.
 
-A row has hundreds of them: they are formatted together, by the compiled library if this process computes with it, else
-by numpy, and the rare rest one by one.
+A row has hundreds of them: numpy formats them together, and the rare rest one by one.
 """
 
 from collections.abc import Sequence
@@ -9,8 +8,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from spmd_worker.native.library import loaded_function
 
 _POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
 """Powers of ten that a float64 represents exactly: an integer divided by one is rounded once, as when a decimal is
@@ -37,8 +34,6 @@ _SIGN, _POINT, _ZEROS, _DIGITS, _END = 0, slice(1, 3), slice(3, 6), slice(6, 15)
 """Characters of a number in [0.0001, 1): sign, "0.", zeros, digits; for any number, the separator."""
 
 _PLACES: Final = 10 ** np.arange(_MOST_DIGITS - 1, -1, -1)
-_SPELLED_BYTES: Final = 26
-"""Buffer size per number in `spmd_spell_decimals`."""
 
 _HOLE: Final = "\0numbers\0"
 _HOLE_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
@@ -57,31 +52,6 @@ def shortest_decimals(vector: Sequence[float]) -> list[float]:
 def shortest_text(vector: Sequence[float]) -> str:
     """`json.dumps(shortest_decimals(vector))`."""
     given = np.array(vector, dtype=np.float32)
-    spelled = _spelled_natively(given)
-    return _spelled_by_numpy(given) if spelled is None else spelled
-
-
-def read_decimals(text: bytes, size: int) -> NDArray[np.float32] | None:
-    """The float32 numbers nearest to `size` decimals between commas; None for another number of them."""
-    read = loaded_function("read_decimals")
-    if read is not None:
-        numbers = np.empty(size, dtype=np.float32)
-        return numbers if read(text, len(text), numbers.ctypes.data, size) == size else None
-    numbers = np.fromstring(text.decode("ascii"), dtype=np.float64, sep=",").astype(np.float32)
-    return numbers if len(numbers) == size else None
-
-
-def _spelled_natively(given: NDArray[np.float32]) -> str | None:
-    """Text from the compiled library; None if it is missing, or a number is not finite."""
-    spell = loaded_function("spell_decimals")
-    if spell is None:
-        return None
-    characters = np.empty(len(given) * _SPELLED_BYTES, dtype=np.uint8)
-    size = spell(given.ctypes.data, len(given), characters.ctypes.data)
-    return None if size < 0 else f"[{characters[:size].tobytes().decode('ascii')}]"
-
-
-def _spelled_by_numpy(given: NDArray[np.float32]) -> str:
     sizes, is_found, exponents = _found(given)
     is_short = is_found & (exponents >= -4) & (exponents < 0)
     wholes = np.rint(sizes * _POWERS[_MOST_DIGITS - 1 - exponents]).astype(np.int64)
@@ -102,6 +72,12 @@ def _spelled_by_numpy(given: NDArray[np.float32]) -> str:
         is_kept[place, : _END.start] = np.arange(_END.start) < len(text)
     is_kept[-1:, _END] = False
     return f"[{characters[is_kept].tobytes().decode('ascii')}]"
+
+
+def read_decimals(text: bytes, size: int) -> NDArray[np.float32] | None:
+    """The float32 numbers nearest to `size` decimals between commas; None for another number of them."""
+    numbers = np.fromstring(text.decode("ascii"), dtype=np.float64, sep=",").astype(np.float32)
+    return numbers if len(numbers) == size else None
 
 
 def _found(given: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:

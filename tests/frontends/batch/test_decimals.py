@@ -2,28 +2,14 @@
 
 import json
 import struct
-from collections.abc import Iterator
 from typing import Any
 
-import native_libraries
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd_worker.frontends.batch.output_file import parquet_row
-from spmd_worker.frontends.openai import decimals
 from spmd_worker.frontends.openai.decimals import SpelledNumbers, read_decimals, shortest_decimals, shortest_text
-from spmd_worker.native import library as native_library
-
-
-@pytest.fixture(autouse=True, params=["compiled", "numpy"])
-def speller(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test of this file is of both, which are to be told apart by nothing."""
-    functions = native_libraries.native().functions if request.param == "compiled" else {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decimals, "loaded_function", functions.get)
-        yield
 
 
 def one_by_one(vector: list[float]) -> list[float]:
@@ -79,23 +65,6 @@ def test_decimals_are_read_to_the_last_bit_and_only_where_there_are_as_many_as_a
 
 def test_what_is_no_finite_number_is_left_to_numpy():
     assert shortest_text([1.0, float("inf"), float("nan")]) == "[1.0, inf, nan]"
-
-
-def test_functions_are_those_of_the_library_that_is_loaded_and_nothing_is_built_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    own, built = native_libraries.native(), []
-    monkeypatch.setattr(native_library, "build", lambda architecture: built.append(architecture) or "no compiler")
-    names = ("spell_decimals", "read_decimals")
-    assert [native_library.loaded_function(name) for name in names] == [own.functions[name] for name in names]
-    # That of an older compiler has none, as the sources say.
-    assert native_library.loaded_function("no such function") is None
-    monkeypatch.setattr(native_library, "_LIBRARIES", {})
-    assert native_library.loaded_function("spell_decimals") is None
-    assert built == []
-    # Asked for in vain.
-    assert native_library.native_library() == "no compiler"
-    assert native_library.loaded_function("spell_decimals") is None
 
 
 def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():
