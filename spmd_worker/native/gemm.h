@@ -2,7 +2,7 @@
 //
 // A weight [outputs, inputs] is packed into panels of 16 outputs, each read from beginning to end: [inputs / 2][16][2]
 // elements of float32 or bfloat16, and of int8 as int8.h has it. A gated weight has a panel of gates before each panel of
-// what they open: silu(gate) * up is the result, rounded where kernels/reference.py rounds.
+// what they open: silu(gate) * up is the result, rounded where ops/kernels/reference.py rounds.
 #pragma once
 
 #include <cstdint>

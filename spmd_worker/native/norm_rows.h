@@ -1,5 +1,5 @@
 // The norm of one row, alone or of a sum: computed by itself, in an order that depends on its length alone. Low-precision
-// results are rounded where kernels/reference.py rounds them.
+// results are rounded where ops/kernels/reference.py rounds them.
 #pragma once
 
 #include <cmath>

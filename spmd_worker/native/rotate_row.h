@@ -1,4 +1,4 @@
-// Rotary embedding of one row. Low-precision results are rounded where kernels/reference.py rounds them.
+// Rotary embedding of one row. Low-precision results are rounded where ops/kernels/reference.py rounds them.
 #pragma once
 
 #include "elements.h"

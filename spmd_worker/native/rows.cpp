@@ -1,5 +1,5 @@
 // The small operations between the gemms: norms, rotary embedding, SiLU. Each row is computed by itself, in an order
-// that depends on its length alone. Low-precision results are rounded where kernels/reference.py rounds them.
+// that depends on its length alone. Low-precision results are rounded where ops/kernels/reference.py rounds them.
 
 #include <cstddef>
 
