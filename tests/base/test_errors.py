@@ -38,12 +38,12 @@ EXPECTED = {
 ERRORS = {name: each for name, each in vars(errors).items() if getattr(each, "__module__", None) == errors.__name__}
 
 
-def test_every_error_is_listed_here():
+def test_errors_are_all_listed():
     assert list(ERRORS) == list(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_follows_from_an_error(name: str):
+def test_error_classes_have_the_expected_attributes(name: str):
     error, (builtin, *expected) = ERRORS[name], EXPECTED[name]
     assert issubclass(error, SpmdError)
     assert issubclass(error, builtin)
@@ -51,7 +51,7 @@ def test_what_follows_from_an_error(name: str):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_diagnosis_follows_from_the_attributes(name: str):
+def test_diagnosis_follows_from_error_attributes(name: str):
     _, exit_code, secondary, known_to_all, names_rank = EXPECTED[name]
     error = {
         "AbortedError": lambda: AbortedError("the text", is_divergence=False),
@@ -67,7 +67,7 @@ def test_the_diagnosis_follows_from_the_attributes(name: str):
     )
 
 
-def test_an_error_that_another_floor_defines_is_diagnosed_by_its_attributes_too():
+def test_diagnosis_reads_attributes_of_errors_defined_elsewhere():
     """The diagnosis knows no class by its name."""
 
     class OurError(SpmdError):

@@ -23,7 +23,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 
 
-def test_a_file_is_replaced_with_all_of_its_bytes(tmp_path: Path):
+def test_file_write_replaces_all_bytes(tmp_path: Path):
     path = tmp_path / "a.txt"
     write_file(path, b"first")
     write_file(path, b"second", is_durable=False)
@@ -32,7 +32,7 @@ def test_a_file_is_replaced_with_all_of_its_bytes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_durable", [True, False])
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, is_durable: bool):
+def test_failed_write_leaves_only_the_old_file(tmp_path: Path, is_durable: bool):
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")
     with file_limit(10_000), pytest.raises(OSError, match="File too large"):
@@ -41,7 +41,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_durable_write_syncs_the_bytes_then_renames_then_syncs_the_folder(tmp_path: Path, monkeypatch):
+def test_durable_write_syncs_file_renames_and_syncs_folder(tmp_path: Path, monkeypatch):
     """In this order: a machine that crashes in between has the old file or the new one."""
     done: list[object] = []
     sync, replace = os.fsync, os.replace
@@ -63,7 +63,7 @@ def test_a_durable_write_syncs_the_bytes_then_renames_then_syncs_the_folder(tmp_
     assert done == ["rename"]
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_json_object_survives_writing_and_reading(tmp_path: Path):
     value = {"text": "\u00fc \ud800 \u2028", "numbers": [1, 2.5, None, True], "inner": {"a": {}}}
     write_json(tmp_path / "a.json", value)
     assert read_json_object(tmp_path / "a.json") == value
@@ -87,7 +87,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_two_readers_could_understand_differently_is_an_error(name: str, tmp_path: Path):
+def test_ambiguous_json_is_an_error(name: str, tmp_path: Path):
     data, code, message = BAD[name]
     with pytest.raises(JsonError) as caught:
         parse_json_object(data)
@@ -99,7 +99,7 @@ def test_what_two_readers_could_understand_differently_is_an_error(name: str, tm
     assert str(of_file.value) == f"{tmp_path / 'a.json'} {caught.value}"
 
 
-def test_nesting_is_limited_where_a_limit_is_given():
+def test_json_nesting_is_limited_when_asked():
     data = b'{"a": [[1]]}'
     assert parse_json_object(data, max_nesting=3) == {"a": [[1]]}
     with pytest.raises(JsonError, match="is nested more than 2 levels deep") as caught:
@@ -107,12 +107,12 @@ def test_nesting_is_limited_where_a_limit_is_given():
     assert caught.value.code == "nested_too_deeply"
 
 
-def test_infinity_is_taken_where_others_wrote_it():
+def test_json_infinity_is_accepted_when_allowed():
     """In a model's config.json, as Python's own json writes it, under keys that nobody here reads."""
     assert parse_json_object(b'{"time_step_limit": [0.0, Infinity]}', allows_nan=True)["time_step_limit"][1] > 1e300
 
 
-def test_a_file_of_somebody_else_is_regular_and_has_an_end(tmp_path: Path):
+def test_regular_file_reader_rejects_large_and_endless_files(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_bytes(b"x" * 100)
     assert read_regular_file(path, 100) == b"x" * 100
@@ -126,7 +126,7 @@ def test_a_file_of_somebody_else_is_regular_and_has_an_end(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_a_model_folder_whose_files_have_no_end_is_refused_by_name(tmp_path: Path, name: str):
+def test_endless_model_file_is_rejected_by_name(tmp_path: Path, name: str):
     for each in ("config.json", "tokenizer.json"):
         (tmp_path / each).write_bytes((MODEL / each).read_bytes())
     (tmp_path / name).unlink(missing_ok=True)
@@ -139,14 +139,14 @@ def test_a_model_folder_whose_files_have_no_end_is_refused_by_name(tmp_path: Pat
         read_model_files(tmp_path)
 
 
-def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path):
+def test_oversized_tokenizer_is_rejected(tmp_path: Path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate((256 << 20) + 1)
     with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read: .* has more than 268,435,456 bytes"):
         Tokenizer.open(tmp_path)
 
 
-def test_folders_are_made_durably_from_the_first_that_was_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_are_created_durably_from_first_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else a file that was synced could be gone with its folder."""
     synced: list[str] = []
     monkeypatch.setattr(files.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))

@@ -26,7 +26,7 @@ from spmd_worker.base.process import (
 )
 
 
-def test_a_process_is_known_by_its_birth_and_a_zombie_is_gone():
+def test_process_start_time_identifies_it_and_excludes_zombies():
     own = start_time_of(os.getpid())
     assert own is not None
     assert own > 0
@@ -39,7 +39,7 @@ def test_a_process_is_known_by_its_birth_and_a_zombie_is_gone():
     assert parent_of(child.pid) is None
 
 
-def test_what_a_thread_computed_is_known_and_nothing_of_one_that_is_not_there():
+def test_thread_cpu_time_is_measured_unless_gone():
     is_there, may_go = threading.Event(), threading.Event()
     idle = threading.Thread(target=lambda: (is_there.set(), may_go.wait()))
     idle.start()
@@ -55,7 +55,7 @@ def test_what_a_thread_computed_is_known_and_nothing_of_one_that_is_not_there():
     assert cpu_seconds_of(2**22 + 1) is None
 
 
-def test_a_process_about_which_nothing_can_be_told_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+def test_unreadable_process_is_not_assumed_dead(monkeypatch: pytest.MonkeyPatch):
     """With too many files open /proc cannot be read, and every other rank would look dead."""
 
     def fail(*arguments: object, **options: object) -> str:
@@ -67,7 +67,7 @@ def test_a_process_about_which_nothing_can_be_told_is_not_taken_for_dead(monkeyp
     assert cpu_seconds_of(os.getpid()) is None
 
 
-def test_a_process_is_found_by_its_parent_and_known_by_its_variables_and_its_state():
+def test_child_process_reveals_variables_and_state():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"OURS": "a=b", "X": ""})
     try:
         # Until it is another program than this one.
@@ -83,7 +83,7 @@ def test_a_process_is_found_by_its_parent_and_known_by_its_variables_and_its_sta
     assert (state_of(child.pid), variables_of(child.pid)) == (None, None)
 
 
-def test_a_system_that_does_not_say_which_node_this_is_gives_no_name(monkeypatch: pytest.MonkeyPatch):
+def test_node_name_is_empty_when_unreadable(monkeypatch: pytest.MonkeyPatch):
     """Two nodes without a name are not taken for one."""
 
     def fail(*arguments: object) -> str:
@@ -100,7 +100,7 @@ def test_a_system_that_does_not_say_which_node_this_is_gives_no_name(monkeypatch
         (resource.RLIMIT_NOFILE, (64, 128), "RLIMIT_NOFILE is 128 open files, and a rank needs 256"),
     ],
 )
-def test_limits_that_are_too_small_are_said(
+def test_resource_limits_too_small_are_rejected(
     monkeypatch: pytest.MonkeyPatch, limit: int, values: tuple[int, int], message: str
 ):
     limits = {resource.RLIMIT_STACK: (8 << 20, resource.RLIM_INFINITY), resource.RLIMIT_NOFILE: (1024, 4096)}
@@ -116,7 +116,7 @@ def test_limits_that_are_too_small_are_said(
     process.check_limits()
 
 
-def test_open_files_are_asked_for_where_the_hard_limit_allows_them(monkeypatch: pytest.MonkeyPatch):
+def test_open_file_limit_is_raised_within_hard_limit(monkeypatch: pytest.MonkeyPatch):
     changed: list[tuple[int, tuple[int, int]]] = []
     limits = {resource.RLIMIT_STACK: (8 << 20, 8 << 20), resource.RLIMIT_NOFILE: (64, 4096)}
     monkeypatch.setattr(process.resource, "getrlimit", lambda which: limits[which])
@@ -126,7 +126,7 @@ def test_open_files_are_asked_for_where_the_hard_limit_allows_them(monkeypatch: 
 
 
 @pytest.mark.parametrize("limits", ["ulimit -s 256", "ulimit -n 64"])
-def test_the_command_says_so_in_place_of_a_crash(limits: str):
+def test_command_reports_low_limits_instead_of_crashing(limits: str):
     command = f"{limits}; exec {sys.executable} {Path(__file__).resolve().parents[2] / 'launch.py'} --version"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 1

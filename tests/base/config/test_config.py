@@ -56,23 +56,23 @@ def error_result(*overrides: str, extra_dir: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", ["Ann's sets", "a\\'b", "ends in \\", "[x]={y}, ü"])
-def test_a_folder_of_sets_may_have_any_name(tmp_path: Path, name: str):
+def test_config_folder_accepts_any_name(tmp_path: Path, name: str):
     folder = tmp_path / name / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\nseed: 41\n")
     assert composed("experiment=mine", extra_dir=folder.parent).seed == 41
 
 
-def test_the_defaults_of_the_dataclasses_are_the_defaults_of_a_run():
+def test_composed_defaults_equal_the_dataclass_defaults():
     assert composed() == RunConfig()
 
 
-def test_conf_has_no_default_value_of_its_own():
+def test_conf_holds_no_default_values():
     assert list(yaml.safe_load((CONF / "config.yaml").read_text())) == ["defaults"]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_file_in_conf_composes(choice: str):
+def test_conf_files_all_compose(choice: str):
     config = composed(choice)
     group, _, name = choice.partition("=")
     for key, value in (yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}).items():
@@ -80,30 +80,31 @@ def test_every_file_in_conf_composes(choice: str):
             assert getattr(getattr(config, group), key) == value
 
 
-def test_every_yaml_file_of_conf_can_be_chosen():
+def test_conf_choices_list_every_yaml_file():
     files = [path.relative_to(CONF).with_suffix("") for path in CONF.rglob("*.yaml") if path.name != "config.yaml"]
     assert sorted(f"{path.parent}={path.name}" for path in files) == sorted(CHOICES)
     assert len(CHOICES) >= 10
 
 
-def test_the_keys_people_type_exist():
+def test_config_keys_of_users_exist():
     for group, names in KEYS.items():
         assert set(names) <= {spec.name for spec in dataclasses.fields(getattr(RunConfig(), group))}, group
 
 
-def test_the_command_line_wins_over_a_named_set_and_a_named_set_over_the_default():
+def test_command_line_overrides_named_set_and_default():
+    """Precedence: the command line, then a named set, then the default."""
     assert composed("cache=tiny").cache.num_blocks == 64
     assert composed("cache=tiny", "cache.num_blocks=99").cache == CacheConfig(num_blocks=99)
     assert composed("experiment=demo", "parallel.tensor_parallel_size=1").parallel.tensor_parallel_size == 1
 
 
-def test_a_plus_before_a_key_makes_no_difference():
+def test_key_ignores_a_plus_prefix():
     assert composed("+cache.num_blocks=3", "++seed=2", "+experiment=demo") == composed(
         "cache.num_blocks=3", "seed=2", "experiment=demo"
     )
 
 
-def test_a_folder_of_ones_own_adds_named_sets(tmp_path: Path):
+def test_user_config_folder_adds_named_sets(tmp_path: Path):
     folder = tmp_path / "with = and (brackets)"
     (folder / "experiment").mkdir(parents=True)
     (folder / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\ncache:\n  num_blocks: 5\n")
@@ -112,7 +113,7 @@ def test_a_folder_of_ones_own_adds_named_sets(tmp_path: Path):
     assert "mine" in named_sets([CONF, folder])["experiment"]
 
 
-def test_what_is_composed_is_frozen_and_plain():
+def test_composed_config_is_frozen_and_plain():
     config = composed("sampling.stop=[a,'b c']")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.cache.num_blocks = 3  # type: ignore[misc]  # frozen, which is the point
@@ -121,13 +122,13 @@ def test_what_is_composed_is_frozen_and_plain():
     assert config.sampling.given() == {"stop": ["a", "b c"]}
 
 
-def test_values_that_hydra_gives_a_meaning_can_be_quoted():
+def test_quoted_values_escape_hydra_syntax():
     assert composed("job.input='a=b (1).jsonl'").job.input == "a=b (1).jsonl"
     assert composed("model.path='/ü/x'").model.path == "/ü/x"
     assert composed("job.input=-").job.input == "-"
 
 
-def test_a_configuration_is_yaml_that_can_be_read_again():
+def test_config_yaml_can_be_read_again():
     config = composed("experiment=demo")
     assert yaml.safe_load(as_yaml(config)) == dataclasses.asdict(config)
 
@@ -156,20 +157,20 @@ MISSPELLED = [
 
 @pytest.mark.guarantee("A misspelled key is named")
 @pytest.mark.parametrize(("override", "message"), MISSPELLED)
-def test_a_misspelled_key_is_named_with_the_keys_it_may_have_meant(override: str, message: str):
+def test_misspelled_key_error_suggests_near_keys(override: str, message: str):
     assert error_result(override).startswith(message)
 
 
 @pytest.mark.control("A misspelled key is named")
 @pytest.mark.parametrize(("override", "message"), MISSPELLED)
-def test_the_check_sees_a_key_that_is_not_named_and_one_that_is_passed_over(
+def test_misspelled_key_check_detects_unnamed_or_ignored_key(
     monkeypatch: pytest.MonkeyPatch,
     override: str,
     message: str,
     control,
 ):
     """Negative control: no key is near; a sentence without the key; keys that nobody knows are left out."""
-    check = test_a_misspelled_key_is_named_with_the_keys_it_may_have_meant
+    check = test_misspelled_key_error_suggests_near_keys
     if "did you mean" in message:
         monkeypatch.setattr(compose_module, "_nearest_keys", lambda key: [])
         with control():
@@ -264,13 +265,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
-def test_a_bad_value_is_one_sentence_with_key_value_and_rule(override: str, message: str):
+def test_config_error_is_one_sentence_with_its_rule(override: str, message: str):
     said = error_result(override)
     assert said.startswith(message)
     assert "\n" not in said
 
 
-def test_a_value_that_cannot_be_read_comes_back_in_the_quotes_it_needs():
+def test_config_error_quotes_an_unreadable_value():
     said = error_result("executor.worker_cls=a=b (1)")
     assert said.startswith("executor.worker_cls=a=b (1) cannot be read:")
     assert said.endswith("as in \"executor.worker_cls='a=b (1)'\"")
@@ -281,7 +282,7 @@ ODD += ["-x", "+x", "@x", "007", "true", "1e3"]
 
 
 @pytest.mark.finding(number="D10")
-def test_demo_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_demo_set_resolves_paths_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = composed("experiment=demo")
     assert config.model.path == str(CONF.parent / "scripts/demo/model")
@@ -292,7 +293,7 @@ def test_demo_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.finding(number="D10")
-def test_demo_says_what_an_installed_package_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_demo_error_names_files_missing_from_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(CONF, tmp_path / "conf")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^model\.path=scripts/demo/model is in the repository, and not in an inst"):
@@ -312,7 +313,7 @@ def path_values(config: RunConfig) -> list[str | None]:
 
 
 @pytest.mark.matrix
-def test_a_path_is_taken_as_the_shell_gives_it():
+def test_config_paths_equal_the_shell_arguments():
     """All keys at once: composing takes long. Each odd value is that of two keys."""
 
     def of_all(*values: str, **options: str) -> list[str | None]:
@@ -334,14 +335,14 @@ def test_a_path_is_taken_as_the_shell_gives_it():
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_an_odd_path_changes_no_other_key(key: str):
+def test_odd_path_leaves_other_keys_unchanged(key: str):
     number = PATHS.index(key)
     plain = path_values(composed())
     for found in (composed(f"{key}=a=b (1)"), composed(paths={key: "a=b (1)"})):
         assert path_values(found) == [*plain[:number], "a=b (1)", *plain[number + 1 :]]
 
 
-def test_a_tilde_is_the_home_folder_and_only_at_the_beginning(monkeypatch: pytest.MonkeyPatch):
+def test_tilde_expands_only_at_the_path_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     job = composed("job.input=~/rows.jsonl", "job.output=out~/~", paths={"job.run_dir": "~/run"}).job
     assert (job.input, job.output, job.run_dir) == ("/home/somebody/rows.jsonl", "out~/~", "/home/somebody/run")
@@ -362,7 +363,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), FILES, ids=["key", "value", "set", "group", "yaml"])
-def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
+def test_config_error_names_the_bad_file(tmp_path: Path, text: str, message: str):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\n{text}")
     said = error_result("experiment=bad", extra_dir=tmp_path)
@@ -371,7 +372,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
     assert "bad.yaml" in said or "gone" in said
 
 
-def test_limits_are_checked_and_defaults_beyond_them_are_refused():
+def test_limits_reject_bad_values_and_larger_defaults():
     assert error_result("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
     assert error_result("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
     assert error_result("limits.max_nesting=1000") == "limits.max_nesting=1000 must be at most 256"
@@ -384,7 +385,7 @@ def test_limits_are_checked_and_defaults_beyond_them_are_refused():
     )
 
 
-def test_a_host_tier_without_prefix_blocks_or_without_digests_is_refused_with_the_way_out():
+def test_host_tier_requires_prefix_caching_and_digests():
     assert error_result("cache.host_tier_gib=2", "cache.enable_prefix_caching=false") == (
         "cache.host_tier_gib=2 keeps prefix blocks, and cache.enable_prefix_caching=false makes none: enable it, or "
         "leave cache.host_tier_gib at 0"
@@ -396,7 +397,7 @@ def test_a_host_tier_without_prefix_blocks_or_without_digests_is_refused_with_th
     assert error_result("cache.swap_space_gib=-1") == "cache.swap_space_gib=-1.0 must be 0 or more"
 
 
-def test_dataclasses_made_by_hand_are_checked_like_a_command_line():
+def test_config_dataclasses_check_values_like_command_line():
     with pytest.raises(ConfigError, match=r"executor.digest_every=-1 must be 0 or more"):
         ExecutorConfig(digest_every=-1)
     with pytest.raises(ConfigError, match="raise the first or lower the second"):
@@ -430,14 +431,14 @@ WRONG_TYPES = [
 
 
 @pytest.mark.parametrize(("record", "values", "message"), WRONG_TYPES, ids=[each[2][:40] for each in WRONG_TYPES])
-def test_a_value_of_another_type_is_the_command_lines_sentence(record: type, values: dict[str, object], message: str):
+def test_config_dataclass_rejects_values_of_another_type(record: type, values: dict[str, object], message: str):
     """`seed="x"` once passed, and `max_num_seqs="8"` was a TypeError from inside."""
     with pytest.raises(ConfigError) as refused:
         record(**values)
     assert str(refused.value) == message
 
 
-def test_every_key_of_a_run_is_checked_by_its_annotation():
+def test_config_annotations_check_every_key():
     """Negative control of the table: no key is left out, whatever is added."""
     for record in (
         RunConfig,
@@ -448,7 +449,7 @@ def test_every_key_of_a_run_is_checked_by_its_annotation():
                 record(**{spec.name: object()})
 
 
-def test_numbers_are_kept_as_pythons_own():
+def test_config_numbers_become_python_int_and_float():
     """numpy's and torch's integers are whole numbers, a whole number is a number; ranks compare them as JSON."""
     cache = CacheConfig(num_blocks=np.int64(8), gpu_memory_utilization=np.float32(0.5), swap_space_gib=2)
     values = (cache.num_blocks, cache.gpu_memory_utilization, cache.swap_space_gib)

@@ -6,7 +6,7 @@ from driven_time import DrivenTime
 from waiting import wait_until
 
 
-def test_time_goes_on_to_the_moment_at_which_the_first_thread_stops_waiting():
+def test_driven_time_advances_to_the_earliest_waiter():
     time = DrivenTime()
     seen: list[tuple[str, float]] = []
 
@@ -26,7 +26,8 @@ def test_time_goes_on_to_the_moment_at_which_the_first_thread_stops_waiting():
     assert (time.now_s, seen) == (7.0, [("early", 3.0), ("late", 7.0)])
 
 
-def test_an_event_ends_a_wait_without_a_second_passing_and_a_limit_ends_it_without_the_event():
+def test_driven_wait_ends_at_event_or_limit():
+    """An event ends the wait without time passing; the limit ends it without the event."""
     time = DrivenTime()
     clock, event = time.clock(), threading.Event()
     assert not clock.wait(event, 2.0)

@@ -160,7 +160,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_the_cause_is(name: str):
+def test_diagnosis_names_the_cause(name: str):
     statuses, expected, text = CAUSES[name]
     diagnosis = diagnose(statuses, LATE_S)
     assert diagnosis is not None
@@ -171,7 +171,7 @@ def test_the_cause_is(name: str):
     )
 
 
-def test_there_is_no_diagnosis_while_all_are_well():
+def test_diagnosis_is_none_when_all_ranks_are_well():
     assert (
         diagnose(
             [well(0), well(1), replace(well(2), last_heartbeat=last_heartbeat(2, has_ended=True), heard_ago_s=99.0)],
@@ -181,7 +181,7 @@ def test_there_is_no_diagnosis_while_all_are_well():
     )
 
 
-def test_effects_wait_for_their_cause():
+def test_secondary_failures_wait_for_their_cause():
     """A rank that leaves because of another must not be named while the other's failure may still show."""
     for statuses, at_s in (
         ([SECONDARY, RAISED], GATHER_S),
@@ -192,13 +192,13 @@ def test_effects_wait_for_their_cause():
         assert diagnose(statuses, at_s) is not None
 
 
-def test_a_rank_that_left_because_of_another_is_not_taken_for_the_dead_one():
+def test_departed_secondary_rank_is_not_diagnosed_as_cause():
     left = replace(SECONDARY, is_gone=True)
     assert diagnose([left, RAISED], LATE_S).ranks == (1,)
     assert diagnose([left, SILENT], LATE_S).ranks == (3,)
 
 
-def test_a_rank_that_ended_well_is_neither_silent_nor_gone():
+def test_ended_rank_is_neither_silent_nor_gone():
     ended = RankStatus(1, last_heartbeat(1, has_ended=True), 60.0)
     assert not ended.is_silent
     assert not ended.is_living
@@ -209,12 +209,12 @@ def test_a_rank_that_ended_well_is_neither_silent_nor_gone():
     assert diagnose([SECONDARY, ended, SILENT], LATE_S).ranks == (3,)
 
 
-def test_a_rank_that_ended_because_of_another_is_not_to_blame():
+def test_ended_secondary_rank_is_not_blamed():
     ended = failed(1, FailureKind.SECONDARY, "rank 1 raised RuntimeError at step 812: gloo", has_ended=True)
     assert diagnose([SECONDARY, ended], LATE_S).text == SECONDARY.failure.text
 
 
-def test_the_rank_status_has_one_line_a_rank():
+def test_rank_status_has_one_line_per_rank():
     statuses = [
         well(0, is_waiting=True, where="channel.py:4 broadcast", phase_age_s=2.0),
         replace(RAISED, heard_ago_s=0.25),
@@ -239,7 +239,7 @@ def test_the_rank_status_has_one_line_a_rank():
     ]
 
 
-def test_a_long_exception_takes_one_line():
+def test_rank_status_truncates_long_exceptions():
     line = status_lines([failed(0, FailureKind.PRIMARY, "rank 0 raised ValueError: " + "x" * 500 + "\nmore")])[0]
     assert line.endswith("xxx...")
     assert len(line) < 220
@@ -258,17 +258,17 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "expected"), ERRORS)
-def test_an_error_that_another_rank_caused_is_secondary(error: Exception, expected: bool):
+def test_error_from_another_rank_is_secondary(error: Exception, expected: bool):
     assert is_secondary(error) == expected
 
 
-def test_a_failure_names_rank_exception_and_place():
+def test_failure_text_names_rank_exception_and_step():
     assert describe(ValueError("boom"), 1, 812, "execute") == "rank 1 raised ValueError at step 812: boom"
     assert describe(KeyError("w"), 2, 0, "loading the model") == "rank 2 raised KeyError while loading the model: 'w'"
     assert describe(RankFailedError("rank 3 is gone"), 2, 5, "lockstep") == "rank 3 is gone"
 
 
-def test_where_in_its_sources_gloo_noticed_is_left_out():
+def test_failure_text_omits_gloo_source_location():
     error = RuntimeError(
         "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:406: Connection "
         "reset by peer. This is typically caused by a remote worker crashing. Check the logs of the remote worker."
@@ -280,7 +280,7 @@ def test_where_in_its_sources_gloo_noticed_is_left_out():
     assert describe(ValueError(own), 1, 7, "execute") == f"rank 1 raised ValueError at step 7: {own}"
 
 
-def test_what_every_rank_knows_has_an_exit_code_of_its_own():
+def test_explained_errors_have_their_own_exit_codes():
     assert explained_exit_code(ReplicaDivergedError("x")) == 70
     assert explained_exit_code(RanksDisagreeError("x")) == 70
     assert explained_exit_code(ConfigError("x")) == 1

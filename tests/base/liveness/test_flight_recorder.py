@@ -5,7 +5,7 @@ from pathlib import Path
 from spmd_worker.base.liveness.flight_recorder import flight_recorder_variables
 
 
-def test_it_is_on_and_writes_into_the_run_directory(tmp_path: Path):
+def test_flight_recorder_writes_into_the_run_directory(tmp_path: Path):
     assert flight_recorder_variables({}, tmp_path) == {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
@@ -16,6 +16,7 @@ def test_it_is_on_and_writes_into_the_run_directory(tmp_path: Path):
     }
 
 
-def test_what_the_user_set_under_either_name_is_left_alone(tmp_path: Path):
+def test_flight_recorder_keeps_user_variables(tmp_path: Path):
+    """A variable set under either of its two names is not overridden."""
     own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/x"}
     assert list(flight_recorder_variables(own, tmp_path)) == ["TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"]

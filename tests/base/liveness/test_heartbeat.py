@@ -38,7 +38,7 @@ MODULES_THAT_WAIT = [
 ]
 
 
-def test_the_phases_of_a_step_follow_one_another():
+def test_heartbeat_phases_follow_the_step():
     last_heartbeat = Heartbeat()
     times = StepTimes(last_heartbeat)
     seen = [last_heartbeat.now]
@@ -60,7 +60,7 @@ def test_the_phases_of_a_step_follow_one_another():
     ]
 
 
-def test_with_several_steps_under_way_phases_come_in_another_order_and_each_is_a_move():
+def test_heartbeat_phases_interleave_with_steps_in_flight():
     """A step is begun while two others are in flight, of which the older is then taken in."""
     last_heartbeat = Heartbeat()
     times = StepTimes(last_heartbeat)
@@ -78,7 +78,7 @@ def test_with_several_steps_under_way_phases_come_in_another_order_and_each_is_a
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_saying_where_a_step_is_takes_less_than_a_microsecond_or_two():
+def test_heartbeat_enter_takes_under_ten_microseconds():
     last_heartbeat = Heartbeat()
     started_s = time.perf_counter()
     for _ in range(10_000):
@@ -86,7 +86,7 @@ def test_saying_where_a_step_is_takes_less_than_a_microsecond_or_two():
     assert (time.perf_counter() - started_s) / 10_000 < 10e-6
 
 
-def test_a_heartbeat_survives_its_way():
+def test_heartbeat_survives_packing():
     last_heartbeat = RankHeartbeat(
         1, "a b", 77, 5, 3, 812, "execute", 1.5, "x.py:3 f", True, False, Failure(FailureKind.PRIMARY, "é", 1, 2)
     )
@@ -95,12 +95,12 @@ def test_a_heartbeat_survives_its_way():
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"failure": {"kind": "odd"}}', b'{"failure": null, "x": 1}'])
-def test_what_is_no_heartbeat_is_refused(payload: bytes):
+def test_heartbeat_unpack_rejects_invalid_payload(payload: bytes):
     with pytest.raises(ValueError):
         RankHeartbeat.unpack(payload)
 
 
-def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_thread_location_names_line_and_waiting(monkeypatch: pytest.MonkeyPatch):
     is_there, may_go = threading.Event(), threading.Event()
 
     def stand_still() -> None:
@@ -127,7 +127,7 @@ class StandInFrame:
     """A frame that remembers whether garbage may be collected while the frame that called it is asked for."""
 
     f_globals: ClassVar[dict[str, object]] = {}
-    f_code = test_what_is_no_heartbeat_is_refused.__code__
+    f_code = test_heartbeat_unpack_rejects_invalid_payload.__code__
     f_lineno = 1
 
     def __init__(self, asked: list[bool], depth: int) -> None:
@@ -143,24 +143,24 @@ def asked_while_walking(monkeypatch: pytest.MonkeyPatch, *, collects_at_allocati
     asked: list[bool] = []
     monkeypatch.setattr(heartbeat, "_COLLECTS_AT_ALLOCATIONS", collects_at_allocations)
     monkeypatch.setattr(sys, "_current_frames", lambda: {1: StandInFrame(asked, 3)})
-    assert location_of(1)[0].endswith(":1 test_what_is_no_heartbeat_is_refused")
+    assert location_of(1)[0].endswith(":1 test_heartbeat_unpack_rejects_invalid_payload")
     return asked
 
 
-def test_nothing_is_collected_while_a_threads_frames_are_walked(monkeypatch: pytest.MonkeyPatch):
+def test_frame_walk_disables_garbage_collection(monkeypatch: pytest.MonkeyPatch):
     """To ask a frame for its caller makes an object; a finalizer run there could let the thread leave those frames."""
     assert gc.isenabled()
     assert asked_while_walking(monkeypatch, collects_at_allocations=True) == [False] * 4
     assert gc.isenabled()
 
 
-def test_a_walk_in_which_garbage_may_be_collected_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_frame_walk_check_detects_garbage_collection(monkeypatch: pytest.MonkeyPatch):
     """Negative control: as it is where the interpreter does not collect at allocations."""
     assert asked_while_walking(monkeypatch, collects_at_allocations=False) == [True] * 4
 
 
 @pytest.mark.parametrize("name", MODULES_THAT_WAIT)
-def test_a_thread_in_a_module_that_waits_for_ranks_is_seen_to_wait(name: str):
+def test_thread_in_waiting_module_is_seen_waiting(name: str):
     """A copy of the module's namespace, with a function that waits in it."""
     namespace = {**vars(importlib.import_module(name)), "is_there": threading.Event(), "may_go": threading.Event()}
     exec("def stand_still():\n    is_there.set()\n    may_go.wait()", namespace)
@@ -222,14 +222,14 @@ def looking_at_threads(way: str, num_looks: int, looks: Path) -> Iterator[subpro
         process.wait()
 
 
-def test_looking_at_threads_while_others_start_and_garbage_is_collected_waits_for_nobody(tmp_path: Path):
+def test_current_frames_never_deadlocks_with_threads_and_collection(tmp_path: Path):
     with looking_at_threads("ours", NUM_LOOKS, tmp_path / "looks") as process:
         assert process.wait(LIMIT_S) == 0
     assert (tmp_path / "looks").stat().st_size == 1 + NUM_LOOKS
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 11, 9), reason="Python 3.11.9 collects nothing meanwhile")
-def test_the_interpreters_own_way_to_look_waits_for_ever(tmp_path: Path):
+def test_current_frames_check_detects_interpreter_deadlock(tmp_path: Path):
     """Negative control: sooner or later no look comes any more. Whether that takes long decides nothing."""
     looks, seen = tmp_path / "looks", [-1]
 
@@ -243,7 +243,7 @@ def test_the_interpreters_own_way_to_look_waits_for_ever(tmp_path: Path):
         assert process.poll() is None
 
 
-def test_who_collects_no_garbage_does_not_after_a_look_either():
+def test_current_frames_leaves_garbage_collection_disabled():
     gc.disable()
     try:
         assert threading.get_ident() in current_frames()

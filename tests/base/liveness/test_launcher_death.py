@@ -61,7 +61,7 @@ def does(tmp_path: Path, doing: str) -> bool:
     [(2, ""), (2, "joins the other ranks"), pytest.param(1, "answers rows", marks=pytest.mark.matrix)],
     ids=["imports", "joining", "the only rank"],
 )
-def test_a_rank_ends_with_its_launcher(tmp_path: Path, num_ranks: int, doing: str):
+def test_rank_ends_with_its_launcher(tmp_path: Path, num_ranks: int, doing: str):
     """The only rank of a job went on alone: its watchdog leaves all but a hang to the main thread."""
     launcher, pid = start_rank(tmp_path, num_ranks)
     with launcher:
@@ -84,7 +84,7 @@ def death_signals(source: str, **environment: str) -> list[int]:
 
 
 @pytest.mark.guarantee("Ranks end with torchrun")
-def test_the_kernel_is_told_by_our_command_alone():
+def test_death_signal_is_set_by_our_command_only():
     ours = death_signals("end_with_launcher(); print(death_signal()); outlive_parent(); print(death_signal())")
     assert ours == [signal.SIGKILL, 0]
     theirs = death_signals("""
@@ -96,7 +96,7 @@ with LLM(sys.argv[1], num_blocks=64):
     assert theirs == [0]
 
 
-def test_nobody_but_torchrun_is_taken_for_the_launcher(monkeypatch: pytest.MonkeyPatch):
+def test_launcher_is_recognised_only_under_torchrun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("spmd_worker.base.process.end_with_parent", lambda parent: pytest.fail("the parent is watched"))
     end_with_launcher({})
     end_with_launcher({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "0"})
@@ -107,9 +107,7 @@ def test_nobody_but_torchrun_is_taken_for_the_launcher(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("command", "is_orphan"), [("/sbin/init splash", True), ("python3 -m torch.distributed.run", False)]
 )
-def test_one_whose_launcher_ended_before_its_first_line_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, command: str, is_orphan: bool
-):
+def test_orphaned_rank_exits_at_once(monkeypatch: pytest.MonkeyPatch, command: str, is_orphan: bool):
     """Adopted by the first process of the machine, which in a container may be torchrun itself."""
     monkeypatch.setattr("spmd_worker.base.process.os.getppid", lambda: 1)
     monkeypatch.setattr("spmd_worker.base.process.command_of", lambda pid: command)

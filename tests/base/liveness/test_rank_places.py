@@ -37,18 +37,19 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("statuses", APART)
-def test_ranks_that_stand_apart_are_said_once_after_a_while(statuses: list[RankStatus]):
+def test_diverged_ranks_are_reported_once_after_the_limit(statuses: list[RankStatus]):
     places = RankPlaces(LIMIT_S)
     assert [places.look(now_s, statuses) for now_s in (0.0, 9.9, 10.0, 11.0, 500.0)] == [None, None, 10.0, None, None]
 
 
 @pytest.mark.parametrize("statuses", TOGETHER)
-def test_ranks_that_work_or_wait_together_are_not(statuses: list[RankStatus]):
+def test_ranks_working_or_waiting_together_are_not_reported(statuses: list[RankStatus]):
     places = RankPlaces(LIMIT_S)
     assert [places.look(now_s, statuses) for now_s in (0.0, 10.0, 500.0)] == [None] * 3
 
 
-def test_a_rank_that_moves_begins_anew_and_one_that_only_works_does_not_move():
+def test_divergence_limit_restarts_when_a_rank_moves():
+    """A rank that only works does not move."""
     places = RankPlaces(LIMIT_S)
     waits = status(1, "lockstep", GATHER)
     assert places.look(0.0, [status(0, BETWEEN_STEPS), waits]) is None
@@ -63,7 +64,7 @@ def test_a_rank_that_moves_begins_anew_and_one_that_only_works_does_not_move():
 
 
 @pytest.mark.parametrize(("rank", "num_said"), [(0, 1), (1, 0)])
-def test_the_watchdog_of_the_first_rank_logs_where_each_is(
+def test_watchdog_of_rank_0_logs_diverged_ranks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, num_said: int
 ):
     own = Watchdog(Watched(rank, (0, 1), 3 * LIMIT_S), lambda: HeartbeatStore(MadeUpStore(), "watch"))

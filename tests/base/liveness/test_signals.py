@@ -66,7 +66,7 @@ def num_kept(folder: Path) -> int:
     return len(list(read_journal(folder / "out.jsonl.run")))
 
 
-def test_a_signal_for_a_forked_process_ends_that_alone(monkeypatch: pytest.MonkeyPatch):
+def test_signal_in_forked_process_ends_only_that_process(monkeypatch: pytest.MonkeyPatch):
     """It was written into the pipe of its parent, which ended, and the child went on."""
     seen: SimpleQueue[int] = SimpleQueue()
     monkeypatch.setattr(EndingSignals, "_end_soon", lambda self, number: seen.put(number))
@@ -83,7 +83,7 @@ def test_a_signal_for_a_forked_process_ends_that_alone(monkeypatch: pytest.Monke
     assert seen.empty()
 
 
-def test_uninstalled_signals_have_left_no_thread(monkeypatch: pytest.MonkeyPatch):
+def test_uninstalled_signals_leave_no_thread(monkeypatch: pytest.MonkeyPatch):
     """One that takes its time to leave."""
     run = EndingSignals._run
     monkeypatch.setattr(EndingSignals, "_run", lambda self, reader: (run(self, reader), time.sleep(0.3)))
@@ -95,7 +95,7 @@ def test_uninstalled_signals_have_left_no_thread(monkeypatch: pytest.MonkeyPatch
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_uninstalled_signals_end_nothing_later():
+def test_uninstalled_signals_cancel_the_drain_timer():
     """A program that drained in time, in a process that goes on."""
     ending = EndingSignals(lambda: None, lambda number: None, 0.0, drain=lambda: None, drain_s=LIMIT_S)
     ending.install()
@@ -135,7 +135,7 @@ def acted_on(numbers: list[signal.Signals], keep: Callable[[], None]) -> Iterato
         assert not each.is_alive()
 
 
-def test_a_signalled_process_that_is_telling_why_stays_until_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_signalled_process_exits_after_its_report(monkeypatch: pytest.MonkeyPatch):
     """By count: it looks until it has been told, but not for ever."""
     for num_busy, num_looks in ((0, 1), (3, 4), (10**6, 30)):
         looks, waits, codes = [], [], []
@@ -164,7 +164,7 @@ SIGNALS = pytest.mark.parametrize(
 @pytest.mark.guarantee("Exit codes 143, 138, 130")
 @ended_in_a_thread
 @SIGNALS
-def test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, number, code):
+def test_signalled_process_exits_when_the_disk_hangs(monkeypatch: pytest.MonkeyPatch, number, code):
     assert exit_code_of(monkeypatch, number) == code
 
 
@@ -180,18 +180,18 @@ def exit_code_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> int
 @pytest.mark.control("Exit codes 143, 138, 130")
 @ended_in_a_thread
 @SIGNALS
-def test_the_check_sees_an_exit_code_that_is_another(monkeypatch: pytest.MonkeyPatch, number, code):
+def test_signal_check_detects_another_exit_code(monkeypatch: pytest.MonkeyPatch, number, code):
     """Negative control: a process that ends with the number of its signal alone."""
     for end in ("_end_soon", "_leave"):
         monkeypatch.setattr(EndingSignals, end, lambda self, number: os._exit(number))
     with pytest.raises(AssertionError, match=rf"assert {int(number)} == {code}"):
-        test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch, number, code)
+        test_signalled_process_exits_when_the_disk_hangs(monkeypatch, number, code)
 
 
 @ended_in_a_thread
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("of ours")], ids=repr)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_rows_that_cannot_be_kept_are_said_and_the_process_ends(monkeypatch, capsys, error: Exception, number):
+def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, error: Exception, number):
     exits = Exits(monkeypatch)
 
     def keep() -> None:
@@ -214,7 +214,7 @@ def test_rows_that_cannot_be_kept_are_said_and_the_process_ends(monkeypatch, cap
     ],
     ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
 )
-def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expected: bytes, numbers, exit_codes):
+def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numbers, exit_codes):
     write_rows(tmp_path)
     # Steps are written at once, so that the test sees how far the job is.
     process = start(tmp_path, is_slow=True)
@@ -233,7 +233,7 @@ def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expect
 
 
 @pytest.mark.control("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
-def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
+def test_signal_check_detects_rows_lost_without_commits(tmp_path: Path):
     """The control: what the other tests find was kept because of the signal."""
     write_rows(tmp_path)
     process = start(tmp_path, is_slow=True)
@@ -244,7 +244,7 @@ def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
 
 
 @pytest.mark.matrix
-def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: bytes):
+def test_warned_ranks_keep_finished_rows(tmp_path: Path, expected: bytes):
     write_rows(tmp_path)
     script = slow_after(FIRST_STEPS, tmp_path)
     attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, torchrun=(), script=script)
@@ -261,9 +261,7 @@ def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: b
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.stress)])
-def test_with_max_restarts_a_killed_rank_is_no_end_and_the_job_resumes_by_itself(
-    tmp_path: Path, expected: bytes, victim: int
-):
+def test_killed_rank_resumes_by_itself_with_max_restarts(tmp_path: Path, expected: bytes, victim: int):
     write_rows(tmp_path)
     script = slow_after(FIRST_STEPS, tmp_path)
     attempt = Attempt(tmp_path, "two shards", torchrun=("--max-restarts", "2"), script=script)

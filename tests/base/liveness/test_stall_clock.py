@@ -22,7 +22,7 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> MadeUpThread:
     return MadeUpThread(monkeypatch)
 
 
-def test_a_stall_counts_from_the_last_move(thread: MadeUpThread):
+def test_stall_counts_from_the_last_move(thread: MadeUpThread):
     last_heartbeat = Heartbeat()
     last_heartbeat.enter("execute", 3)
     stall = StallClock(last_heartbeat)
@@ -35,7 +35,8 @@ def test_a_stall_counts_from_the_last_move(thread: MadeUpThread):
     assert (stall.age_s, stall.stalled_s) == (2.0, 2.0)
 
 
-def test_a_slow_step_that_computes_is_no_stall_and_one_that_stops_computing_is(thread: MadeUpThread):
+def test_stall_ends_while_the_step_computes(thread: MadeUpThread):
+    """A slow step that computes is no stall; one that stops computing is."""
     last_heartbeat = Heartbeat()
     last_heartbeat.enter("execute", 1)
     stall = StallClock(last_heartbeat)
@@ -56,7 +57,8 @@ def test_a_slow_step_that_computes_is_no_stall_and_one_that_stops_computing_is(t
     assert stall.stalled_s == 200.0
 
 
-def test_computing_is_measured_over_a_second_whoever_looks_how_often(thread: MadeUpThread):
+def test_computing_is_measured_per_second_at_any_rate(thread: MadeUpThread):
+    """However often the clock is looked at."""
     last_heartbeat = Heartbeat()
     last_heartbeat.enter("execute", 1)
     stall = StallClock(last_heartbeat)
@@ -68,7 +70,7 @@ def test_computing_is_measured_over_a_second_whoever_looks_how_often(thread: Mad
     assert stall.stalled_s == pytest.approx(11.0)
 
 
-def test_where_waiting_computes_too_computing_is_no_progress(thread: MadeUpThread):
+def test_computing_is_no_progress_when_waiting_spins(thread: MadeUpThread):
     last_heartbeat = Heartbeat()
     last_heartbeat.enter("execute", 1)
     stall = StallClock(last_heartbeat, spins=True)
@@ -78,7 +80,7 @@ def test_where_waiting_computes_too_computing_is_no_progress(thread: MadeUpThrea
     assert stall.stalled_s == 3.0
 
 
-def test_a_rank_that_starts_may_take_its_time_and_not_wait_for_others_for_ever(thread: MadeUpThread):
+def test_starting_rank_stalls_only_while_waiting_for_others(thread: MadeUpThread):
     """A model that comes over a slow network, a compiler in another process, a lock: nothing here computes."""
     last_heartbeat = Heartbeat()
     last_heartbeat.enter("loading the model")
@@ -89,7 +91,7 @@ def test_a_rank_that_starts_may_take_its_time_and_not_wait_for_others_for_ever(t
     assert stall.stalled_s == 100.0
 
 
-def test_between_steps_no_time_is_too_long_and_closing_is_no_such_place(thread: MadeUpThread):
+def test_stall_never_counts_between_steps_but_while_closing(thread: MadeUpThread):
     last_heartbeat = Heartbeat()
     last_heartbeat.enter(BETWEEN_STEPS, 5)
     stall = StallClock(last_heartbeat)
@@ -101,7 +103,7 @@ def test_between_steps_no_time_is_too_long_and_closing_is_no_such_place(thread: 
     assert stall.stalled_s == 10.0
 
 
-def test_a_pause_of_the_whole_process_hardly_counts():
+def test_watch_clock_limits_a_pause_of_the_process():
     now_s = [1000.0]
     clock = WatchClock(lambda: now_s[0])
     now_s[0] += 0.25

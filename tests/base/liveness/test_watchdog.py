@@ -113,7 +113,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         each.stop()
 
 
-def test_an_exception_of_one_rank_ends_all_with_one_report(make, tmp_path: Path, capsys):
+def test_exception_ends_all_ranks_with_one_report(make, tmp_path: Path, capsys):
     ranks = make(3)
     ranks.start((0, 1, 2))
     for each in ranks.all:
@@ -136,7 +136,7 @@ def test_an_exception_of_one_rank_ends_all_with_one_report(make, tmp_path: Path,
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.2, 0.3, 0.6])
-def test_rank_0_reports_whenever_another_rank_fails(make, after_s: float):
+def test_rank_0_reports_failures_of_other_ranks(make, after_s: float):
     """It reads an alarm up to a period after it was raised; the rank that failed once took over just before."""
     ranks = make(2)
     ranks.start((0, 1))
@@ -146,7 +146,7 @@ def test_rank_0_reports_whenever_another_rank_fails(make, after_s: float):
     assert [each._exchange.is_reporter for each in ranks.all] == [True, False]
 
 
-def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
+def test_secondary_failure_is_not_reported_as_cause(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[0].fail(RankFailedError("rank 1 is gone"))
@@ -155,7 +155,7 @@ def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
     assert "error: rank 1 raised KeyError while loading the model: 'w'\n" in capsys.readouterr().err
 
 
-def test_the_lowest_living_rank_reports_where_rank_0_is_dead(make, capsys):
+def test_lowest_living_rank_reports_for_dead_rank_0(make, capsys):
     ranks = make(3)
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, start_time_of(dead.pid), 1, 5, "execute"))
@@ -169,7 +169,8 @@ def test_the_lowest_living_rank_reports_where_rank_0_is_dead(make, capsys):
     assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
 
 
-def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(make, monkeypatch, capsys):
+def test_silent_rank_is_named_and_killed_after_timeout(make, monkeypatch, capsys):
+    """Only a sibling process on this node is killed."""
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(ending.os, "kill", lambda *arguments: killed.append(arguments))
     ranks = make(2, timeout_s=4.0)
@@ -185,7 +186,7 @@ def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(mak
     silent.communicate(b"\n")
 
 
-def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
+def test_foreign_process_is_never_killed(make, monkeypatch):
     """Its number came over the network; only a sibling with the same birth is ended."""
     killed: list[int] = []
     monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
@@ -206,7 +207,7 @@ def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
     assert killed == [own]
 
 
-def test_a_rank_that_stopped_before_its_first_heartbeat_is_ended_by_what_it_was_started_as(monkeypatch):
+def test_rank_without_heartbeat_is_killed_by_its_environment(monkeypatch):
     killed: list[int] = []
     monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
     # This process stands for the launcher, or for a shell from which two jobs were started: its children are ranks.
@@ -232,9 +233,7 @@ def test_a_rank_that_stopped_before_its_first_heartbeat_is_ended_by_what_it_was_
 
 
 @pytest.mark.guarantee("A rank that does not move for timeout_s has failed")
-def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
-    make, tmp_path, caplog, capsys
-):
+def test_stuck_main_thread_warns_once_then_fails(make, tmp_path, caplog, capsys):
     ranks = make(1, timeout_s=20.0)
     ranks.start((0,))
     ranks.all[0].heartbeat.enter("execute", 7)
@@ -251,7 +250,7 @@ def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at
 
 
 @pytest.mark.control("A rank that does not move for timeout_s has failed")
-def test_the_test_sees_a_watchdog_to_which_no_main_thread_stands_still(
+def test_stall_check_detects_a_watchdog_that_never_stalls(
     make,
     tmp_path,
     caplog,
@@ -263,12 +262,10 @@ def test_the_test_sees_a_watchdog_to_which_no_main_thread_stands_still(
     never = property(lambda self: 0.0, lambda self, value: None)
     monkeypatch.setattr(stall_clock.StallClock, "stalled_s", never, raising=False)
     with control():
-        test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
-            make, tmp_path, caplog, capsys
-        )
+        test_stuck_main_thread_warns_once_then_fails(make, tmp_path, caplog, capsys)
 
 
-def test_a_main_thread_that_moves_is_left_alone(make, caplog):
+def test_moving_main_thread_is_left_alone(make, caplog):
     ranks = make(1, timeout_s=4.0)
     ranks.start((0,))
     for step in range(20):
@@ -281,7 +278,7 @@ def test_a_main_thread_that_moves_is_left_alone(make, caplog):
 
 
 @pytest.mark.finding(number="B8")
-def test_stacks_go_to_stderr_at_the_hard_limit_only(make, caplog, capfd):
+def test_stacks_reach_stderr_only_at_the_hard_limit(make, caplog, capfd):
     """A step that took a fifth of the limit once printed the stacks of all threads, and then went on."""
     ranks = make(1, timeout_s=60.0, run_dir=None)
     ranks.all[0].watched = Watched(0, (0,), 20.0)
@@ -296,7 +293,7 @@ def test_stacks_go_to_stderr_at_the_hard_limit_only(make, caplog, capfd):
 
 
 @pytest.mark.finding(number="B8")
-def test_second_start_is_a_start(make, caplog, capfd):
+def test_second_start_counts_as_a_start(make, caplog, capfd):
     """Worker processes that an engine starts after its first step once made its watchdog print stacks."""
     ranks = make(1, timeout_s=20.0, run_dir=None)
     ranks.start((0,))
@@ -306,7 +303,7 @@ def test_second_start_is_a_start(make, caplog, capfd):
     assert (caplog.text, capfd.readouterr().err, ranks.exits) == ("", "", {})
 
 
-def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, monkeypatch):
+def test_external_signal_is_named_and_sets_exit_code(make, capsys, monkeypatch):
     seen = []
     report = CoordinatedShutdown.report
     monkeypatch.setattr(
@@ -324,7 +321,7 @@ def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys, mo
     assert "error: rank 1 received SIGTERM from outside the job\n" in capsys.readouterr().err
 
 
-def test_a_signalled_rank_which_saves_since_the_signal_is_not_held_long_by_a_disk(make, monkeypatch):
+def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
     """The launcher's SIGTERM after a kill: with a commit that hung the others took 5.3 s to end."""
     limits: dict[int, float] = {}
 
@@ -344,7 +341,7 @@ def test_a_signalled_rank_which_saves_since_the_signal_is_not_held_long_by_a_dis
     assert ranks.all[2]._saving_s() > ending.LEAVE_S - 0.5
 
 
-def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
+def test_signalled_rank_that_ends_well_exits_well(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     for each in ranks.all:
@@ -356,7 +353,8 @@ def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
 
 
 @pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
-def test_what_rank_0_prints_itself_gets_no_report(make, tmp_path, capsys, error):
+def test_rank_0_errors_get_no_second_report(make, tmp_path, capsys, error):
+    """Errors that rank 0 prints itself."""
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[0].fail(error)
@@ -366,7 +364,7 @@ def test_what_rank_0_prints_itself_gets_no_report(make, tmp_path, capsys, error)
     assert read_records(tmp_path) == []
 
 
-def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch, capsys):
+def test_false_alarm_is_forgotten_and_the_next_counts(make, monkeypatch, capsys):
     """A rank that was silent for long sends heartbeats again before there was a diagnosis."""
     ranks = make(2)
     ranks.start((0, 1))
@@ -383,7 +381,7 @@ def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch
     assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
 
 
-def test_a_stuck_rank_that_the_launcher_signalled_ends_as_one_that_failed(make):
+def test_signalled_stuck_rank_exits_as_failed(make):
     ranks = make(2, timeout_s=4.0)
     ranks.start((0, 1))
     # This thread, which waits, is the main thread of both.
@@ -394,7 +392,8 @@ def test_a_stuck_rank_that_the_launcher_signalled_ends_as_one_that_failed(make):
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
 
 
-def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monkeypatch, caplog, capfd):
+def test_waiting_ranks_log_below_warning_without_stacks(make, monkeypatch, caplog, capfd):
+    """The terminal is left to the rank they wait for."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(watchdog, "location_of", lambda thread_id: ("channel.py:4 receive", True))
     ranks = make(1, timeout_s=60.0, run_dir=None)
@@ -409,7 +408,7 @@ def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monke
     assert capfd.readouterr().err == ""
 
 
-def test_a_guest_knows_the_cause_of_an_error_that_tells_of_another_rank(make):
+def test_guest_finds_the_cause_of_a_secondary_error(make):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     secondary = RuntimeError("gloo: Connection closed by peer")
@@ -421,7 +420,7 @@ def test_a_guest_knows_the_cause_of_an_error_that_tells_of_another_rank(make):
     assert ranks.all[1].find_cause(secondary) is None
 
 
-def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
+def test_guest_error_is_unchanged_without_a_known_cause(make):
     alone = make(1, exits=False, run_dir=None)
     alone.start((0,))
     assert alone.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
@@ -439,7 +438,7 @@ def check_a_failure_ends_nothing(ranks: Ranks) -> None:
 
 
 @pytest.mark.control("Your own script hears who failed and lives on")
-def test_the_check_sees_guests_whose_processes_are_ended(make, control):
+def test_guest_check_detects_ended_processes(make, control):
     """Negative control: they are watched as ranks of a program of ours are."""
     ranks = make(2, exits=True, run_dir=None)
     with control():
@@ -447,14 +446,14 @@ def test_the_check_sees_guests_whose_processes_are_ended(make, control):
     assert ranks.exits == {0: 1, 1: 1}
 
 
-def test_a_guest_logs_the_diagnosis_and_ends_nothing(make, caplog, capsys):
+def test_guest_logs_the_diagnosis_and_ends_nothing(make, caplog, capsys):
     check_a_failure_ends_nothing(make(2, exits=False, run_dir=None))
     assert capsys.readouterr().err == ""
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith("rank 1 raised ValueError while starting: boom; rank status at the last heartbeats:")
 
 
-def test_ranks_whose_store_is_gone_report_for_themselves(make, capsys):
+def test_ranks_report_alone_when_the_store_is_gone(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.store.is_gone = True
@@ -465,7 +464,7 @@ def test_ranks_whose_store_is_gone_report_for_themselves(make, capsys):
     assert "error: rank 0 raised ValueError while starting: boom\n" in capsys.readouterr().err
 
 
-def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_them_reports(make, capsys):
+def test_store_lost_with_rank_0_yields_one_report(make, capsys):
     """A store in rank 0's process, as without torchrun. No rank reported once, as rank 0 had just been heard."""
     ranks = make(3)
     host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -481,7 +480,7 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
     assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
 
 
-def test_where_the_store_was_never_reached_rank_0_is_named_by_one_of_the_others(make, capsys):
+def test_unreachable_store_yields_one_report_naming_rank_0(make, capsys):
     """Rank 0 kept it, and ended before the others came: each left the report to rank 0 once, and none was made."""
 
     def connect() -> HeartbeatStore:
@@ -500,7 +499,7 @@ def test_where_the_store_was_never_reached_rank_0_is_named_by_one_of_the_others(
     assert "error: ranks 0, 2 are silent: no heartbeat since the start" in text
 
 
-def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
+def test_local_ranks_stay_heard_when_store_is_gone(make):
     """They would end each other."""
     ranks = make(2, timeout_s=4.0)
     ranks.start((0, 1))
@@ -512,7 +511,8 @@ def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
     assert not any(each.is_silent for each in ranks.all[0]._exchange.statuses())
 
 
-def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_it(make, monkeypatch):
+def test_large_world_forgets_statuses_read_during_an_alarm(make, monkeypatch):
+    """A rank looked at during an alarm is not silent after it."""
     monkeypatch.setattr(exchange, "MAX_RANKS_THAT_SEE_ALL", 2)
     ranks = make(3, timeout_s=4.0)
     ranks.start((0, 1, 2))
@@ -527,7 +527,7 @@ def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_
     assert ranks.all[1]._exchange.statuses()[2].last_heartbeat is None
 
 
-def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
+def test_rank_exits_when_its_record_cannot_be_written(make, tmp_path, caplog, capsys):
     for rank in range(2):
         (tmp_path / f"error.rank{rank}.json.partial").mkdir()
     ranks = make(2)
@@ -539,7 +539,8 @@ def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_pa
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"] * 2
 
 
-def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, monkeypatch):
+def test_elastic_error_file_is_written_by_the_culprit(make, tmp_path, monkeypatch):
+    """In torchrun's format."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     ranks = make(2)
@@ -556,7 +557,8 @@ def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, m
     assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"] == "1234567"
 
 
-def test_a_rank_that_computes_while_another_waits_in_vain_is_named_to_torchrun_too(make, tmp_path, monkeypatch, capsys):
+def test_elastic_error_file_names_a_rank_busy_computing(make, tmp_path, monkeypatch, capsys):
+    """The rank computes while another waits in vain."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     ranks = make(2)
@@ -570,7 +572,7 @@ def test_a_rank_that_computes_while_another_waits_in_vain_is_named_to_torchrun_t
     assert json.loads(path.read_text())["message"]["message"].startswith("rank 1 is busy while")
 
 
-def test_the_main_thread_leaves_when_all_know_why(make):
+def test_main_thread_exits_after_the_failure_is_known(make):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[0].fail(ValueError("boom"))
@@ -582,7 +584,7 @@ def test_the_main_thread_leaves_when_all_know_why(make):
     assert ranks.all[0]._exchange.is_reported
 
 
-def test_a_guest_that_left_without_close_is_named_by_those_that_wait_for_it(make, monkeypatch):
+def test_guest_without_close_is_named_to_waiting_ranks(make, monkeypatch):
     """Its program once seemed to have been killed."""
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
@@ -601,7 +603,7 @@ def test_a_guest_that_left_without_close_is_named_by_those_that_wait_for_it(make
     )
 
 
-def test_an_exception_that_ended_a_guest_is_named(make, monkeypatch):
+def test_guest_exception_is_named_when_it_leaves_unclosed(make, monkeypatch):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     monkeypatch.setattr(sys, "last_value", KeyError("x"), raising=False)
@@ -616,7 +618,7 @@ def test_an_exception_that_ended_a_guest_is_named(make, monkeypatch):
     )
 
 
-def test_a_guest_that_closed_while_others_go_on_is_named(make):
+def test_closed_guest_is_named_while_others_go_on(make):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     ranks.all[1].stop()
@@ -625,7 +627,7 @@ def test_a_guest_that_closed_while_others_go_on_is_named(make):
     assert ranks.all[0].find_cause(secondary).startswith("rank 1 has ended while others went on: last seen in step 0, ")
 
 
-def test_guests_that_all_leave_without_close_are_no_failure(make, caplog, capsys):
+def test_guests_leaving_together_without_close_are_no_failure(make, caplog, capsys):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     for each in ranks.all:
@@ -639,7 +641,7 @@ def test_guests_that_all_leave_without_close_are_no_failure(make, caplog, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_stopping_leaves_no_thread(make):
+def test_watchdog_stop_leaves_no_thread(make):
     # One that an earlier test has left may end meanwhile.
     before = threading.enumerate()
     ranks = make(2)
@@ -659,7 +661,7 @@ def named_apart(ranks: Ranks, *ours: int) -> None:
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_ranks_whose_first_names_differ_meet_under_the_name_they_agree_on(make, joins: bool):
+def test_ranks_with_different_names_meet_under_agreed_name(make, joins: bool):
     """A rank that had made an attempt more was never heard, and its failure was told as no heartbeat since the start.
     The second is the control.
     """
@@ -680,7 +682,7 @@ def test_ranks_whose_first_names_differ_meet_under_the_name_they_agree_on(make, 
     assert cause == (expected or "rank 1 is silent: no heartbeat since the start")
 
 
-def test_an_attempt_of_another_rank_that_failed_is_forgotten_when_the_next_one_joins(make, caplog):
+def test_failed_attempt_is_forgotten_when_next_attempt_joins(make, caplog):
     """Rank 1 failed, and tried again, while rank 0 waited for it: rank 0's watchdog had ended by then."""
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
@@ -701,7 +703,7 @@ def test_an_attempt_of_another_rank_that_failed_is_forgotten_when_the_next_one_j
     assert ranks.all[0].find_cause(secondary) == "rank 1 raised ValueError while starting: boom"
 
 
-def test_a_failure_from_before_the_ranks_joined_is_known_under_the_new_name_too(make):
+def test_failure_before_joining_is_known_under_new_name(make):
     """A program's: a signal, say. Its process ends anyway."""
     ranks = make(2)
     ranks.start((0, 1))
@@ -712,7 +714,8 @@ def test_a_failure_from_before_the_ranks_joined_is_known_under_the_new_name_too(
     assert int(ranks.store.values["spmd_worker/watch/run r/alarms"]) >= 1
 
 
-def test_an_attempt_that_failed_marks_its_first_name_and_a_run_that_joined_too(make):
+def test_ended_attempt_marks_its_first_name_and_run(make):
+    """Marked over by a failed attempt and by one that joined a run."""
     ranks = make(3, exits=False, run_dir=None)
     for rank, each in enumerate(ranks.all):
         each._exchange._connect = lambda rank=rank: HeartbeatStore(ranks.store, f"watch/first{rank}")
@@ -724,7 +727,7 @@ def test_an_attempt_that_failed_marks_its_first_name_and_a_run_that_joined_too(m
     assert [f"watch/first{rank}/over" in ranks.store.values for rank in range(3)] == [True, True, False]
 
 
-def test_a_store_that_answers_again_is_used_again_under_the_name_of_the_run(make, caplog):
+def test_recovered_store_is_used_under_the_run_name(make, caplog):
     """One error ended the exchange for good, and the other ranks took this one for silent and killed it."""
     ranks = make(2, timeout_s=20.0)
     ranks.start((0, 1))
@@ -751,7 +754,7 @@ def test_a_store_that_answers_again_is_used_again_under_the_name_of_the_run(make
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
 
 
-def test_ranks_on_other_nodes_are_not_silent_for_the_time_in_which_there_was_no_store(make):
+def test_remote_ranks_are_not_silent_during_store_outage(make):
     ranks = make(2, timeout_s=20.0)
     ranks.start((0,))
     ranks.all[0].heartbeat.enter("between steps")
@@ -771,7 +774,7 @@ def test_ranks_on_other_nodes_are_not_silent_for_the_time_in_which_there_was_no_
     assert ranks.wait_for_exits(1) == {0: 1}
 
 
-def test_a_rank_that_ends_while_the_store_is_lost_says_so_where_it_answers_again(make):
+def test_rank_publishes_its_end_when_the_store_recovers(make):
     """It left without a word, and the others missed its process."""
     ranks = make(2, timeout_s=20.0)
     ranks.start((0, 1))
@@ -788,7 +791,7 @@ def test_a_rank_that_ends_while_the_store_is_lost_says_so_where_it_answers_again
     assert not ranks.all[0]._exchange._thread.is_alive()
 
 
-def test_a_store_that_is_lost_twice_is_said_twice(make, caplog):
+def test_store_loss_is_logged_each_time(make, caplog):
     ranks = make(2, timeout_s=200.0)
     ranks.start((0,))
     for num_losses in (1, 2):
@@ -799,7 +802,7 @@ def test_a_store_that_is_lost_twice_is_said_twice(make, caplog):
         assert len(caplog.records) == num_losses
 
 
-def test_a_rank_whose_process_of_before_is_gone_is_not_missed_when_the_next_one_joins(make, monkeypatch, caplog):
+def test_gone_process_is_forgotten_when_its_rank_rejoins(make, monkeypatch, caplog):
     """Rank 1 was started again on the same node. Rank 0 raised an alarm in the new run, and looked for a heartbeat."""
     ranks = make(2, timeout_s=20.0, exits=False)
     is_there = monkeypatch.setattr
@@ -817,7 +820,7 @@ def test_a_rank_whose_process_of_before_is_gone_is_not_missed_when_the_next_one_
     assert not ranks.all[0]._exchange.is_alarmed
 
 
-def test_an_alarm_that_did_not_reach_the_store_is_raised_when_it_answers_again(make):
+def test_alarm_is_raised_after_the_store_recovers(make):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     ranks.store.is_gone = True
@@ -828,7 +831,7 @@ def test_an_alarm_that_did_not_reach_the_store_is_raised_when_it_answers_again(m
     ranks.wait_until(lambda: ranks.store.values["watch/alarms"] == b"1")
 
 
-def test_the_store_is_asked_less_and_less_often_while_it_does_not_answer_and_no_more_after_the_end(make):
+def test_store_connection_retries_back_off_until_the_end(make):
     asked_s: list[float] = []
     ranks = make(2)
 

@@ -29,18 +29,18 @@ def say_all(rank: int, world_size: int, capsys: pytest.CaptureFixture[str]) -> l
     return captured.err.splitlines()
 
 
-def test_rank_0_says_everything_but_details_and_no_tag(capsys: pytest.CaptureFixture[str]):
+def test_rank_0_logs_info_and_above_without_tag(capsys: pytest.CaptureFixture[str]):
     expected = ["INFO loaded 38 tensors", "WARNING memory is short", "ERROR it is gone"]
     assert say_all(0, 1, capsys) == expected
     assert say_all(0, 4, capsys) == expected
 
 
-def test_another_rank_says_warnings_and_worse_with_its_tag(capsys: pytest.CaptureFixture[str]):
+def test_other_ranks_log_warnings_and_above_with_tag(capsys: pytest.CaptureFixture[str]):
     assert say_all(3, 4, capsys) == ["[rank 3] WARNING memory is short", "[rank 3] ERROR it is gone"]
 
 
 @pytest.mark.parametrize(("rank", "num_lines"), [(0, 1), (3, 0)])
-def test_what_all_ranks_read_rank_0_says_for_them(capsys: pytest.CaptureFixture[str], rank: int, num_lines: int):
+def test_shared_facts_are_logged_by_rank_0_only(capsys: pytest.CaptureFixture[str], rank: int, num_lines: int):
     configure_logging(rank, 4)
     model_config_of({"architectures": ["LlamaForCausalLM"], **SIZES, "dtype": "float8"}, Path("config.json"))
     assert capsys.readouterr().err.count("takes float32") == num_lines
@@ -49,12 +49,12 @@ def test_what_all_ranks_read_rank_0_says_for_them(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.count("takes float32") == 1
 
 
-def test_configuring_again_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]):
+def test_logging_configured_twice_prints_lines_once(capsys: pytest.CaptureFixture[str]):
     configure_logging(0, 1)
     assert len(say_all(0, 1, capsys)) == 3
 
 
-def test_the_hosts_own_logging_is_left_alone(capsys: pytest.CaptureFixture[str]):
+def test_logging_leaves_the_host_configuration_unchanged(capsys: pytest.CaptureFixture[str]):
     root = logging.getLogger()
     before = (list(root.handlers), root.level, logging.getLogger("torch").level)
     configure_logging(1, 2)

@@ -21,7 +21,7 @@ def uneven_steps(num_steps: int) -> list[StepStats]:
     return steps
 
 
-def test_a_short_run_has_a_column_for_each_step():
+def test_short_run_has_one_column_per_step():
     columns = make_columns(quiet_steps(3), 400)
     assert [(c.first_step, c.last_step, c.start_us, c.end_us) for c in columns] == [
         (1, 1, 0, 1_000),
@@ -31,7 +31,7 @@ def test_a_short_run_has_a_column_for_each_step():
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 999])
-def test_a_long_run_has_few_columns_that_hold_every_step_once(most: int):
+def test_long_run_columns_hold_every_step_once(most: int):
     steps = uneven_steps(1_000)
     columns = make_columns(steps, most)
     assert 1 <= len(columns) <= most
@@ -44,7 +44,8 @@ def test_a_long_run_has_few_columns_that_hold_every_step_once(most: int):
     assert max(c.max_blocks_used for c in columns) == 4
 
 
-def test_a_step_that_takes_half_of_the_run_is_a_column_of_half_the_width():
+def test_column_width_follows_step_duration():
+    """A step that takes half of the run is a column of half the width."""
     steps = [
         stats._replace(start_us=stats.start_us + (99_000 if index >= 50 else 0))
         for index, stats in enumerate(quiet_steps(100))
@@ -54,7 +55,7 @@ def test_a_step_that_takes_half_of_the_run_is_a_column_of_half_the_width():
     assert widest.last_step == 50
 
 
-def test_totals_are_those_of_the_steps():
+def test_totals_sum_the_steps():
     totals = make_totals(pressed_steps())
     assert (totals.num_steps, totals.wall_us, totals.between_us) == (6, 50_950, 50_950 - 6 * 950 - 8_800)
     assert (totals.median_us, totals.num_blocks, totals.max_blocks_used, totals.max_host_blocks) == (950, 10, 10, 5)
@@ -62,11 +63,12 @@ def test_totals_are_those_of_the_steps():
     assert totals.nearly_full_us == 30_000, "steps 2 to 4, until step 5 began"
 
 
-def test_the_slowest_come_first_and_of_equals_the_earlier():
+def test_slowest_steps_come_first_and_ties_by_order():
     assert [stats.step for stats in slowest_steps(pressed_steps(), 3)] == [4, 1, 2]
 
 
-def test_a_few_outliers_do_not_flatten_a_chart_and_many_are_no_outliers():
+def test_chart_top_ignores_few_outliers_only():
+    """A few outliers do not flatten a chart; many are no outliers."""
     assert usual_top([10.0] * 99 + [1_000.0]) == 15
     assert usual_top([10.0] * 99 + [25.0]) == 25, "not far above the others"
     assert usual_top([10.0] * 80 + [1_000.0] * 20) == 1_000
@@ -74,7 +76,7 @@ def test_a_few_outliers_do_not_flatten_a_chart_and_many_are_no_outliers():
     assert usual_top([0.0, 0.0]) == 0
 
 
-def test_numbers_are_written_as_people_read_them():
+def test_report_numbers_are_formatted_for_people():
     assert [report_text.duration(us) for us in (0, 850, 12_340, 99_960, 999_600, 4_560_000, 59_970_000)] == [
         *("0 s", "850 µs", "12.3 ms", "100 ms", "1.00 s", "4.56 s", "1 min 00 s")
     ]

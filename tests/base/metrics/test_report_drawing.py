@@ -37,7 +37,7 @@ def bars_of(axes: Axes) -> list[StepPatch]:
     "width", [pytest.param(WIDE_INCHES, id="wide", marks=pytest.mark.matrix), pytest.param(NARROW_INCHES, id="narrow")]
 )
 @pytest.mark.parametrize("name", [name for name in STRANGE_RUNS if STRANGE_RUNS[name]])
-def test_no_text_of_a_chart_is_cut_off_or_covers_another(name: str, width: float):
+def test_chart_text_is_neither_clipped_nor_overlapping(name: str, width: float):
     frame, charts = charts_of(STRANGE_RUNS[name], WIDTHS[width])
     for chart in charts:
         with chart_style(), warnings.catch_warnings():
@@ -60,7 +60,7 @@ def test_no_text_of_a_chart_is_cut_off_or_covers_another(name: str, width: float
 @pytest.mark.parametrize(
     "name", ["pressed", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("no time", "large numbers"))]
 )
-def test_a_page_with_pictures_is_complete_and_needs_nothing_from_outside(name: str):
+def test_page_with_charts_is_complete_without_external_references(name: str):
     page = report_page(name, STRANGE_RUNS[name], METRICS, has_charts=True)
     tags = [tag for tag, _ in Page(page).tags]
     num_charts = len(charts_of(STRANGE_RUNS[name])[1])
@@ -71,7 +71,7 @@ def test_a_page_with_pictures_is_complete_and_needs_nothing_from_outside(name: s
 
 
 @pytest.mark.stress
-def test_two_pages_of_one_long_run_are_equal_and_small():
+def test_report_pages_are_reproducible_and_small():
     frame, charts = charts_of(many_steps(700))
     assert [draw_chart(chart, frame, WIDE_INCHES) for chart in charts] == [
         draw_chart(chart, frame, WIDE_INCHES) for chart in charts
@@ -79,7 +79,7 @@ def test_two_pages_of_one_long_run_are_equal_and_small():
     assert len(report_page("x", many_steps(20_000), METRICS, has_charts=True).encode()) < MAX_PAGE_BYTES
 
 
-def test_pictures_of_one_page_share_no_name_that_is_referred_to():
+def test_charts_of_one_page_have_unique_ids():
     frame, charts = charts_of(pressed_steps())
     page = "".join(draw_chart(chart, frame, width) for chart in charts for width in WIDTHS)
     names = [attributes["id"] for _, attributes in Page(page).tags if "id" in attributes]
@@ -87,7 +87,8 @@ def test_pictures_of_one_page_share_no_name_that_is_referred_to():
     assert len(set(names)) == len(names)
 
 
-def test_an_event_is_wide_enough_to_be_seen_also_the_last_and_narrowest():
+def test_event_bar_is_wide_enough_to_see():
+    """Also the last and narrowest event."""
     steps = [*quiet_steps(2, every_us=1_000_000), QUIET._replace(step=3, start_us=2_000_000, num_recomputed=1)]
     (lane,) = figure_of(steps, EVENTS).axes
     (bars,) = bars_of(lane)
@@ -96,7 +97,7 @@ def test_an_event_is_wide_enough_to_be_seen_also_the_last_and_narrowest():
     assert bars.get_data().edges[-1] == pytest.approx(lane.get_xlim()[1])
 
 
-def test_an_event_beside_a_hundred_is_high_enough_to_be_seen():
+def test_event_bar_is_high_enough_next_to_hundred():
     steps = [stats._replace(num_recomputed=number) for stats, number in zip(quiet_steps(3), (100, 0, 1))]
     (lane,) = figure_of(steps, EVENTS).axes
     (bars,) = bars_of(lane)
@@ -104,7 +105,7 @@ def test_an_event_beside_a_hundred_is_high_enough_to_be_seen():
     assert [label.get_text() for label in lane.get_yticklabels()] == ["0", "100"]
 
 
-def test_the_chart_of_durations_numbers_the_slowest_steps_as_the_table_does():
+def test_duration_chart_numbers_slowest_steps_like_the_table():
     (axes,) = figure_of(pressed_steps(), DURATIONS).axes
     numbers = {text.get_text(): text.xy for text in axes.texts}
     assert sorted(numbers) == ["1", "2", "3", "4", "5", "6"]
@@ -112,14 +113,14 @@ def test_the_chart_of_durations_numbers_the_slowest_steps_as_the_table_does():
     assert numbers["1"] == (pytest.approx(34.875), pytest.approx(1_596))
 
 
-def test_numbers_that_would_cover_each_other_are_left_out():
+def test_overlapping_chart_numbers_are_omitted():
     steps = quiet_steps(3_000)
     steps[1_000:1_010] = [stats._replace(execute_us=900 - index) for index, stats in enumerate(steps[1_000:1_010])]
     (axes,) = figure_of(steps, DURATIONS).axes
     assert [text.get_text() for text in axes.texts] == ["1"]
 
 
-def test_a_step_far_slower_than_all_others_is_marked_above_the_chart():
+def test_outlier_step_is_marked_above_the_chart():
     steps = quiet_steps(100, every_us=1_000_000)
     assert not any("higher" in entry for entry in legend_of(figure_of(steps, DURATIONS)))
     steps[70] = steps[70]._replace(execute_us=876_543)
@@ -140,7 +141,7 @@ def test_a_step_far_slower_than_all_others_is_marked_above_the_chart():
         (90_000, "hours", 25),
     ],
 )
-def test_time_is_in_the_unit_people_count_in_and_says_the_step_that_ran(span_s: float, unit: str, last: float):
+def test_time_axis_uses_readable_unit_and_names_steps(span_s: float, unit: str, last: float):
     steps = [QUIET._replace(step=7, execute_us=0, lockstep_us=0, schedule_us=0, apply_us=int(span_s * 1e6))]
     (axes,) = figure_of(steps, DURATIONS).axes
     assert axes.get_xlabel().startswith(f"{unit} since the first step")
@@ -148,7 +149,7 @@ def test_time_is_in_the_unit_people_count_in_and_says_the_step_that_ran(span_s: 
     assert axes.xaxis.get_major_formatter()(0, 0) == "0\n7"
 
 
-def test_a_users_matplotlibrc_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_charts_ignore_the_user_matplotlibrc(monkeypatch: pytest.MonkeyPatch):
     import matplotlib as mpl
 
     frame, charts = charts_of(pressed_steps())

@@ -126,7 +126,7 @@ STRANGE_RUNS = {
 
 @pytest.mark.parametrize("name", STRANGE_RUNS)
 @pytest.mark.parametrize("metrics", [None, METRICS], ids=["killed", "ended"])
-def test_every_run_makes_a_complete_page_that_needs_nothing_from_outside(name: str, metrics: dict[str, Any] | None):
+def test_report_page_is_complete_without_external_references(name: str, metrics: dict[str, Any] | None):
     page = page_of(STRANGE_RUNS[name], metrics)
     assert Page(page).tags[0][0] == "html"
     assert outside_references(page) == []
@@ -137,16 +137,16 @@ def test_every_run_makes_a_complete_page_that_needs_nothing_from_outside(name: s
     "planted",
     ['<script src="x.js"></script>', '<img src="x.png">', "<style>@import 'x.css'</style>", '<a href="x">', "http://x"],
 )
-def test_something_from_outside_would_be_found(planted: str):
+def test_external_reference_check_detects_references(planted: str):
     assert outside_references(page_of(pressed_steps(), METRICS) + planted) != []
 
 
-def test_a_tag_that_is_not_closed_would_be_found():
+def test_page_parser_detects_unclosed_tags():
     with pytest.raises(AssertionError, match="closes something else"):
         Page(page_of(pressed_steps(), METRICS).replace("</section>", "", 1))
 
 
-def test_each_preemption_return_and_cache_hit_is_in_the_table_with_step_time_and_count():
+def test_event_table_lists_step_time_and_counts():
     page = Page(page_of(pressed_steps()))
     heads = ["step", "began at", *(f"{label}, number" for _, label in MARKS)]
     first = page.rows.index(heads) + 1
@@ -159,7 +159,7 @@ def test_each_preemption_return_and_cache_hit_is_in_the_table_with_step_time_and
 
 
 @pytest.mark.parametrize("max_columns", [400, 150, 24])
-def test_a_long_run_condenses_events_and_loses_none(max_columns: int):
+def test_condensed_events_keep_their_sums(max_columns: int):
     steps = many_steps(3_000)
     (lanes,) = (chart for chart in charts_of(steps, max_columns)[1] if chart.kind == "lanes")
     for (field, label), series in zip(MARKS[:2] + MARKS[3:], lanes.series):
@@ -169,7 +169,7 @@ def test_a_long_run_condenses_events_and_loses_none(max_columns: int):
         assert series.note.startswith(f"{compact(int(sum(series.values)))} ")
 
 
-def test_what_never_happened_has_no_lane_and_what_happened_to_none_no_chart():
+def test_absent_events_have_no_lane_and_no_chart():
     quiet = Page(page_of(quiet_steps(3))).text
     assert "Preemptions, returns and cache hits" not in quiet
     assert "KV cache in host memory" not in quiet
@@ -178,7 +178,8 @@ def test_what_never_happened_has_no_lane_and_what_happened_to_none_no_chart():
     assert "Never in this run: preempted by swap, preempted by recompute, back from the host." in told
 
 
-def test_the_page_of_a_killed_run_says_so_and_that_of_another_does_not():
+def test_report_page_says_when_metrics_are_missing():
+    """Of a killed run, or one still running; not of a finished one."""
     said = "There is no metrics.json: the run was killed, or is still running."
     assert said in Page(page_of(pressed_steps(), None)).text
     assert said in Page(page_of([], None)).text
@@ -186,7 +187,7 @@ def test_the_page_of_a_killed_run_says_so_and_that_of_another_does_not():
     assert said not in Page(page_of(pressed_steps(), {})).text
 
 
-def test_figures_come_from_the_metrics():
+def test_report_figures_come_from_the_metrics():
     text = Page(page_of(pressed_steps(), METRICS)).text
     for words in (
         "12 rows 2 error rows",
@@ -201,7 +202,7 @@ def test_figures_come_from_the_metrics():
         assert words in text, words
 
 
-def test_figures_of_a_killed_run_come_from_its_steps():
+def test_report_figures_of_killed_run_come_from_steps():
     text = Page(page_of(pressed_steps(), None)).text
     for words in (
         "1 request ended as far as the steps tell",
@@ -214,7 +215,7 @@ def test_figures_of_a_killed_run_come_from_its_steps():
 
 
 @pytest.mark.parametrize("value", [None, "many", [], {}, True, float("nan"), float("inf"), -1, 0, 10**30])
-def test_metrics_of_any_kind_or_missing_do_not_stop_the_page(value: Any):
+def test_report_page_survives_odd_or_missing_metrics(value: Any):
     for key in METRICS:
         Page(page_of(pressed_steps(), METRICS | {key: value}))
         Page(page_of(pressed_steps(), {other: METRICS[other] for other in METRICS if other != key}))
@@ -252,13 +253,13 @@ def test_metrics_of_any_kind_or_missing_do_not_stop_the_page(value: Any):
         ),
     ],
 )
-def test_the_diagnosis_says_what_the_cache_did_to_the_run(steps: list[StepStats], words: str):
+def test_report_diagnosis_explains_the_cache_pressure(steps: list[StepStats], words: str):
     text = Page(page_of(steps, METRICS)).text
     assert words in text, text[:700]
     assert "25 % of the prompt tokens were found in the prefix cache" in text
 
 
-def test_the_slowest_steps_are_listed_with_reason_and_events():
+def test_slowest_steps_are_listed_with_reason_and_events():
     rows = Page(page_of(pressed_steps(), METRICS)).rows[-7:]
     assert rows[0][1:5] == ["step", "began at", "took", "× median"]
     assert rows[1] == [
@@ -269,12 +270,12 @@ def test_the_slowest_steps_are_listed_with_reason_and_events():
     assert [row[1] for row in rows[1:]] == ["4", "1", "2", "3", "5", "6"]
 
 
-def test_a_runs_name_is_text_not_markup():
+def test_run_name_is_escaped_in_the_page():
     page = page_of(pressed_steps(), name='<img src="x">&')
     assert "<h1>Run &lt;img src=&quot;x&quot;&gt;&amp;</h1>" in page
     assert ("img", {"src": "x"}) not in Page(page).tags
 
 
-def test_a_page_without_charts_says_how_to_have_them():
+def test_page_without_charts_names_the_extra():
     assert NO_CHARTS in Page(page_of(pressed_steps())).text
     assert "pip install 'spmd-worker[report]'" in NO_CHARTS

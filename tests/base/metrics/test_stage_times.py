@@ -29,7 +29,7 @@ def report(stage: int, *spans: tuple[int, int, int]) -> dict:
     }
 
 
-def test_a_stage_is_busy_between_begin_and_end_and_not_while_it_waits(monkeypatch: pytest.MonkeyPatch):
+def test_stage_is_busy_only_between_begin_and_end(monkeypatch: pytest.MonkeyPatch):
     at(monkeypatch, 100, 110, 150, 180)
     clock = StageClock(1)
     clock.begin(7)
@@ -39,7 +39,7 @@ def test_a_stage_is_busy_between_begin_and_end_and_not_while_it_waits(monkeypatc
     assert clock.report() == report(1, (7, 100, 110), (7, 150, 180))
 
 
-def test_sums_are_of_all_pieces_where_only_the_last_are_kept(monkeypatch: pytest.MonkeyPatch):
+def test_stage_sums_cover_spans_no_longer_kept(monkeypatch: pytest.MonkeyPatch):
     at(monkeypatch, *range(100, 140, 5))
     clock = StageClock(0, num_kept=2)
     for step in range(1, 5):
@@ -50,13 +50,14 @@ def test_sums_are_of_all_pieces_where_only_the_last_are_kept(monkeypatch: pytest
     assert [step for step, _, _ in told["spans"]] == [3, 4]
 
 
-def test_shares_are_of_the_time_between_a_replica_s_first_and_last_work():
+def test_busy_shares_are_relative_to_each_replica():
+    """The time between a replica's first and last work is its complete time."""
     first = [report(0, (1, 0, 80), (2, 80, 100)), report(1, (1, 80, 160), (2, 180, 200))]
     second = [report(0, (1, 1000, 1010)), report(1)]
     assert busy_shares([first, second]) == [(0, 0, 0.5), (0, 1, 0.5), (1, 0, 1.0)]
 
 
-def test_the_file_says_what_was_noted_from_the_run_s_first_step_on(tmp_path: Path):
+def test_stage_times_file_counts_from_the_run_start(tmp_path: Path):
     write_stage_times(tmp_path / "stages.csv", [[report(0, (1, 1000, 1010))], [report(1, (2, 1005, 1020))]], 990)
     assert read_stage_times(tmp_path / "stages.csv") == [StageSpan(0, 0, 1, 10, 20), StageSpan(1, 1, 2, 15, 30)]
 
@@ -70,7 +71,7 @@ def test_the_file_says_what_was_noted_from_the_run_s_first_step_on(tmp_path: Pat
         ("replica,stage,step,start_us,end_us\n0,0,1\n", "line 2 is no stage time: 0,0,1"),
     ],
 )
-def test_another_file_is_refused_with_the_line(tmp_path: Path, text: str, message: str):
+def test_stage_times_reader_names_the_bad_line(tmp_path: Path, text: str, message: str):
     (tmp_path / "stages.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_stage_times(tmp_path / "stages.csv")

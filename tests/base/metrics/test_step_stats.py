@@ -37,38 +37,39 @@ def fault_of(path: Path, text: str) -> str:
     return str(raised.value).removeprefix(f"{path}: ")
 
 
-def test_the_file_is_a_line_of_names_and_a_line_of_numbers_for_each_step(path: Path):
+def test_step_stats_file_has_header_and_lines(path: Path):
     assert write(path, [QUIET]).read_text() == f"{HEADER}\n{LINE}\n"
 
 
-def test_what_was_written_is_read_again(path: Path):
+def test_step_stats_survive_writing_and_reading(path: Path):
     assert read_step_stats(write(path, pressed_steps())) == pressed_steps()
 
 
-def test_a_file_begun_anew_holds_nothing_of_the_former_run(path: Path):
+def test_step_stats_writer_replaces_the_former_run(path: Path):
     write(path, quiet_steps(3))
     assert read_step_stats(write(path, quiet_steps(1))) == quiet_steps(1)
 
 
-def test_a_step_knows_its_duration_its_prompt_tokens_and_the_blocks_there_are():
+def test_step_stats_derive_duration_tokens_and_blocks():
     assert (QUIET.duration_us, QUIET.num_prompt_tokens, QUIET.num_blocks) == (950, 10, 10)
 
 
-def test_a_line_is_in_the_file_when_write_returns_so_that_a_killed_run_leaves_it(path: Path):
+def test_step_stats_line_is_on_disk_after_write(path: Path):
+    """A killed run leaves it."""
     with StepStatsWriter(path) as writer:
         assert read_step_stats(path) == []
         writer.write(QUIET)
         assert read_step_stats(path) == [QUIET]
 
 
-def test_closing_twice_is_closing_once(path: Path):
+def test_step_stats_writer_can_close_twice(path: Path):
     writer = StepStatsWriter(path)
     writer.close()
     writer.close()
     assert read_step_stats(path) == []
 
 
-def test_a_file_cut_at_any_byte_keeps_its_whole_lines_and_loses_the_torn_one(path: Path):
+def test_truncated_step_stats_keep_complete_lines(path: Path):
     whole = write(path, quiet_steps(2)).read_bytes()
     ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
     for length in range(len(whole) + 1):
@@ -77,12 +78,13 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_lines_and_loses_the_torn_one(pat
         assert read_step_stats(path) == quiet_steps(2)[: max(0, num_whole - 1)], length
 
 
-def test_a_tail_of_zeros_as_a_machine_that_lost_power_leaves_is_a_torn_line(path: Path):
+def test_step_stats_ignore_a_tail_of_zeros(path: Path):
+    """As a machine that lost power leaves them."""
     path.write_bytes(f"{HEADER}\n{LINE}\n".encode() + b"\0" * 500)
     assert read_step_stats(path) == [QUIET]
 
 
-def test_a_damaged_line_that_others_follow_is_refused_not_dropped(path: Path):
+def test_step_stats_reject_a_damaged_line_in_between(path: Path):
     damaged = LINE.replace("600", "6x0")
     said = fault_of(path, f"{HEADER}\n{LINE}\n{damaged}\n{LINE}\n")
     assert said == "line 3 has execute_us='6x0', which is no count: the file is damaged"
@@ -97,11 +99,11 @@ def test_a_damaged_line_that_others_follow_is_refused_not_dropped(path: Path):
         (LINE.replace("600", "-600"), "line 2 has execute_us='-600', which is no count: the file is damaged"),
     ],
 )
-def test_each_kind_of_damage_is_named(path: Path, line: str, said: str):
+def test_step_stats_error_names_the_damage(path: Path, line: str, said: str):
     assert fault_of(path, f"{HEADER}\n{line}\n") == said
 
 
-def test_steps_of_two_runs_in_one_file_are_refused(path: Path):
+def test_step_stats_reject_steps_of_two_runs(path: Path):
     again = LINE.replace("1,0,", "2,0,", 1)
     said = fault_of(path, f"{HEADER}\n{again}\n{LINE}\n")
     assert said == "line 3 is of step 1, after step 2: these are not the steps of one run"
@@ -110,7 +112,7 @@ def test_steps_of_two_runs_in_one_file_are_refused(path: Path):
     assert said == "line 3 has start_us=49, before the 50 of the step before: these are not the steps of one run"
 
 
-def test_another_file_and_another_version_are_told_apart(path: Path):
+def test_step_stats_error_tells_foreign_file_from_version(path: Path):
     names = "line 1 does not name the columns of step statistics: "
     assert fault_of(path, "custom_id,text\n") == f"{names}it begins with 'custom_id,text'"
     assert fault_of(path, "{") == f"{names}it begins with '{{'"
@@ -121,14 +123,14 @@ def test_another_file_and_another_version_are_told_apart(path: Path):
     assert fault_of(path, names_in_other_order + "\n").endswith("in another order (another version wrote it)")
 
 
-def test_a_file_that_is_not_there_is_the_callers(tmp_path: Path):
+def test_step_stats_leave_missing_files_to_the_caller(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         read_step_stats(tmp_path / "nothing")
     with pytest.raises(OSError):
         StepStatsWriter(tmp_path / "no folder" / "steps.csv")
 
 
-def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest_of_it(path: Path):
+def test_step_stats_writer_completes_partial_writes(path: Path):
     class Slow:
         """Takes seven bytes at a time."""
 
@@ -148,7 +150,7 @@ def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest_of_it(path: Path):
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_writing_a_line_costs_little_beside_a_step(path: Path):
+def test_step_stats_write_takes_under_20_microseconds(path: Path):
     # About 1.5 microseconds; the bound leaves room for a machine that does something else as well.
     best_s = float("inf")
     with StepStatsWriter(path) as writer:

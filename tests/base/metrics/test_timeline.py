@@ -34,7 +34,7 @@ def misplaced(slices: list[tuple[str, int, int]]) -> list[str]:
     return faults
 
 
-def test_a_step_is_a_slice_with_its_phases_inside_one_after_another(tmp_path: Path):
+def test_timeline_step_slice_contains_its_phases(tmp_path: Path):
     assert slices_of(events_of(tmp_path, [QUIET])) == [
         ("step 1", 0, 950),
         ("schedule", 0, 100),
@@ -44,24 +44,24 @@ def test_a_step_is_a_slice_with_its_phases_inside_one_after_another(tmp_path: Pa
     ]
 
 
-def test_slices_nest_and_do_not_overlap(tmp_path: Path):
+def test_timeline_slices_nest_without_overlap(tmp_path: Path):
     slices = slices_of(events_of(tmp_path, pressed_steps()))
     assert len(slices) == 30
     assert misplaced(slices) == []
 
 
-def test_a_slice_that_reaches_into_the_next_would_be_found():
+def test_slice_check_detects_an_overlap():
     assert misplaced([("step 1", 0, 951), ("apply", 900, 950), ("step 2", 950, 1900)]) == ["step 2"]
 
 
-def test_phases_rounded_up_do_not_reach_into_the_next_step(tmp_path: Path):
+def test_rounded_phases_end_before_the_next_step(tmp_path: Path):
     steps = quiet_steps(3, every_us=949)
     slices = slices_of(events_of(tmp_path, steps))
     assert misplaced(slices) == []
     assert slices[4:6] == [("apply", 900, 949), ("step 2", 949, 1898)]
 
 
-def test_a_phase_that_took_no_time_has_no_slice(tmp_path: Path):
+def test_phase_without_duration_has_no_slice(tmp_path: Path):
     names = [name for name, _, _ in slices_of(events_of(tmp_path, [QUIET._replace(lockstep_us=0)]))]
     assert names == ["step 1", "schedule", "execute", "apply"]
 
@@ -75,9 +75,7 @@ def test_a_phase_that_took_no_time_has_no_slice(tmp_path: Path):
         ("tokens", {"decode": "num_decode_tokens", "prompt": "num_prompt_tokens", "cached": "num_cached_tokens"}),
     ],
 )
-def test_counters_are_those_of_the_steps_and_told_only_when_they_change(
-    tmp_path: Path, counter: str, series: dict[str, str]
-):
+def test_timeline_counters_are_written_on_change_only(tmp_path: Path, counter: str, series: dict[str, str]):
     steps = pressed_steps()
     told = {e["ts"]: e["args"] for e in events_of(tmp_path, steps) if e["ph"] == "C" and e["name"] == counter}
     shown, num_changes = None, 0
@@ -89,7 +87,7 @@ def test_counters_are_those_of_the_steps_and_told_only_when_they_change(
     assert len(told) == num_changes < len(steps)
 
 
-def test_every_preemption_return_and_cache_hit_is_a_mark_with_its_count(tmp_path: Path):
+def test_timeline_marks_every_preemption_return_and_hit(tmp_path: Path):
     marks = [event for event in events_of(tmp_path, pressed_steps()) if event["ph"] == "i"]
     assert [(mark["ts"], mark["name"], mark["args"]) for mark in marks] == [
         (10_000, "cache hit", {"step": 2, "tokens": 256}),
@@ -100,11 +98,12 @@ def test_every_preemption_return_and_cache_hit_is_a_mark_with_its_count(tmp_path
     assert {mark["s"] for mark in marks} == {"t"}, "drawn on their own track alone"
 
 
-def test_tracks_and_run_have_names_also_strange_ones(tmp_path: Path):
+def test_timeline_names_tracks_and_run(tmp_path: Path):
+    """Also a run with a strange name."""
     events = events_of(tmp_path, [QUIET], name='a "run" \\ é')
     names = [event["args"]["name"] for event in events if event["ph"] == "M" and event["name"].endswith("_name")]
     assert names == ['run a "run" \\ é', "steps", "preemptions and cache hits"]
 
 
-def test_a_run_without_steps_is_a_valid_file(tmp_path: Path):
+def test_timeline_without_steps_is_valid(tmp_path: Path):
     assert {event["ph"] for event in events_of(tmp_path, [])} == {"M"}
