@@ -20,13 +20,14 @@ def names(token_ids, block_size=3, **root):
     return [name.hex() for name in hash_blocks(root_hash(**root), token_ids, block_size)]
 
 
-def test_the_names_of_a_small_example_are_these():
+def test_block_hashes_match_recorded_values():
     """Another version of the code that finds blocks of this one, on another rank say, must come to just these."""
     assert root_hash().hex() == "0478b3f35cc26ddbfd2a2afae8caa71b"
     assert names(TOKENS) == ["6a6a0d510c6639f483aeb3953ce6446c", "0ee43f6fe4da1f3c83167d07b66d88c3"]
 
 
-def test_a_name_is_the_digest_of_the_name_before_and_the_tokens_as_64_bit_integers():
+def test_block_hash_digests_parent_hash_and_packed_tokens():
+    """Tokens are packed as 64-bit integers."""
     first = blake2b(root_hash() + struct.pack("<3q", 1, 2, 3), digest_size=16, person=b"spmd-kv-block-1").digest()
     second = blake2b(first + struct.pack("<3q", 4, 5, 6), digest_size=16, person=b"spmd-kv-block-1").digest()
     assert names(TOKENS) == [first.hex(), second.hex()]
@@ -34,7 +35,8 @@ def test_a_name_is_the_digest_of_the_name_before_and_the_tokens_as_64_bit_intege
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])
-def test_another_process_with_another_hash_seed_comes_to_the_same_names(seed):
+def test_block_hashes_are_equal_in_any_process(seed):
+    """Also under another PYTHONHASHSEED."""
     program = (
         "from kv_cache.block_hash import hash_blocks, root_hash\n"
         f"print([name.hex() for name in hash_blocks(root_hash(7, 2), {TOKENS}, 3)], hash('seed'))"
@@ -49,39 +51,39 @@ def test_another_process_with_another_hash_seed_comes_to_the_same_names(seed):
     assert int(seeded) != hash("seed")
 
 
-def test_tokens_after_the_last_full_block_have_no_name():
+def test_partial_block_has_no_hash():
     assert names([1, 2]) == []
     assert names([]) == []
     assert names(TOKENS[:6]) == names(TOKENS) == names([*TOKENS, 8])
 
 
-def test_a_chain_goes_on_from_its_last_name():
+def test_hash_chain_continues_from_its_last_hash():
     head = hash_blocks(root_hash(), TOKENS[:3], 3)
     assert head + hash_blocks(head[-1], TOKENS[3:], 3) == hash_blocks(root_hash(), TOKENS, 3)
 
 
 @pytest.mark.parametrize("changed", [0, 2, 3, 5])
-def test_a_token_changes_its_block_and_all_after_it_and_none_before(changed):
+def test_token_changes_its_block_hash_and_later_ones(changed):
     others = [token + (index == changed) for index, token in enumerate(TOKENS)]
     is_equal = [name == other for name, other in zip(names(TOKENS), names(others), strict=True)]
     assert is_equal == [changed >= 3, False]
 
 
-def test_equal_blocks_at_different_places_have_different_names():
+def test_equal_blocks_at_different_positions_have_different_hashes():
     assert len(set(names([1, 2, 3] * 4))) == 4
 
 
 @pytest.mark.parametrize("root", [{"weight_version": 1}, {"adapter_id": 1}, {"weight_version": 1, "adapter_id": 1}])
-def test_other_weights_and_another_adapter_name_everything_otherwise(root):
+def test_weights_and_adapter_change_every_hash(root):
     assert not set(names(TOKENS, **root)) & set(names(TOKENS))
 
 
-def test_weight_version_and_adapter_do_not_stand_for_each_other():
+def test_weight_version_and_adapter_are_not_interchangeable():
     roots = [root_hash(version, adapter) for version in range(3) for adapter in range(3)]
     assert len(set(roots)) == len(roots)
 
 
-def test_any_64_bit_token_has_a_name_and_a_larger_one_is_refused():
+def test_block_hash_accepts_64_bit_tokens_only():
     assert len(set(names([2**63 - 1, 0, -(2**63)], block_size=1))) == 3
     with pytest.raises(struct.error):
         names([2**63, 0, 0])
@@ -92,7 +94,7 @@ def test_any_64_bit_token_has_a_name_and_a_larger_one_is_refused():
     st.lists(st.integers(0, 3), max_size=24),
     st.integers(1, 5),
 )
-def test_names_are_equal_just_as_far_as_all_tokens_are(first, second, block_size):
+def test_block_hashes_are_equal_as_far_as_tokens(first, second, block_size):
     num_equal = num_leading_equals(names(first, block_size), names(second, block_size))
     assert num_equal == num_leading_equals(first, second) // block_size
 
@@ -107,10 +109,10 @@ ROOTS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), SALTS
 
 @pytest.mark.finding(number="D16")
 @given(ROOTS, ROOTS)
-def test_roots_are_equal_just_where_all_they_stand_for_is(first, second):
+def test_root_hashes_are_equal_only_for_equal_inputs(first, second):
     assert (root_hash(*first) == root_hash(*second)) == (first == second)
 
 
 @pytest.mark.finding(number="D16")
-def test_a_salt_names_everything_otherwise():
+def test_cache_salt_changes_every_hash():
     assert not set(names(TOKENS, cache_salt="a")) & (set(names(TOKENS)) | set(names(TOKENS, cache_salt="b")))

@@ -10,15 +10,15 @@ from kv_cache.block_ops import BlockOps
 PAIR = ((BlockId(0), BlockId(1)),)
 
 
-def test_operations_without_pairs_are_empty():
+def test_block_ops_without_pairs_are_empty():
     assert BlockOps().is_empty
 
 
 @pytest.mark.parametrize("kind", ["swap_in", "swap_out", "copy"])
-def test_operations_with_one_pair_of_any_kind_are_not_empty(kind):
+def test_block_ops_with_any_pair_are_not_empty(kind):
     assert not BlockOps(**{kind: PAIR}).is_empty
 
 
-def test_operations_cannot_be_changed_after_they_were_decided():
+def test_block_ops_are_frozen():
     with pytest.raises(FrozenInstanceError):
         BlockOps().copy = PAIR

@@ -9,7 +9,7 @@ from kv_cache.block_pool import BlockPool
 A, B, C, D = (BlockHash(bytes([number]) * NUM_HASH_BYTES) for number in range(4))
 
 
-def test_a_new_pool_hands_out_its_blocks_in_the_order_of_their_numbers():
+def test_new_pool_allocates_blocks_in_order():
     pool = BlockPool(4)
     assert pool.free_block_ids == [0, 1, 2, 3]
     assert pool.take(2) == [0, 1]
@@ -18,7 +18,7 @@ def test_a_new_pool_hands_out_its_blocks_in_the_order_of_their_numbers():
     assert [pool.ref_count(index) for index in range(4)] == [1, 1, 0, 0]
 
 
-def test_blocks_without_a_name_are_used_again_before_all_others_latest_released_first():
+def test_unnamed_blocks_are_reused_first_latest_released_first():
     pool = BlockPool(4)
     pool.take(3)
     pool.release([2, 0, 1])
@@ -26,7 +26,7 @@ def test_blocks_without_a_name_are_used_again_before_all_others_latest_released_
     assert pool.take(4) == [1, 0, 2, 3]
 
 
-def test_blocks_with_a_name_go_after_all_others_least_recently_released_first():
+def test_named_blocks_are_reused_last_least_recent_first():
     pool = BlockPool(5)
     pool.take(4)
     assert [pool.name(1, A), pool.name(2, B), pool.name(3, C)] == [True, True, True]
@@ -38,7 +38,7 @@ def test_blocks_with_a_name_go_after_all_others_least_recently_released_first():
     pool.check_integrity()
 
 
-def test_a_shared_block_stays_until_its_last_owner_goes():
+def test_shared_block_stays_until_its_last_release():
     pool = BlockPool(2)
     pool.take(1)
     pool.share([0])
@@ -49,7 +49,7 @@ def test_a_shared_block_stays_until_its_last_owner_goes():
     assert (pool.ref_count(0), pool.free_block_ids) == (0, [0, 1])
 
 
-def test_a_block_that_is_found_leaves_the_free_blocks_and_comes_back_as_the_most_recent():
+def test_found_block_leaves_free_queue_and_returns_last():
     pool = named_pool()
     assert pool.free_block_ids == [3, 2, 1, 0]
     assert pool.find_chain([A, B, D]) == [0, 1]
@@ -64,7 +64,7 @@ def test_a_block_that_is_found_leaves_the_free_blocks_and_comes_back_as_the_most
     pool.check_integrity()
 
 
-def test_a_block_that_is_taken_cannot_be_found_any_more():
+def test_allocated_block_cannot_be_found():
     pool = named_pool()
     assert pool.take(2) == [3, 2]
     assert [pool.find(each) for each in (A, B, C)] == [0, 1, None]
@@ -74,14 +74,14 @@ def test_a_block_that_is_taken_cannot_be_found_any_more():
     pool.check_integrity()
 
 
-def test_a_chain_ends_at_the_first_name_that_is_not_there():
+def test_chain_ends_at_the_first_missing_name():
     pool = named_pool()
     assert pool.find_chain([]) == []
     assert pool.find_chain([D, A]) == []
     assert pool.find_chain([A, D, B]) == [0]
 
 
-def test_the_first_block_keeps_its_name_and_a_second_with_the_same_contents_has_none():
+def test_first_block_keeps_its_name_and_duplicates_none():
     pool = BlockPool(3)
     pool.take(2)
     assert pool.name(0, A)
@@ -94,7 +94,7 @@ def test_the_first_block_keeps_its_name_and_a_second_with_the_same_contents_has_
     pool.check_integrity()
 
 
-def test_a_block_may_be_given_its_own_name_again_and_no_other():
+def test_block_accepts_only_its_own_name_again():
     """Two tables that share a full block both name it."""
     pool = BlockPool(2)
     pool.take(1)
@@ -107,12 +107,12 @@ def test_a_block_may_be_given_its_own_name_again_and_no_other():
     pool.check_integrity()
 
 
-def test_a_free_block_cannot_be_named():
+def test_free_block_cannot_be_named():
     with pytest.raises(AssertionError, match="block 1 is free and cannot be named"):
         BlockPool(2).name(1, A)
 
 
-def test_a_block_is_shared_when_another_owns_it_or_can_find_it():
+def test_block_is_shared_when_owned_twice_or_named():
     pool = BlockPool(3)
     pool.take(3)
     pool.share([1])
@@ -120,7 +120,7 @@ def test_a_block_is_shared_when_another_owns_it_or_can_find_it():
     assert [pool.is_shared(block_id) for block_id in range(3)] == [False, True, True]
 
 
-def test_forgotten_names_leave_the_order_of_the_free_blocks_as_it_is():
+def test_forgotten_names_keep_the_free_order():
     pool = named_pool()
     pool.share([1])
     pool.forget_names()
@@ -131,7 +131,7 @@ def test_forgotten_names_leave_the_order_of_the_free_blocks_as_it_is():
     pool.check_integrity()
 
 
-def test_evictions_are_recorded_for_whoever_asked_for_it_and_told_once():
+def test_evictions_are_recorded_on_request_and_returned_once():
     pool = named_pool(records_evictions=True)
     pool.take(3)
     assert pool.take_evicted() == [(C, 2), (B, 1)]
@@ -141,20 +141,20 @@ def test_evictions_are_recorded_for_whoever_asked_for_it_and_told_once():
     assert silent.take_evicted() == []
 
 
-def test_what_was_evicted_before_names_were_forgotten_is_not_told():
+def test_forgotten_evictions_are_not_returned():
     pool = named_pool(records_evictions=True)
     pool.take(2)
     pool.forget_names()
     assert pool.take_evicted() == []
 
 
-def test_taking_no_block_changes_nothing():
+def test_empty_allocation_changes_nothing():
     pool = BlockPool(1)
     assert pool.take(0) == []
     assert pool.free_block_ids == [0]
 
 
-def test_more_blocks_than_are_free_are_not_taken():
+def test_allocation_beyond_the_free_blocks_fails():
     pool = BlockPool(3)
     pool.take(1)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 3 are free"):
@@ -162,14 +162,14 @@ def test_more_blocks_than_are_free_are_not_taken():
     assert pool.free_block_ids == [1, 2]
 
 
-def test_a_double_release_names_the_block():
+def test_double_release_error_names_the_block():
     pool = BlockPool(3)
     pool.take(2)
     with pytest.raises(AssertionError, match="block 1 is released but it is free already"):
         pool.release([1, 1])
 
 
-def test_a_free_block_that_holds_nothing_cannot_be_shared():
+def test_empty_free_block_cannot_be_shared():
     with pytest.raises(AssertionError, match="block 2 is free and holds nothing that could be shared"):
         BlockPool(3).share([2])
 
@@ -185,7 +185,7 @@ def test_a_free_block_that_holds_nothing_cannot_be_shared():
     ],
     ids=["release", "share", "name", "ref_count"],
 )
-def test_a_block_of_another_memory_is_refused(use, block_id):
+def test_foreign_block_id_is_rejected(use, block_id):
     """-1 would be the last block's place in a list."""
     pool = BlockPool(3)
     pool.take(3)
@@ -211,56 +211,56 @@ def used_pool():
     return pool
 
 
-def test_a_count_that_fell_without_a_release_is_found():
+def test_pool_check_detects_a_lost_owner():
     pool = used_pool()
     pool._ref_counts[0] = 0
     with pytest.raises(AssertionError, match=r"block 0 has 0 owners and is not in the free queue"):
         pool.check_integrity()
 
 
-def test_a_free_block_with_an_owner_is_found():
+def test_pool_check_detects_an_owned_free_block():
     pool = used_pool()
     pool._ref_counts[3] = 1
     with pytest.raises(AssertionError, match=r"block 3 has 1 owners and is in the free queue"):
         pool.check_integrity()
 
 
-def test_a_queue_that_miscounts_is_found():
+def test_pool_check_detects_a_miscounting_queue():
     pool = used_pool()
     pool._free._num_queued = 3
     with pytest.raises(AssertionError, match="counts 3 blocks"):
         pool.check_integrity()
 
 
-def test_a_negative_count_is_found():
+def test_pool_check_detects_a_negative_count():
     pool = used_pool()
     pool._ref_counts[2] = -1
     with pytest.raises(AssertionError, match=r"block 2 has a count of -1"):
         pool.check_integrity()
 
 
-def test_names_that_are_miscounted_are_found():
+def test_pool_check_detects_miscounted_names():
     pool = named_pool()
     pool._num_free_named = 2
     with pytest.raises(AssertionError, match="3 free blocks carry a name, 2 are counted"):
         pool.check_integrity()
 
 
-def test_a_name_that_leads_to_another_block_is_found():
+def test_pool_check_detects_a_misdirected_name():
     pool = named_pool()
     pool._index._blocks[A] = 3
     with pytest.raises(AssertionError, match="block 0 carries a name that the index gives to block 3"):
         pool.check_integrity()
 
 
-def test_a_name_that_no_block_carries_is_found():
+def test_pool_check_detects_a_name_without_a_block():
     pool = named_pool()
     pool._index._blocks[D] = 3
     with pytest.raises(AssertionError, match="the index holds 4 names, 3 blocks carry one"):
         pool.check_integrity()
 
 
-def test_a_name_that_the_index_lost_is_found():
+def test_pool_check_detects_a_name_missing_from_index():
     pool = named_pool()
     pool._index.remove(B)
     with pytest.raises(AssertionError, match="block 1 carries a name that the index gives to block None"):

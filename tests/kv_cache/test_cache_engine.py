@@ -54,7 +54,7 @@ def engine(request, device):
     return engine
 
 
-def test_both_caches_have_the_promised_shapes_and_start_as_zeros(device):
+def test_caches_start_zeroed_with_the_specified_shapes(device):
     engine = make_engine(torch.bfloat16, device)
     engine.allocate()
     assert engine.device_cache.shape == (NUM_LAYERS, NUM_DEVICE_BLOCKS, 2, 2, 4, 8)
@@ -68,7 +68,7 @@ def test_both_caches_have_the_promised_shapes_and_start_as_zeros(device):
     assert engine.device_cache[0, 0].nbytes == engine.spec.layer_block_bytes
 
 
-def test_the_cache_on_the_cpu_starts_on_a_cache_line():
+def test_cpu_cache_is_aligned_to_a_cache_line():
     engine = make_engine()
     engine.allocate()
     assert engine.device_cache.data_ptr() % 64 == 0
@@ -101,14 +101,14 @@ assert engine.device_cache[3, 2047].sum() == 1.0
 
 
 @pytest.mark.parametrize("is_control", [False, True])
-def test_a_large_cache_commits_no_memory_before_it_is_written(is_control: bool):
+def test_large_cache_commits_no_memory_until_written(is_control: bool):
     """In a process of its own, in which nothing else takes memory meanwhile. The control is written as it is made."""
     done = ranks.run_ranks(COMMITTED, 1, timeout_s=240, arguments=["control" if is_control else "ours"])
     assert done.returncode == 0, done.output
     assert (int(done.stdout) >= 2**30) if is_control else (int(done.stdout) < 2**26)
 
 
-def test_a_cache_allocated_in_inference_mode_is_written_outside_it():
+def test_cache_from_inference_mode_is_writable_outside_it():
     engine = make_engine()
     with torch.inference_mode():
         engine.allocate()
@@ -119,7 +119,7 @@ def test_a_cache_allocated_in_inference_mode_is_written_outside_it():
     assert engine.device_cache[0, 2].eq(1.0).all()
 
 
-def test_a_layers_cache_is_a_view():
+def test_layer_cache_is_a_view():
     engine = make_engine()
     engine.allocate()
     engine.layer_cache(1)[3] = 7.0
@@ -129,13 +129,13 @@ def test_a_layers_cache_is_a_view():
         engine.layer_cache(3)
 
 
-def test_any_packing_of_the_right_size_is_taken_and_any_other_refused():
+def test_block_shape_must_match_the_block_size():
     make_engine(block_shape=(128,)).allocate()
     with pytest.raises(AssertionError, match="is 508 bytes, one block of one layer is 512"):
         make_engine(block_shape=(127,)).allocate()
 
 
-def test_a_released_cache_is_gone_and_can_be_allocated_again():
+def test_released_cache_is_gone_and_can_be_reallocated():
     engine = make_engine()
     engine.allocate()
     with pytest.raises(AssertionError, match="allocated already"):
@@ -148,7 +148,7 @@ def test_a_released_cache_is_gone_and_can_be_allocated_again():
     assert not engine.device_cache.any()
 
 
-def test_a_copy_moves_whole_blocks_of_all_layers_bit_for_bit(engine):
+def test_copy_moves_all_layers_bit_for_bit(engine):
     expected, host_before = bits(engine.device_cache), bits(engine.host_cache)
     expected[:, 4] = expected[:, 0]
     expected[:, 2] = expected[:, 1]
@@ -157,7 +157,7 @@ def test_a_copy_moves_whole_blocks_of_all_layers_bit_for_bit(engine):
     assert torch.equal(bits(engine.host_cache), host_before)
 
 
-def test_every_source_of_a_copy_is_read_before_any_destination_is_written(engine):
+def test_copy_reads_all_sources_before_writing(engine):
     """0 and 1 change places and 2 gets the old 1: no sequential order of these pairs is right."""
     before = bits(engine.device_cache)
     engine.copy([(0, 1), (1, 0), (1, 2)])
@@ -165,7 +165,7 @@ def test_every_source_of_a_copy_is_read_before_any_destination_is_written(engine
     assert torch.equal(after, before[:, [1, 0, 1, 3, 4]])
 
 
-def test_a_block_swapped_out_and_in_again_is_the_same_bit_for_bit(engine):
+def test_block_survives_swapping_out_and_in(engine):
     before, host_before = bits(engine.device_cache), bits(engine.host_cache)
     engine.swap_out([(1, 3), (4, 0)])
     assert torch.equal(bits(engine.host_cache)[:, [3, 0]], before[:, [1, 4]])
@@ -176,7 +176,7 @@ def test_a_block_swapped_out_and_in_again_is_the_same_bit_for_bit(engine):
     assert torch.equal(bits(engine.device_cache)[:, [2, 0]], before[:, [1, 4]])
 
 
-def test_a_step_swaps_out_then_copies_then_swaps_in(engine):
+def test_step_swaps_out_then_copies_then_swaps_in(engine):
     """Device block 0 leaves for the host and for block 3, and then host block 1 takes its place."""
     device_before, host_before = bits(engine.device_cache), bits(engine.host_cache)
     engine.execute(BlockOps(swap_in=((1, 0),), swap_out=((0, 2),), copy=((0, 3),)))
@@ -185,27 +185,27 @@ def test_a_step_swaps_out_then_copies_then_swaps_in(engine):
     assert torch.equal(bits(engine.device_cache)[:, 0], host_before[:, 1])
 
 
-def test_a_block_that_is_swapped_out_may_receive_a_copy_in_the_same_step(engine):
+def test_swapped_out_block_can_receive_a_copy(engine):
     device_before = bits(engine.device_cache)
     engine.execute(BlockOps(swap_out=((0, 2),), copy=((4, 0),)))
     assert torch.equal(bits(engine.host_cache)[:, 2], device_before[:, 0])
     assert torch.equal(bits(engine.device_cache)[:, 0], device_before[:, 4])
 
 
-def test_one_host_block_arrives_in_two_places(engine):
+def test_host_block_swaps_into_two_device_blocks(engine):
     """How a sequence that is swapped in and forks at once gets its two blocks."""
     host_before = bits(engine.host_cache)
     engine.execute(BlockOps(swap_in=((1, 0), (1, 3))))
     assert torch.equal(bits(engine.device_cache)[:, [0, 3]], host_before[:, [1, 1]])
 
 
-def test_a_swap_in_reads_what_the_steps_swap_outs_wrote(engine):
+def test_swap_in_reads_swap_outs_of_the_step(engine):
     device_before = bits(engine.device_cache)
     engine.execute(BlockOps(swap_out=((4, 1),), swap_in=((1, 2),)))
     assert torch.equal(bits(engine.device_cache)[:, 2], device_before[:, 4])
 
 
-def test_more_blocks_than_the_staging_memory_holds_move_in_turns(device, monkeypatch):
+def test_blocks_beyond_staging_memory_move_in_batches(device, monkeypatch):
     """On the CPU nothing is staged, and this is one more swap."""
     engine = make_engine(device=device)
     monkeypatch.setattr(host_memory, "_STAGING_BYTES", engine.spec.block_bytes)
@@ -277,7 +277,7 @@ def filled_engine(device="cpu", engine_class=CacheEngine):
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(history=st.lists(steps(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=6))
-def test_random_steps_leave_the_bytes_that_the_contract_says(device, history):
+def test_random_steps_match_the_byte_model(device, history):
     engine = filled_engine(device)
     blocks = bytes_of(engine)
     for block_ops in history:
@@ -320,7 +320,7 @@ def staged(monkeypatch):
     return engine, notes
 
 
-def test_host_memory_that_is_taken_counts_with_what_blocks_go_through(staged):
+def test_host_bytes_include_the_staging_buffers(staged):
     engine, _ = staged
     block_bytes = engine.device_cache.nbytes // NUM_DEVICE_BLOCKS
     assert engine.num_host_bytes == (NUM_HOST_BLOCKS + 2) * block_bytes
@@ -328,7 +328,7 @@ def test_host_memory_that_is_taken_counts_with_what_blocks_go_through(staged):
     assert engine.num_host_bytes == 0
 
 
-def test_pinned_memory_is_taken_when_the_first_block_moves_and_once():
+def test_pinned_memory_is_allocated_once_on_first_use():
     made = []
 
     def make():
@@ -349,7 +349,7 @@ def test_pinned_memory_is_taken_when_the_first_block_moves_and_once():
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=st.lists(steps(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=4))
-def test_blocks_that_go_through_staging_memory_arrive_where_the_contract_says(staged, history):
+def test_staged_blocks_match_the_byte_model(staged, history):
     engine, _ = staged
     fill_with_random_bits(engine.device_cache, 3)
     blocks = bytes_of(engine)
@@ -359,7 +359,8 @@ def test_blocks_that_go_through_staging_memory_arrive_where_the_contract_says(st
     assert bytes_of(engine) == blocks
 
 
-def test_only_the_side_stream_is_waited_for_and_both_streams_wait_for_each_other(staged):
+def test_streams_wait_for_each_other_around_transfers(staged):
+    """The host waits for the side stream alone."""
     engine, notes = staged
     engine.execute(BlockOps(swap_out=((0, 0), (1, 1), (2, 2)), copy=((3, 4),), swap_in=((3, 0), (3, 1), (3, 2))))
     assert notes == [
@@ -404,7 +405,7 @@ class CopiesOneAfterTheOther(CacheEngine):
 
 
 @pytest.mark.parametrize("engine_class", [SwapsInBeforeItCopies, CopiesBeforeItSwapsOut, CopiesOneAfterTheOther])
-def test_an_engine_that_keeps_another_order_leaves_other_bytes(engine_class):
+def test_byte_comparison_detects_another_operation_order(engine_class):
     """The comparison above sees each rule that is broken. Block 0 leaves, is copied, and receives; 1 and 4 swap."""
     block_ops = BlockOps(swap_out=((0, 2), (1, 3)), copy=((0, 3), (1, 4), (4, 1)), swap_in=((1, 0),))
     engine, wrong = filled_engine(), filled_engine(engine_class=engine_class)
@@ -416,7 +417,7 @@ def test_an_engine_that_keeps_another_order_leaves_other_bytes(engine_class):
     assert bytes_of(wrong) != blocks
 
 
-def test_a_step_without_operations_moves_nothing(engine):
+def test_empty_step_moves_nothing(engine):
     before = bits(engine.device_cache)
     engine.execute(BlockOps())
     assert torch.equal(bits(engine.device_cache), before)
@@ -439,7 +440,7 @@ def test_a_step_without_operations_moves_nothing(engine):
         ),
     ],
 )
-def test_a_wrong_pair_is_named_before_anything_moves(engine, block_ops, message):
+def test_invalid_pair_is_rejected_before_anything_moves(engine, block_ops, message):
     device_before, host_before = bits(engine.device_cache), bits(engine.host_cache)
     with pytest.raises(ValueError, match=message):
         engine.execute(block_ops)

@@ -13,7 +13,7 @@ def free_ids(manager):
     return manager._pool.free_block_ids
 
 
-def test_a_table_grows_by_the_blocks_its_tokens_need():
+def test_table_grows_by_the_blocks_its_tokens_need():
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     assert manager.num_new_blocks(table, 0, 5) == 2
     assert manager.extend(table, 0, 5) == TableChange(0, (0, 1))
@@ -25,7 +25,7 @@ def test_a_table_grows_by_the_blocks_its_tokens_need():
     assert manager.take_block_ops().is_empty
 
 
-def test_a_block_behind_full_ones_is_what_extending_by_its_first_token_gives():
+def test_begin_block_equals_extending_by_one_token():
     found = []
     for begins in (True, False):
         manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
@@ -41,7 +41,7 @@ def test_a_block_behind_full_ones_is_what_extending_by_its_first_token_gives():
         manager.begin_block(table, 11)
 
 
-def test_a_released_table_without_names_is_used_again_before_untouched_blocks():
+def test_released_unnamed_blocks_are_reused_before_untouched_ones():
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(table, 0, 12)
     manager.release(table)
@@ -49,7 +49,7 @@ def test_a_released_table_without_names_is_used_again_before_untouched_blocks():
     assert free_ids(manager) == [0, 1, 2, 3]
 
 
-def test_a_fork_takes_no_block_and_the_first_to_write_copies():
+def test_fork_allocates_on_first_write_only():
     manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(parent, 0, 6)
     manager.take_block_ops()
@@ -66,7 +66,8 @@ def test_a_fork_takes_no_block_and_the_first_to_write_copies():
     manager.check_integrity([parent, child])
 
 
-def test_a_shared_block_with_nothing_written_below_is_replaced_without_a_copy():
+def test_shared_block_is_replaced_without_copy_when_overwritten():
+    """Nothing is written below the range that is written."""
     manager, parent = CacheManager(num_blocks=6, block_size=4), BlockTable()
     manager.extend(parent, 0, 12)
     child = manager.fork(parent)
@@ -75,7 +76,7 @@ def test_a_shared_block_with_nothing_written_below_is_replaced_without_a_copy():
     assert manager.take_block_ops().is_empty
 
 
-def test_only_the_block_with_written_tokens_is_copied_when_several_are_shared():
+def test_only_the_partly_written_shared_block_is_copied():
     manager, parent = CacheManager(num_blocks=6, block_size=4), BlockTable()
     manager.extend(parent, 0, 12)
     child = manager.fork(parent)
@@ -83,7 +84,7 @@ def test_only_the_block_with_written_tokens_is_copied_when_several_are_shared():
     assert manager.take_block_ops().copy == ((1, 3),)
 
 
-def test_a_change_lists_every_block_after_the_first_replaced_one():
+def test_table_change_lists_blocks_after_the_first_replacement():
     manager, parent = CacheManager(num_blocks=6, block_size=4), BlockTable()
     manager.extend(parent, 0, 6)
     child = manager.fork(parent)
@@ -102,7 +103,7 @@ def test_blocks_past_the_write_range_stay_shared():
     manager.check_integrity([parent, child])
 
 
-def test_an_empty_write_range_needs_nothing():
+def test_empty_write_range_needs_no_block():
     manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(parent, 0, 6)
     child = manager.fork(parent)
@@ -111,7 +112,7 @@ def test_an_empty_write_range_needs_nothing():
     assert child.block_ids == parent.block_ids
 
 
-def test_the_watermark_is_kept_free_only_when_asked():
+def test_watermark_is_kept_free_only_on_request():
     manager, table = CacheManager(num_blocks=4, block_size=4, watermark_blocks=1), BlockTable()
     assert manager.can_extend(table, 0, 12, keep_watermark=True)
     assert not manager.can_extend(table, 0, 13, keep_watermark=True)
@@ -119,7 +120,7 @@ def test_the_watermark_is_kept_free_only_when_asked():
     assert not manager.can_extend(table, 0, 17)
 
 
-def test_extending_beyond_the_free_blocks_is_an_assertion_that_changes_nothing():
+def test_extending_beyond_free_blocks_fails_and_changes_nothing():
     manager, table = CacheManager(num_blocks=2, block_size=4), BlockTable()
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 2 are free"):
         manager.extend(table, 0, 9)
@@ -128,14 +129,14 @@ def test_extending_beyond_the_free_blocks_is_an_assertion_that_changes_nothing()
 
 
 @pytest.mark.parametrize(("first_token", "num_tokens"), [(5, 4), (-1, 4), (9, 12)])
-def test_impossible_positions_are_refused(first_token, num_tokens):
+def test_impossible_positions_are_rejected(first_token, num_tokens):
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(table, 0, 8)
     with pytest.raises(AssertionError, match=str(first_token)):
         manager.num_new_blocks(table, first_token, num_tokens)
 
 
-def test_a_block_that_can_be_found_is_replaced_before_it_is_written_to():
+def test_named_block_is_replaced_before_it_is_written():
     """The fork of a table that is extended and named already is shorter than what its blocks are known for. When it
     outlived its parent, it wrote over contents that others could find.
     """
@@ -157,7 +158,8 @@ def test_a_block_that_can_be_found_is_replaced_before_it_is_written_to():
     manager.check_integrity([child])
 
 
-def test_tables_that_share_a_full_block_may_both_name_it():
+def test_shared_full_block_can_be_named_twice():
+    """By each of the tables that share it."""
     manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(parent, 0, 5)
     manager.take_block_ops()
@@ -189,7 +191,7 @@ def pairs(simulation):
     return [(source, destination) for destination, source in simulation.manager._moves._copies.items()]
 
 
-def test_a_copy_of_a_pending_destination_is_made_from_the_first_source():
+def test_copy_of_pending_destination_reads_first_source():
     """Chain in one step: b copies block 1 to 2, c forks from b and copies 2, which holds nothing yet."""
     simulation = simulate(4)
     simulation.extend("b", 1)
@@ -200,7 +202,7 @@ def test_a_copy_of_a_pending_destination_is_made_from_the_first_source():
     simulation.check_integrity()
 
 
-def test_a_copy_into_a_block_that_is_freed_is_dropped_when_the_block_is_handed_out_again():
+def test_copy_into_a_reallocated_block_is_dropped():
     simulation = simulate(4)
     simulation.extend("b", 1)
     simulation.release("b")
@@ -214,7 +216,7 @@ def test_a_copy_into_a_block_that_is_freed_is_dropped_when_the_block_is_handed_o
     simulation.check_integrity()
 
 
-def test_a_copy_into_a_block_that_stays_free_does_no_harm():
+def test_copy_into_a_free_block_is_harmless():
     simulation = simulate(4)
     simulation.extend("b", 1)
     simulation.release("b")
@@ -226,7 +228,7 @@ def test_a_copy_into_a_block_that_stays_free_does_no_harm():
     simulation.run_step()
 
 
-def test_dropping_a_pair_leaves_the_copies_made_from_it_right():
+def test_dropped_copy_keeps_its_dependent_copies_right():
     """Executed in recorded order, (1, 2) dropped and (2, 3) kept would copy what block 2 held before the step."""
     simulation = simulate(4)
     simulation.extend("b", 1)
@@ -258,7 +260,7 @@ def build_reused_source(**keywords):
     return simulation
 
 
-def test_a_source_that_becomes_the_destination_of_another_copy_is_read_first():
+def test_source_overwritten_by_another_copy_is_read_first():
     simulation = build_reused_source()
     simulation.run_step()
     simulation.check_integrity()
@@ -282,13 +284,13 @@ class CopiesInReverse(Memories):
 
 
 @pytest.mark.parametrize("memories", [CopiesNothing, CopiesInReverse])
-def test_copies_left_out_or_overtaken_are_seen_in_the_contents(memories):
+def test_content_check_detects_missing_or_overtaken_copies(memories):
     simulation = build_reused_source(memories=memories)
     with pytest.raises(AssertionError, match=r"sequence . reads another's tokens"):
         simulation.run_step()
 
 
-def test_copies_one_after_the_other_break_a_step_that_swaps_two_blocks():
+def test_content_check_detects_sequential_copies():
     """The contract of BlockOps is needed: two pairs can exchange blocks, and then no sequential order is right."""
     simulation = make_simulation(4, 2, memories=CopiesOneAfterTheOther)
     for name in ("a", "b"):
@@ -310,7 +312,7 @@ def test_copies_one_after_the_other_break_a_step_that_swaps_two_blocks():
         simulation.run_step()
 
 
-def test_a_source_freed_and_handed_out_for_its_own_contents_is_not_moved():
+def test_copy_to_its_own_source_is_dropped():
     simulation = simulate(3)
     simulation.extend("b", 1)  # (1, 2)
     simulation.fork("b", "c")
@@ -326,7 +328,7 @@ def test_a_source_freed_and_handed_out_for_its_own_contents_is_not_moved():
 # --- what check_integrity finds ----------------------------------------------------------------------------------
 
 
-def test_a_fork_that_forgets_to_share_is_found():
+def test_manager_check_detects_an_unshared_fork():
     manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(parent, 0, 6)
     child = BlockTable(list(parent.block_ids))
@@ -334,14 +336,14 @@ def test_a_fork_that_forgets_to_share_is_found():
         manager.check_integrity([parent, child])
 
 
-def test_a_table_that_was_lost_is_found():
+def test_manager_check_detects_a_lost_table():
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(table, 0, 6)
     with pytest.raises(AssertionError, match="block 0 counts 1 owners, 0 tables list it"):
         manager.check_integrity([])
 
 
-def test_a_table_that_lists_a_block_twice_is_found():
+def test_manager_check_detects_a_block_listed_twice():
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(table, 0, 4)
     manager._pool.share([0])
@@ -350,7 +352,7 @@ def test_a_table_that_lists_a_block_twice_is_found():
         manager.check_integrity([table])
 
 
-def test_a_block_that_a_transfer_owns_and_a_table_lists_is_found():
+def test_manager_check_detects_block_of_table_and_transfer():
     manager, table = CacheManager(num_blocks=4, block_size=4, connector=HostTier(2)), BlockTable()
     manager.extend(table, 0, 4)
     manager._transfers._loads.append((root_hash(), 0, 0))
@@ -371,7 +373,7 @@ def damage_connector(manager):
 
 
 @pytest.mark.parametrize("damage", [damage_pool, damage_swap_space, damage_connector])
-def test_damage_of_any_of_its_memories_is_found(damage):
+def test_manager_check_detects_damage_of_any_pool(damage):
     manager = CacheManager(num_blocks=4, block_size=4, num_host_blocks=2, connector=HostTier(2))
     manager.check_integrity([])
     damage(manager)
@@ -379,7 +381,7 @@ def test_damage_of_any_of_its_memories_is_found(damage):
         manager.check_integrity([])
 
 
-def test_a_copy_of_a_block_to_itself_is_found():
+def test_manager_check_detects_a_copy_to_itself():
     manager = CacheManager(num_blocks=4, block_size=4)
     manager._moves._copies[2] = 2
     with pytest.raises(AssertionError, match="block 2 is to be copied to itself"):

@@ -51,12 +51,12 @@ TestCacheManagerMachine.settings = settings(max_examples=150, stateful_step_coun
 # --- negative controls: the same random life with one thing broken must be noticed --------------------------------
 
 
-def test_a_long_random_life_is_right():
+def test_random_operations_keep_contents_right():
     live_randomly()
 
 
 @pytest.mark.stress
-def test_a_much_longer_random_life_is_right():
+def test_many_random_operations_keep_contents_right():
     live_randomly(times=10)
 
 
@@ -141,7 +141,7 @@ class StoresWhenTheTransferEnds(Memories):
         StoresWhenTheTransferEnds,
     ],
 )
-def test_moves_left_out_or_in_another_order_are_noticed(memories):
+def test_random_operations_detect_missing_or_reordered_moves(memories):
     with pytest.raises(AssertionError, match="reads another's"):
         live_randomly(memories=memories, times=2)  # three of them are found late
 
@@ -266,7 +266,7 @@ class ForgetsNoPlace(Transfers):
         ({"transfers": ForgetsNoPlace}, "reads another's"),
     ],
 )
-def test_a_manager_with_a_broken_part_is_noticed(parts, message):
+def test_random_operations_detect_a_broken_part(parts, message):
     with pytest.raises(AssertionError, match=message):
         live_randomly(manager=with_parts(**parts))
 
@@ -348,7 +348,7 @@ class LoadsWhatItDroveOut(CacheManager):
         (LoadsWhatItDroveOut, "blocks wanted"),
     ],
 )
-def test_a_broken_manager_is_noticed(manager, message):
+def test_random_operations_detect_a_broken_manager(manager, message):
     with pytest.raises(AssertionError, match=message):
         live_randomly(times=2, manager=manager)
 
@@ -401,6 +401,6 @@ class NamesAfterItForgot(HostTier):
     "tier",
     [NamesPlacesThatAreNotWritten, ReservesNoPlaceThatIsRead, ReservesNoPlaceThatIsStoredTo, NamesAfterItForgot],
 )
-def test_a_broken_connector_is_noticed(tier):
+def test_random_operations_detect_a_broken_connector(tier):
     with pytest.raises(AssertionError, match=r"reads another's|a place is stored to twice"):
         live_randomly(tier=tier)

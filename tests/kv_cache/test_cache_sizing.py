@@ -35,7 +35,7 @@ def size(measurement=MEASUREMENT, **changes) -> CacheSizing:
     return size_cache(SPEC, measurement, need, **(keywords | changes))
 
 
-def test_a_given_number_needs_no_measurement():
+def test_given_block_count_needs_no_measurement():
     sizing = size(None, num_blocks=100, swap_space_bytes=5 * 2**20)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (100, 2)
     assert sizing.reason == (
@@ -46,11 +46,11 @@ def test_a_given_number_needs_no_measurement():
     )
 
 
-def test_a_given_number_wins_over_a_measurement():
+def test_given_block_count_overrides_the_measurement():
     assert size(num_blocks=7).num_device_blocks == 7
 
 
-def test_without_a_number_the_cache_gets_what_the_rest_leaves():
+def test_cache_gets_the_memory_that_remains():
     sizing = size()
     assert sizing.num_device_blocks == (40 * GIB - 17 * GIB - GIB // 2) // (2 * 2**20) == 11520
     assert sizing.reason == (
@@ -66,25 +66,25 @@ def test_without_a_number_the_cache_gets_what_the_rest_leaves():
     )
 
 
-def test_the_cache_is_no_larger_than_the_sequences_can_use():
+def test_cache_is_limited_by_the_sequences():
     sizing = size(max_num_seqs=4, max_model_len=1000)
     assert sizing.num_device_blocks == 4 * 63
     assert "limited by need: 4 sequences" in sizing.reason
     assert "use at most 252 blocks" in sizing.reason
 
 
-def test_a_model_larger_than_the_memory_leaves_no_blocks_rather_than_a_negative_number():
+def test_oversized_model_leaves_zero_blocks():
     sizing = size(memory_utilization=0.2)
     assert sizing.num_device_blocks == 0
     assert "left for the cache -1.5 GiB, room for 0 blocks" in sizing.reason
 
 
-def test_how_the_activations_are_known_is_said():
+def test_sizing_reason_says_how_activations_were_measured():
     sizing = size(replace(MEASUREMENT, activation_note="measured"))
     assert "  activations of the largest step 1.0 GiB (measured)\n" in sizing.reason
 
 
-def test_swap_space_beside_the_device_takes_nothing_of_the_cache():
+def test_host_swap_space_takes_no_cache_memory():
     sizing = size(swap_space_bytes=4 * GIB)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (11520, 2048)
     assert sizing.reason.endswith(
@@ -92,18 +92,19 @@ def test_swap_space_beside_the_device_takes_nothing_of_the_cache():
     )
 
 
-def test_swap_space_in_the_memory_of_the_cache_is_taken_from_it():
+def test_device_swap_space_is_taken_from_the_cache():
     sizing = size(swap_space_bytes=4 * GIB, is_swap_space_on_device=True)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (11520 - 2048, 2048)
     assert "\n  swap space 4.0 GiB\n  left for the cache 18.5 GiB, room for 9472 blocks\n" in sizing.reason
 
 
-def test_a_given_number_of_blocks_is_not_lowered_for_swap_space():
+def test_given_block_count_ignores_swap_space():
     sizing = size(None, num_blocks=100, swap_space_bytes=GIB, is_swap_space_on_device=True)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (100, 512)
 
 
-def test_swap_space_is_no_larger_than_the_sequences_can_use_and_what_is_left_over_goes_to_the_cache():
+def test_swap_space_is_limited_by_the_sequences():
+    """The remainder goes to the cache."""
     sizing = size(swap_space_bytes=100 * GIB, is_swap_space_on_device=True, max_num_seqs=4, max_model_len=1000)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (252, 252)
     assert sizing.reason.endswith(
@@ -119,9 +120,7 @@ def test_swap_space_is_no_larger_than_the_sequences_can_use_and_what_is_left_ove
     is_swap_space_on_device=st.booleans(),
     max_num_seqs=st.integers(1, 4096),
 )
-def test_whatever_was_measured_the_numbers_are_between_nothing_and_what_is_useful(
-    figures, swap_space_bytes, is_swap_space_on_device, max_num_seqs
-):
+def test_block_counts_stay_between_zero_and_need(figures, swap_space_bytes, is_swap_space_on_device, max_num_seqs):
     sizing = size(
         MemoryMeasurement(*figures),
         swap_space_bytes=swap_space_bytes,
@@ -136,12 +135,12 @@ def test_whatever_was_measured_the_numbers_are_between_nothing_and_what_is_usefu
         assert sizing.num_device_blocks == 0 or taken_bytes <= int(figures[0] * 0.5)
 
 
-def test_without_number_and_measurement_there_is_nothing_to_size_from():
+def test_sizing_requires_block_count_or_measurement():
     with pytest.raises(AssertionError, match="needs a measurement"):
         size(None)
 
 
-def test_a_given_number_too_small_for_one_sequence_is_refused_with_the_way_out():
+def test_too_few_given_blocks_error_names_the_minimum():
     message = (
         "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 4096: "
         "raise cache.num_blocks to at least 256 or lower max_model_len"
@@ -150,7 +149,7 @@ def test_a_given_number_too_small_for_one_sequence_is_refused_with_the_way_out()
         check_cache_holds_one_sequence(3, 16, 4096)
 
 
-def test_a_profiled_number_too_small_for_one_sequence_names_the_memory():
+def test_too_few_profiled_blocks_error_names_the_memory():
     message = (
         "memory leaves room for 3 cache blocks, which hold 48 tokens, but model.max_model_len is 4096: "
         "raise cache.gpu_memory_utilization or lower model.max_model_len"
@@ -159,12 +158,12 @@ def test_a_profiled_number_too_small_for_one_sequence_names_the_memory():
         check_cache_holds_one_sequence(3, 16, 4096, is_profiled=True)
 
 
-def test_swap_space_that_took_the_memory_is_a_way_out():
+def test_too_few_blocks_error_suggests_less_swap_space():
     with pytest.raises(ValueError, match=r"raise cache\.gpu_memory_utilization or lower model\.max_model_len or cache"):
         check_cache_holds_one_sequence(3, 16, 4096, is_profiled=True, has_swap_space_on_device=True)
 
 
-def test_the_number_named_as_the_way_out_is_accepted_and_one_less_is_not():
+def test_suggested_minimum_is_accepted_and_one_less_rejected():
     check_cache_holds_one_sequence(256, 16, 4096)
     check_cache_holds_one_sequence(256, 16, 4095)
     with pytest.raises(ValueError, match="at least 256"):
@@ -182,5 +181,5 @@ def test_the_number_named_as_the_way_out_is_accepted_and_one_less_is_not():
         (-2 * GIB, "-2.0 GiB"),
     ],
 )
-def test_bytes_are_written_in_the_largest_unit_there_is_one_of(num_bytes, text):
+def test_bytes_are_formatted_in_the_fitting_unit(num_bytes, text):
     assert format_bytes(num_bytes) == text

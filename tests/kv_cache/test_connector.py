@@ -50,13 +50,13 @@ def load(transfers, names, block_ids):
     return transfers.load(names, transfers.reserve(names), block_ids)
 
 
-def test_a_step_without_stores_and_loads_has_no_transfer():
+def test_step_without_stores_and_loads_has_no_transfer():
     transfers = Transfers(EndlessShelf())
     assert transfers.take() == (0, (), ())
     assert transfers.take() == (0, (), ())
 
 
-def test_the_stores_and_loads_of_one_step_are_one_transfer_and_numbers_go_up_by_one():
+def test_step_is_one_transfer_with_consecutive_number():
     transfers = Transfers(EndlessShelf(A, B))
     transfers.store(C, 5)
     assert load(transfers, [A, B], [7, 8]) == 1
@@ -68,7 +68,7 @@ def test_the_stores_and_loads_of_one_step_are_one_transfer_and_numbers_go_up_by_
     assert transfers.owned_block_ids() == [7, 8]
 
 
-def test_a_transfer_that_has_finished_gives_its_blocks_and_tells_the_connector():
+def test_finished_transfer_returns_blocks_and_informs_the_connector():
     shelf = EndlessShelf(A, B)
     transfers = Transfers(shelf)
     transfers.store(C, 5)
@@ -82,7 +82,7 @@ def test_a_transfer_that_has_finished_gives_its_blocks_and_tells_the_connector()
     transfers.check_integrity()
 
 
-def test_transfers_may_finish_in_any_order():
+def test_transfers_can_finish_in_any_order():
     transfers = Transfers(EndlessShelf(A, B))
     assert load(transfers, [A], [7]) == 1
     transfers.take()
@@ -92,7 +92,7 @@ def test_transfers_may_finish_in_any_order():
     assert transfers.finish(1) == [(A, 7)]
 
 
-def test_a_transfer_finishes_once_and_not_before_its_step_is_handed_out():
+def test_transfer_finishes_once_and_after_its_step():
     transfers = Transfers(EndlessShelf(A))
     load(transfers, [A], [7])
     with pytest.raises(AssertionError, match=r"transfer 1 is not in flight: \[\]"):
@@ -103,7 +103,7 @@ def test_a_transfer_finishes_once_and_not_before_its_step_is_handed_out():
         transfers.finish(1)
 
 
-def test_what_arrives_after_it_was_forgotten_has_no_name():
+def test_forgotten_load_finishes_without_a_name():
     transfers = Transfers(EndlessShelf(A, B))
     load(transfers, [A], [7])
     transfers.take()
@@ -115,7 +115,7 @@ def test_what_arrives_after_it_was_forgotten_has_no_name():
     transfers.check_integrity()
 
 
-def test_only_the_last_transfer_that_loads_a_block_names_it():
+def test_block_is_named_by_its_last_load_only():
     transfers = Transfers(EndlessShelf(A, B))
     load(transfers, [B], [7])
     transfers.take()
@@ -126,7 +126,7 @@ def test_only_the_last_transfer_that_loads_a_block_names_it():
     assert transfers.finish(2) == [(A, 8), (B, 9)]
 
 
-def test_a_load_of_a_transfer_that_is_not_there_is_found():
+def test_transfer_check_detects_load_of_unknown_transfer():
     transfers = Transfers(EndlessShelf())
     transfers._loading[A] = 3
     with pytest.raises(AssertionError, match=r"61.*3"):
@@ -161,7 +161,7 @@ def evict(manager):
     return block_ops
 
 
-def test_blocks_that_lose_their_place_are_stored_tail_of_the_chain_first():
+def test_evicted_blocks_are_stored_from_the_chain_tail():
     manager, table = CacheManager(4, 2, connector=HostTier(4)), BlockTable()
     manager.extend(table, 0, 6)
     manager.name_blocks(table, NAMES[:3], 0, 0)
@@ -170,7 +170,7 @@ def test_blocks_that_lose_their_place_are_stored_tail_of_the_chain_first():
     assert evict(manager) == BlockOps(store=((2, 0), (1, 1), (0, 2)), transfer=1)
 
 
-def test_blocks_without_a_name_are_not_stored():
+def test_unnamed_blocks_are_not_stored():
     manager, table = CacheManager(4, 2, connector=HostTier(4)), BlockTable()
     manager.extend(table, 0, 6)
     manager.name_blocks(table, NAMES[:1], 0, 0)
@@ -179,7 +179,7 @@ def test_blocks_without_a_name_are_not_stored():
     assert evict(manager).store == ((0, 0),)
 
 
-def test_a_prefix_is_loaded_and_can_be_found_when_every_rank_has_it():
+def test_loaded_prefix_is_found_after_the_transfer():
     manager = manager_with_stored_chain()
     assert manager.load_prefix([], NAMES, 8) == 2
     assert manager.take_block_ops() == BlockOps(load=((2, 3), (1, 2), (0, 1)), transfer=2)
@@ -192,7 +192,7 @@ def test_a_prefix_is_loaded_and_can_be_found_when_every_rank_has_it():
     manager.check_integrity([])
 
 
-def test_whoever_wants_the_same_waits_for_the_same_transfer():
+def test_equal_prefixes_wait_for_the_same_transfer():
     manager = manager_with_stored_chain()
     assert manager.load_prefix([], NAMES, 8) == 2
     assert manager.load_prefix([], NAMES[:2], 5) == 2
@@ -201,7 +201,8 @@ def test_whoever_wants_the_same_waits_for_the_same_transfer():
     assert manager.take_block_ops().is_empty
 
 
-def test_only_what_comes_after_the_prefix_and_before_what_is_on_the_device_is_loaded():
+def test_load_covers_only_the_missing_middle_blocks():
+    """Those after the prefix, and before what is on the device."""
     manager, table = manager_with_stored_chain(num_blocks=8), BlockTable()
     manager.load_prefix([], NAMES[:1], 8)
     manager.take_block_ops()
@@ -218,21 +219,21 @@ def test_only_what_comes_after_the_prefix_and_before_what_is_on_the_device_is_lo
     manager.check_integrity([table])
 
 
-def test_nothing_is_loaded_for_a_sequence_that_finds_no_room():
+def test_load_requires_blocks_for_the_complete_sequence():
     manager, table = manager_with_stored_chain(), BlockTable()
     manager.extend(table, 0, 2)
     assert manager.load_prefix([], NAMES, 7) is None
     assert manager.load_prefix([], NAMES, 6) == 2
 
 
-def test_a_load_leaves_the_watermark():
+def test_load_leaves_the_watermark():
     manager = manager_with_stored_chain()
     manager.watermark_blocks = 1
     assert manager.load_prefix([], NAMES, 7) is None
     assert manager.load_prefix([], NAMES, 6) == 2
 
 
-def test_nothing_is_loaded_where_nothing_is_stored_and_without_a_connector():
+def test_load_is_none_without_stores_or_connector():
     manager = manager_with_stored_chain()
     assert (manager.num_tier_blocks, CacheManager(4, 2).num_tier_blocks) == (4, 0)
     assert manager.load_prefix([], [], 1) is None
@@ -240,7 +241,7 @@ def test_nothing_is_loaded_where_nothing_is_stored_and_without_a_connector():
     assert CacheManager(4, 2).load_prefix([], NAMES, 8) is None
 
 
-def test_a_load_does_not_drive_out_its_own_source():
+def test_load_does_not_evict_its_own_source():
     """The device blocks that a load takes evict others, which are stored. They took the very places that the load was
     about to read, when these were reserved only afterwards.
     """
@@ -253,7 +254,7 @@ def test_a_load_does_not_drive_out_its_own_source():
     assert manager.take_block_ops() == BlockOps(load=((2, 0), (1, 1), (0, 2)), transfer=2)
 
 
-def test_a_load_does_not_drive_out_the_prefix_that_it_goes_on_from():
+def test_load_does_not_evict_the_prefix_it_extends():
     """The head is the least recently used block of the device: without care it would be taken for its own tail."""
     manager, table = manager_with_stored_chain(), BlockTable()
     manager.load_prefix([], NAMES[:1], 8)
@@ -271,7 +272,7 @@ def test_a_load_does_not_drive_out_the_prefix_that_it_goes_on_from():
     assert len(manager.find_prefix(NAMES)) == 3
 
 
-def test_what_is_loaded_is_released_without_a_name_if_another_block_has_it_meanwhile():
+def test_loaded_duplicate_is_released_without_a_name():
     manager, table = manager_with_stored_chain(), BlockTable()
     manager.load_prefix([], NAMES[:1], 2)
     manager.take_block_ops()
@@ -284,7 +285,7 @@ def test_what_is_loaded_is_released_without_a_name_if_another_block_has_it_meanw
     manager.check_integrity([table])
 
 
-def test_a_reset_reaches_what_is_stored_and_what_is_on_its_way():
+def test_reset_covers_stored_and_in_flight_blocks():
     manager = manager_with_stored_chain()
     manager.load_prefix([], NAMES[:1], 2)
     manager.take_block_ops()
@@ -295,7 +296,7 @@ def test_a_reset_reaches_what_is_stored_and_what_is_on_its_way():
     manager.check_integrity([])
 
 
-def test_a_block_that_arrives_only_in_this_step_is_not_stored():
+def test_block_arriving_in_this_step_is_not_stored():
     """Its place on the host is where it would be read from; on the device there is nothing of it yet."""
     manager = CacheManager(3, 2, num_host_blocks=2, connector=HostTier(4))
     table, other = BlockTable(), BlockTable()
@@ -311,6 +312,6 @@ def test_a_block_that_arrives_only_in_this_step_is_not_stored():
     manager.check_integrity([other])
 
 
-def test_a_transfer_finishes_only_where_there_is_a_connector():
+def test_transfer_cannot_finish_without_a_connector():
     with pytest.raises(AssertionError, match="transfer 1 without a connector"):
         CacheManager(4, 2).finish_transfer(1)

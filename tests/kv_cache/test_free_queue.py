@@ -20,7 +20,7 @@ def queue_of(count, *queued):
     return queue
 
 
-def test_blocks_leave_in_the_order_in_which_they_were_appended():
+def test_queue_is_first_in_first_out():
     queue = FreeQueue(3)
     assert list(queue) == [0, 1, 2]
     assert queue.pop_first() == 0
@@ -29,7 +29,7 @@ def test_blocks_leave_in_the_order_in_which_they_were_appended():
     assert len(queue) == 3
 
 
-def test_a_block_that_is_put_first_is_the_next_to_go():
+def test_prepended_block_is_popped_first():
     queue = queue_of(4, 0, 1)
     queue.prepend(2)
     queue.prepend(3)
@@ -41,7 +41,7 @@ def test_a_block_that_is_put_first_is_the_next_to_go():
 
 
 @pytest.mark.parametrize("enter", [FreeQueue.append, FreeQueue.prepend])
-def test_an_empty_queue_takes_a_block_at_either_end(enter):
+def test_empty_queue_accepts_a_block_at_either_end(enter):
     queue = queue_of(1)
     assert list(queue) == []
     assert 0 not in queue
@@ -54,7 +54,7 @@ def test_an_empty_queue_takes_a_block_at_either_end(enter):
 
 
 @pytest.mark.parametrize(("index", "expected"), [(0, [1, 2, 3]), (1, [0, 2, 3]), (3, [0, 1, 2])])
-def test_a_block_is_removed_from_either_end_and_from_the_middle(index, expected):
+def test_queue_removes_blocks_at_any_position(index, expected):
     queue = FreeQueue(4)
     queue.remove(index)
     assert list(queue) == expected
@@ -62,21 +62,21 @@ def test_a_block_is_removed_from_either_end_and_from_the_middle(index, expected)
     queue.check_integrity()
 
 
-def test_an_empty_queue_has_nothing_to_give():
+def test_empty_queue_cannot_pop():
     with pytest.raises(AssertionError, match="no block is free"):
         FreeQueue(0).pop_first()
     FreeQueue(0).check_integrity()
 
 
 @pytest.mark.parametrize("enter", [FreeQueue.append, FreeQueue.prepend])
-def test_a_queued_block_is_not_queued_twice(enter):
+def test_queued_block_cannot_be_queued_twice(enter):
     queue = FreeQueue(2)
     with pytest.raises(AssertionError, match="block 1 is in the free queue already"):
         enter(queue, 1)
     assert list(queue) == [0, 1]
 
 
-def test_a_block_that_is_not_queued_is_not_removed():
+def test_unqueued_block_cannot_be_removed():
     with pytest.raises(AssertionError, match="block 1 is not in the free queue"):
         queue_of(2, 0).remove(1)
 
@@ -84,7 +84,7 @@ def test_a_block_that_is_not_queued_is_not_removed():
 @given(
     st.lists(st.tuples(st.sampled_from(["append", "prepend", "pop_first", "remove"]), st.integers(0, 5)), max_size=60)
 )
-def test_the_queue_is_a_deque_with_cheap_removal(operations):
+def test_queue_matches_a_deque_with_removal(operations):
     queue, model = queue_of(6), deque()
     for name, index in operations:
         if name == "append" and index not in model:
@@ -135,7 +135,7 @@ def lose_a_block(queue):
         (lose_a_block, "4 blocks have links, the free queue counts 3"),
     ],
 )
-def test_a_damaged_link_is_found(damage, message):
+def test_queue_check_detects_damaged_links(damage, message):
     queue = FreeQueue(4)
     queue.check_integrity()
     damage(queue)

@@ -23,7 +23,7 @@ def wait_for(reserve: HostReserve, num_bytes: int) -> None:
     assert reserve.committed_bytes == num_bytes
 
 
-def test_as_much_is_committed_as_was_asked_for_and_no_more():
+def test_reserve_commits_exactly_the_requested_bytes():
     before = resident_bytes()
     reserve = HostReserve()
     assert resident_bytes() - before < 4 * MIB
@@ -32,7 +32,7 @@ def test_as_much_is_committed_as_was_asked_for_and_no_more():
     assert 98 * MIB < resident_bytes() - before < 110 * MIB
 
 
-def test_what_is_taken_is_the_zeroed_beginning_of_the_memory_and_may_be_larger_than_what_is_committed():
+def test_reserve_yields_zeroed_memory_beyond_the_committed():
     reserve = HostReserve()
     reserve.commit(16 * MIB)
     wait_for(reserve, 16 * MIB)
@@ -47,7 +47,7 @@ def test_what_is_taken_is_the_zeroed_beginning_of_the_memory_and_may_be_larger_t
     assert resident_bytes() - before < 16 * MIB
 
 
-def test_taking_ends_the_commitment():
+def test_reserve_stops_committing_when_taken():
     reserve = HostReserve()
     reserve.commit(1 << 40)
     time.sleep(0.05)
@@ -57,11 +57,11 @@ def test_taking_ends_the_commitment():
     assert reserve.committed_bytes == committed
 
 
-def test_more_than_the_machine_has_is_not_there():
+def test_reserve_is_none_when_memory_is_exhausted():
     assert HostReserve().take(1 << 50) is None
 
 
-def test_a_cache_takes_the_memory_and_its_first_blocks_are_the_first_bytes():
+def test_cache_layout_starts_at_the_reserved_bytes():
     reserve = HostReserve()
     cache = lazy_cache((3, 5, 8), torch.float32, reserve)
     assert cache.shape == (3, 5, 8)
@@ -72,7 +72,7 @@ def test_a_cache_takes_the_memory_and_its_first_blocks_are_the_first_bytes():
     assert not cache.any()
 
 
-def test_a_cache_that_is_larger_has_memory_of_its_own():
+def test_cache_allocates_memory_without_a_fitting_reserve():
     class Small(HostReserve):
         def take(self, num_bytes: int) -> None:
             return None
@@ -83,7 +83,7 @@ def test_a_cache_that_is_larger_has_memory_of_its_own():
 
 
 @pytest.mark.parametrize("has_reserve", [False, True])
-def test_blocks_move_alike_wherever_the_cache_lies(has_reserve: bool):
+def test_blocks_move_alike_in_any_memory(has_reserve: bool):
     spec = CacheSpec(num_layers=3, num_kv_heads=1, head_size=16, dtype_bytes=4, block_size=4)
     engine = CacheEngine(spec, (128,), 6, 4, torch.float32, torch.device("cpu"))
     engine.allocate(HostReserve() if has_reserve else None)
@@ -98,7 +98,7 @@ def test_blocks_move_alike_wherever_the_cache_lies(has_reserve: bool):
     ]
 
 
-def test_what_is_offered_is_there_until_it_is_taken_back():
+def test_offered_reserve_stays_until_withdrawn():
     assert host_reserve.offered() is None
     reserve = HostReserve()
     host_reserve.offer(reserve)

@@ -22,7 +22,7 @@ def store(tier, name):
     return place
 
 
-def test_a_block_can_be_found_once_every_rank_has_stored_it():
+def test_stored_block_is_found_when_every_rank_finished():
     tier = HostTier(3)
     assert tier.store(A) == 0
     assert (tier.lookup([A]), tier._pool.num_named_blocks, tier.num_slots) == (0, 0, 3)
@@ -31,12 +31,12 @@ def test_a_block_can_be_found_once_every_rank_has_stored_it():
     assert tier.load([A]) == [0]
 
 
-def test_a_chain_is_found_up_to_the_first_gap():
+def test_chain_is_found_up_to_the_first_gap():
     tier = tier_with(A, B, C)
     assert [tier.lookup(names) for names in ([A, B, C], [A, D, B], [D], [])] == [3, 1, 0, 0]
 
 
-def test_what_is_here_or_on_its_way_is_not_stored_again():
+def test_stored_or_pending_block_is_not_stored_again():
     tier = HostTier(3)
     assert tier.store(A) == 0
     assert tier.store(A) is None
@@ -45,14 +45,14 @@ def test_what_is_here_or_on_its_way_is_not_stored_again():
     tier.check_integrity()
 
 
-def test_the_least_recently_stored_goes_first():
+def test_least_recently_stored_block_is_evicted_first():
     tier = tier_with(A, B, C)
     assert store(tier, D) == 0
     assert [tier.lookup([name]) for name in (A, B, C, D)] == [0, 1, 1, 1]
     assert store(tier, E) == 1
 
 
-def test_what_is_stored_again_is_the_most_recently_used():
+def test_restored_block_becomes_most_recently_used():
     """A prefix that many prompts begin with is evicted again and again while it is here."""
     tier = tier_with(A, B, C)
     assert tier.store(A) is None
@@ -61,7 +61,7 @@ def test_what_is_stored_again_is_the_most_recently_used():
     tier.check_integrity()
 
 
-def test_a_place_that_is_read_stays_reserved_when_its_block_is_stored_again():
+def test_slot_being_read_survives_a_repeated_store():
     tier = tier_with(A, num_slots=1)
     assert tier.load([A]) == [0]
     assert tier.store(A) is None
@@ -70,7 +70,7 @@ def test_a_place_that_is_read_stays_reserved_when_its_block_is_stored_again():
     assert tier.store(B) == 0
 
 
-def test_what_was_loaded_stays_as_the_most_recently_used_tail_of_the_chain_before_its_head():
+def test_loaded_chain_becomes_most_recent_tail_evicted_first():
     tier = tier_with(A, B, C)
     assert tier.load([A, B]) == [0, 1]
     tier.finish([], [0, 1])
@@ -78,7 +78,7 @@ def test_what_was_loaded_stays_as_the_most_recently_used_tail_of_the_chain_befor
     assert [tier.lookup([name]) for name in (A, B, C)] == [1, 0, 0]
 
 
-def test_of_blocks_stored_by_one_transfer_the_first_to_lose_its_place_goes_first():
+def test_chain_of_one_transfer_is_evicted_tail_first():
     """The device evicts a chain's tail before its head, and so does the tier."""
     tier = HostTier(2)
     stored = [(name, tier.store(name)) for name in (B, A)]
@@ -87,7 +87,7 @@ def test_of_blocks_stored_by_one_transfer_the_first_to_lose_its_place_goes_first
     assert [tier.lookup([name]) for name in (A, B)] == [1, 0]
 
 
-def test_a_place_that_is_read_is_not_given_away_before_the_transfer_ends():
+def test_slot_being_read_is_not_reused_during_transfer():
     tier = tier_with(A, num_slots=1)
     places = tier.load([A])
     assert tier.store(B) is None
@@ -96,7 +96,7 @@ def test_a_place_that_is_read_is_not_given_away_before_the_transfer_ends():
     assert tier.store(B) == 0
 
 
-def test_a_place_that_is_stored_to_is_not_given_away_before_the_transfer_ends():
+def test_slot_being_written_is_not_reused_during_transfer():
     tier = HostTier(1)
     tier.store(A)
     assert tier.store(B) is None
@@ -104,7 +104,7 @@ def test_a_place_that_is_stored_to_is_not_given_away_before_the_transfer_ends():
     assert tier.store(B) == 0
 
 
-def test_a_place_may_be_read_by_two_transfers_at_once():
+def test_slot_can_be_read_by_two_transfers():
     tier = tier_with(A, num_slots=1)
     assert (tier.load([A]), tier.load([A])) == ([0], [0])
     tier.finish([], [0])
@@ -113,18 +113,18 @@ def test_a_place_may_be_read_by_two_transfers_at_once():
     assert tier.store(B) == 0
 
 
-def test_a_tier_without_places_wants_nothing():
+def test_tier_without_slots_stores_nothing():
     tier = HostTier(0)
     assert tier.store(A) is None
     assert tier.lookup([A]) == 0
 
 
-def test_what_is_not_here_cannot_be_loaded():
+def test_missing_block_cannot_be_loaded():
     with pytest.raises(AssertionError, match="2 blocks wanted, 1 are here"):
         tier_with(A).load([A, B])
 
 
-def test_nothing_that_was_stored_is_found_after_it_was_forgotten():
+def test_forgotten_blocks_are_not_found():
     tier = tier_with(A)
     tier.store(B)
     tier.forget()
@@ -134,7 +134,7 @@ def test_nothing_that_was_stored_is_found_after_it_was_forgotten():
     tier.check_integrity()
 
 
-def test_what_is_stored_again_after_it_was_forgotten_is_the_new_one():
+def test_block_stored_after_forgetting_is_the_new_one():
     """Two transfers of one name: the old one ends last, and its place is not the one that is found."""
     tier = HostTier(3)
     assert tier.store(A) == 0
@@ -146,7 +146,7 @@ def test_what_is_stored_again_after_it_was_forgotten_is_the_new_one():
     tier.check_integrity()
 
 
-def test_forgotten_places_that_are_read_stay_reserved_until_the_transfer_ends():
+def test_forgotten_slot_being_read_stays_reserved():
     tier = tier_with(A, num_slots=1)
     places = tier.load([A])
     tier.forget()
@@ -156,14 +156,14 @@ def test_forgotten_places_that_are_read_stay_reserved_until_the_transfer_ends():
     tier.check_integrity()
 
 
-def test_a_block_on_its_way_to_a_free_place_is_found_by_the_check():
+def test_tier_check_detects_a_store_to_free_slot():
     tier = HostTier(2)
     tier._storing[A] = 1
     with pytest.raises(AssertionError, match="61 is stored in slot 1, which is free"):
         tier.check_integrity()
 
 
-def test_damage_of_its_pool_is_found():
+def test_tier_check_detects_damage_of_its_pool():
     tier = tier_with(A)
     tier._pool._num_free_named = 0
     with pytest.raises(AssertionError, match="1 free blocks carry a name, 0 are counted"):

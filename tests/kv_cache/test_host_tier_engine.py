@@ -18,7 +18,7 @@ def engine() -> CacheEngine:
     return made
 
 
-def test_a_stored_block_comes_back_into_another_block_in_every_layer(engine: CacheEngine):
+def test_stored_block_loads_bit_for_bit_elsewhere(engine: CacheEngine):
     tier = HostTierEngine(engine, num_slots=2)
     before = engine.device_cache.clone()
     tier.store(1, ((1, 0), (2, 1)))
@@ -33,7 +33,7 @@ def test_a_stored_block_comes_back_into_another_block_in_every_layer(engine: Cac
     assert not engine.device_cache[:, [1, 2]].any()
 
 
-def test_a_step_without_transfers_finishes_none(engine: CacheEngine):
+def test_step_without_transfers_finishes_none(engine: CacheEngine):
     tier = HostTierEngine(engine, num_slots=2)
     tier.store(0, ())
     tier.load(0, ())
@@ -41,7 +41,7 @@ def test_a_step_without_transfers_finishes_none(engine: CacheEngine):
 
 
 @pytest.mark.parametrize("place", [-1, 2])
-def test_a_place_that_does_not_exist_is_refused_before_anything_moves(engine: CacheEngine, place: int):
+def test_unknown_slot_is_rejected_before_anything_moves(engine: CacheEngine, place: int):
     tier = HostTierEngine(engine, num_slots=2)
     before = engine.device_cache.clone()
     with pytest.raises(ValueError, match=f"slot {place} of the host tier does not exist, there are 2"):

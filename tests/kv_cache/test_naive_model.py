@@ -262,7 +262,7 @@ def operate(num_operations, manager=CacheManager):
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=pytest.mark.stress)])
-def test_the_manager_answers_as_a_naive_model_does_many_times(count: int):
+def test_manager_matches_a_naive_model(count: int):
     operate(count)
 
 
@@ -361,11 +361,11 @@ def with_queue(queue, *memories):
         *[(with_queue(QueueWithoutABack, memory), "free") for memory in ("device", "host", "tier")],
     ],
 )
-def test_a_manager_that_answers_otherwise_is_noticed(manager, message):
+def test_naive_model_detects_a_wrong_manager(manager, message):
     with pytest.raises(AssertionError, match=rf"^operation \d+, \w+: ({message})"):
         operate(20_000, manager)
 
 
-def test_a_manager_whose_queue_is_only_replaced_is_right():
+def test_naive_model_accepts_a_replaced_queue():
     """The control of the controls."""
     operate(1_000, with_queue(FreeQueue, "device", "host", "tier"))

@@ -6,7 +6,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.pending_moves import PendingMoves
 
 
-def test_moves_are_handed_out_once_as_pairs_from_and_to():
+def test_moves_are_returned_once_as_pairs():
     moves = PendingMoves()
     moves.copy(1, 2)
     moves.swap_in(10, 3)
@@ -15,7 +15,7 @@ def test_moves_are_handed_out_once_as_pairs_from_and_to():
     assert moves.take() == BlockOps()
 
 
-def test_pairs_stand_in_the_order_in_which_they_were_decided():
+def test_moves_keep_the_order_of_decision():
     moves = PendingMoves()
     for source, destination in ((5, 6), (1, 2), (3, 4)):
         moves.copy(source, destination)
@@ -24,7 +24,7 @@ def test_pairs_stand_in_the_order_in_which_they_were_decided():
     assert block_ops.copy == block_ops.swap_out == ((5, 6), (1, 2), (3, 4))
 
 
-def test_a_chain_of_copies_reads_where_the_first_one_reads():
+def test_copy_chain_reads_the_first_source():
     moves = PendingMoves()
     moves.copy(1, 2)
     moves.copy(2, 3)
@@ -32,7 +32,7 @@ def test_a_chain_of_copies_reads_where_the_first_one_reads():
     assert moves.take().copy == ((1, 2), (1, 3), (1, 4))
 
 
-def test_a_copy_of_what_is_swapped_in_is_a_second_swap_in():
+def test_copy_after_swap_in_becomes_second_swap_in():
     moves = PendingMoves()
     moves.swap_in(10, 2)
     moves.copy(2, 3)
@@ -40,7 +40,7 @@ def test_a_copy_of_what_is_swapped_in_is_a_second_swap_in():
     assert moves.take() == BlockOps(swap_in=((10, 2), (10, 3), (10, 4)))
 
 
-def test_a_block_that_receives_nothing_else_is_copied_from_itself():
+def test_overwritten_block_is_copied_from_itself():
     """Block 2 was swapped in, freed and handed out again: what it holds when the step begins is what is copied."""
     moves = PendingMoves()
     moves.swap_in(10, 2)
@@ -49,7 +49,7 @@ def test_a_block_that_receives_nothing_else_is_copied_from_itself():
     assert moves.take() == BlockOps(copy=((2, 3),))
 
 
-def test_a_copy_back_to_where_the_contents_are_moves_nothing():
+def test_copy_back_to_its_source_moves_nothing():
     moves = PendingMoves()
     moves.copy(1, 2)
     moves.overwrite([1])
@@ -59,7 +59,7 @@ def test_a_copy_back_to_where_the_contents_are_moves_nothing():
     assert moves.take().copy == ((1, 2), (1, 3))
 
 
-def test_what_is_handed_out_again_receives_nothing_more():
+def test_overwritten_block_drops_its_pending_moves():
     moves = PendingMoves()
     moves.copy(1, 2)
     moves.copy(2, 3)
@@ -71,7 +71,7 @@ def test_what_is_handed_out_again_receives_nothing_more():
     assert moves.take() == BlockOps(copy=((1, 3),), swap_out=((5, 11),))
 
 
-def test_two_copies_may_exchange_blocks():
+def test_copies_can_exchange_blocks():
     moves = PendingMoves()
     moves.copy(0, 2)
     moves.copy(1, 3)
@@ -80,7 +80,7 @@ def test_two_copies_may_exchange_blocks():
     assert moves.take().copy == ((0, 2), (1, 3), (0, 1), (1, 0))
 
 
-def test_a_source_may_be_swapped_out_and_copied():
+def test_source_can_be_swapped_out_and_copied():
     moves = PendingMoves()
     moves.copy(1, 2)
     moves.swap_out(1, 10)
@@ -88,14 +88,14 @@ def test_a_source_may_be_swapped_out_and_copied():
 
 
 @pytest.mark.parametrize("arrive", [lambda moves: moves.copy(1, 2), lambda moves: moves.swap_in(10, 2)])
-def test_what_arrives_in_this_step_cannot_leave_in_it(arrive):
+def test_arriving_block_cannot_be_swapped_out(arrive):
     moves = PendingMoves()
     arrive(moves)
     with pytest.raises(AssertionError, match="block 2 is to receive something and cannot be swapped out"):
         moves.swap_out(2, 11)
 
 
-def test_a_host_block_is_the_destination_of_the_last_swap_out_only():
+def test_host_block_receives_the_last_swap_out_only():
     """Its first owner let go of it in this very step."""
     moves = PendingMoves()
     moves.swap_out(1, 10)
@@ -115,7 +115,7 @@ def test_a_host_block_is_the_destination_of_the_last_swap_out_only():
         (lambda moves: moves.swap_out(0, 2), "swap-out to host block 2 of 2"),
     ],
 )
-def test_a_move_that_cannot_be_is_found(damage, message):
+def test_move_check_detects_impossible_moves(damage, message):
     moves = PendingMoves()
     moves.copy(0, 3)
     moves.check_integrity(4, 2)

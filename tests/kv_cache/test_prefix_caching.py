@@ -31,7 +31,7 @@ def free_ids(manager):
     return manager._pool.free_block_ids
 
 
-def test_a_prompt_that_was_computed_is_found_while_it_is_used_and_after_it_is_released():
+def test_computed_prompt_is_found_before_and_after_release():
     manager = CacheManager(6, 2)
     table = compute(manager, TOKENS[:5])
     assert table.block_ids == [0, 1, 2]
@@ -41,7 +41,7 @@ def test_a_prompt_that_was_computed_is_found_while_it_is_used_and_after_it_is_re
     assert (manager.num_free_blocks, manager.num_used_blocks, manager.num_cached_blocks) == (6, 0, 2)
 
 
-def test_a_hit_is_shared_and_takes_no_block_that_somebody_uses():
+def test_prefix_hit_shares_blocks_that_are_in_use():
     manager = CacheManager(6, 2)
     first, second = compute(manager, TOKENS[:5]), BlockTable()
     prefix = manager.find_prefix(names(TOKENS))
@@ -53,7 +53,8 @@ def test_a_hit_is_shared_and_takes_no_block_that_somebody_uses():
     manager.check_integrity([first, second])
 
 
-def test_a_hit_ends_where_the_tokens_part_and_counts_full_blocks_only():
+def test_prefix_hit_ends_at_the_first_difference():
+    """It counts full blocks only."""
     manager = CacheManager(8, 2)
     compute(manager, TOKENS)
     assert manager.find_prefix(names([1, 2, 3, 4, 5, 9, 7, 8])) == [0, 1]
@@ -64,7 +65,7 @@ def test_a_hit_ends_where_the_tokens_part_and_counts_full_blocks_only():
     assert manager.find_prefix(names([9, 9, 1, 2, 3, 4])) == []
 
 
-def test_room_for_a_hit_counts_its_free_blocks_and_not_those_in_use():
+def test_prefix_hit_admission_counts_only_its_free_blocks():
     manager, other = CacheManager(4, 2), BlockTable()
     table = compute(manager, TOKENS[:4])
     prefix = manager.find_prefix(names(TOKENS))
@@ -80,21 +81,21 @@ def test_room_for_a_hit_counts_its_free_blocks_and_not_those_in_use():
     assert manager.num_free_blocks == 0
 
 
-def test_the_watermark_is_left_to_those_who_run():
+def test_watermark_is_reserved_for_running_sequences():
     manager = CacheManager(4, 2, watermark_blocks=1)
     assert manager.can_start([], 6, keep_watermark=True)
     assert not manager.can_start([], 7, keep_watermark=True)
     assert manager.can_start([], 8)
 
 
-def test_a_table_that_has_blocks_adopts_none():
+def test_nonempty_table_cannot_adopt_blocks():
     manager = CacheManager(4, 2)
     table = compute(manager, TOKENS[:4])
     with pytest.raises(AssertionError, match="BlockTable"):
         manager.adopt(table, [0])
 
 
-def test_rows_of_one_step_share_what_one_of_them_computes():
+def test_sequences_of_one_step_share_computed_blocks():
     manager, second = CacheManager(6, 2), BlockTable()
     first = BlockTable()
     manager.extend(first, 0, 5)
@@ -107,7 +108,7 @@ def test_rows_of_one_step_share_what_one_of_them_computes():
     manager.check_integrity([first, second])
 
 
-def test_a_table_whose_named_blocks_are_not_written_yet_is_not_released():
+def test_table_with_unwritten_named_blocks_cannot_be_released():
     manager, first, second = CacheManager(6, 2), BlockTable(), BlockTable()
     manager.extend(first, 0, 4)
     manager.name_blocks(first, names(TOKENS[:4]), 0, 0)
@@ -120,7 +121,7 @@ def test_a_table_whose_named_blocks_are_not_written_yet_is_not_released():
     manager.release(second)
 
 
-def test_blocks_that_earlier_steps_wrote_are_named_late_and_released_in_the_same_step():
+def test_written_blocks_can_be_named_late_and_released():
     manager, table = CacheManager(6, 2), BlockTable()
     manager.extend(table, 0, 4)
     manager.take_block_ops()
@@ -131,7 +132,7 @@ def test_blocks_that_earlier_steps_wrote_are_named_late_and_released_in_the_same
     assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
 
 
-def test_only_blocks_past_the_written_tokens_wait_for_the_step():
+def test_only_unwritten_named_blocks_wait_for_the_step():
     manager, table = CacheManager(6, 2, num_host_blocks=4), BlockTable()
     manager.extend(table, 0, 3)
     manager.take_block_ops()
@@ -143,7 +144,7 @@ def test_only_blocks_past_the_written_tokens_wait_for_the_step():
     assert manager.swap_out(table, names(TOKENS[:4])) is not None
 
 
-def test_the_second_to_compute_the_same_keeps_its_block_without_a_name():
+def test_duplicate_block_stays_unnamed():
     manager, first, second = CacheManager(6, 2), BlockTable(), BlockTable()
     for table in (first, second):
         manager.extend(table, 0, 4)
@@ -161,7 +162,7 @@ def test_the_second_to_compute_the_same_keeps_its_block_without_a_name():
 # --- who goes first ------------------------------------------------------------------------------------------------
 
 
-def test_blocks_without_a_name_go_first_then_the_tail_of_a_chain_before_its_head():
+def test_eviction_prefers_unnamed_blocks_then_chain_tails():
     manager, other = CacheManager(6, 2), BlockTable()
     manager.release(compute(manager, TOKENS[:7]))
     assert free_ids(manager) == [3, 4, 5, 2, 1, 0]
@@ -170,7 +171,7 @@ def test_blocks_without_a_name_go_first_then_the_tail_of_a_chain_before_its_head
     assert manager.find_prefix(names(TOKENS)) == [0, 1]
 
 
-def test_the_chain_that_was_released_first_goes_first():
+def test_chain_released_first_is_evicted_first():
     manager = CacheManager(6, 2)
     first, second = compute(manager, TOKENS[:4]), compute(manager, [9, 9, 9, 9])
     assert (first.block_ids, second.block_ids) == ([0, 1], [2, 3])
@@ -179,7 +180,7 @@ def test_the_chain_that_was_released_first_goes_first():
     assert free_ids(manager) == [4, 5, 3, 2, 1, 0]
 
 
-def test_a_chain_that_is_used_again_is_the_last_to_go():
+def test_reused_chain_is_evicted_last():
     manager = CacheManager(6, 2)
     first, second = compute(manager, TOKENS[:4]), compute(manager, [9, 9, 9, 9])
     manager.release(first)
@@ -189,7 +190,7 @@ def test_a_chain_that_is_used_again_is_the_last_to_go():
     assert free_ids(manager) == [4, 5, 3, 2, 1, 0]
 
 
-def test_a_head_that_two_chains_share_goes_after_both_tails():
+def test_shared_head_is_evicted_after_both_tails():
     manager = CacheManager(6, 2)
     first, second = compute(manager, [1, 2, 3, 4]), compute(manager, [1, 2, 8, 8])
     assert (first.block_ids, second.block_ids) == ([0, 1], [0, 2])
@@ -198,7 +199,7 @@ def test_a_head_that_two_chains_share_goes_after_both_tails():
     assert free_ids(manager) == [3, 4, 5, 1, 2, 0]
 
 
-def test_a_chain_that_lost_its_tail_is_found_in_part_and_computed_further():
+def test_chain_without_tail_is_found_and_extended():
     manager, other = CacheManager(4, 2), BlockTable()
     manager.release(compute(manager, TOKENS[:6]))
     manager.extend(other, 0, 4)
@@ -211,7 +212,7 @@ def test_a_chain_that_lost_its_tail_is_found_in_part_and_computed_further():
     assert manager.find_prefix(names(TOKENS)) == table.block_ids
 
 
-def test_a_chain_that_lost_its_head_is_not_found_until_the_head_is_computed_again():
+def test_chain_without_head_is_lost_until_head_recomputed():
     manager, other = CacheManager(4, 2), BlockTable()
     table = compute(manager, TOKENS[:4])
     head = BlockTable([table.block_ids.pop(0)])
@@ -231,7 +232,7 @@ class HeadGoesFirst(CacheManager):
         table.block_ids.clear()
 
 
-def test_a_release_that_begins_at_the_head_leaves_nothing_to_be_found():
+def test_eviction_check_detects_head_first_release():
     """The control of the order above."""
     manager, other = HeadGoesFirst(4, 2), BlockTable()
     manager.release(compute(manager, TOKENS[:6]))
@@ -243,7 +244,7 @@ def test_a_release_that_begins_at_the_head_leaves_nothing_to_be_found():
 
 
 @pytest.mark.parametrize("root", [{"weight_version": 1}, {"adapter_id": 3}])
-def test_nothing_is_found_under_other_weights_or_another_adapter(root):
+def test_prefix_is_not_shared_across_weights_or_adapters(root):
     manager = CacheManager(8, 2)
     manager.release(compute(manager, TOKENS))
     assert manager.find_prefix(names(TOKENS, **root)) == []
@@ -252,7 +253,7 @@ def test_nothing_is_found_under_other_weights_or_another_adapter(root):
     assert manager.find_prefix(names(TOKENS, **root)) == [4, 5, 6, 7]
 
 
-def test_nothing_is_found_after_a_reset_and_nothing_is_freed_or_lost_by_it():
+def test_reset_forgets_prefixes_and_frees_no_block():
     manager = CacheManager(8, 2)
     running = compute(manager, TOKENS[:4])
     manager.release(compute(manager, [9, 9]))
@@ -266,7 +267,7 @@ def test_nothing_is_found_after_a_reset_and_nothing_is_freed_or_lost_by_it():
     assert manager.find_prefix(names(TOKENS)) == again.block_ids == [0, 1]
 
 
-def test_a_reset_forgets_what_the_step_being_planned_named():
+def test_reset_forgets_names_of_the_step_being_planned():
     """Then the table may be released: nobody can find what is not written."""
     manager, table = CacheManager(4, 2), BlockTable()
     manager.extend(table, 0, 4)
@@ -277,7 +278,7 @@ def test_a_reset_forgets_what_the_step_being_planned_named():
     manager.check_integrity([])
 
 
-def test_a_block_that_is_taken_for_something_else_is_not_found_though_it_still_holds_the_same():
+def test_reallocated_block_is_not_found_with_equal_contents():
     manager, other = CacheManager(2, 2), BlockTable()
     manager.release(compute(manager, TOKENS[:4]))
     manager.extend(other, 0, 4)
@@ -289,7 +290,7 @@ def test_a_block_that_is_taken_for_something_else_is_not_found_though_it_still_h
 
 
 @pytest.mark.guarantee("Prefix hits change no answer")
-def test_what_is_found_reads_as_what_was_computed():
+def test_prefix_hit_reads_the_computed_contents():
     simulation = make_simulation(8, 2)
     simulation.start("a", TOKENS)
     simulation.extend("a", 7, is_named=True)
@@ -303,7 +304,7 @@ def test_what_is_found_reads_as_what_was_computed():
 
 
 @pytest.mark.control("Prefix hits change no answer")
-def test_a_hit_of_the_wrong_block_is_seen_in_the_contents(control):
+def test_content_check_detects_a_wrong_prefix_hit(control):
     """The control: a name that leads to a block of another sequence."""
     simulation = make_simulation(8, 2)
     for name, tokens in (("a", TOKENS), ("b", [9, 9, 9])):

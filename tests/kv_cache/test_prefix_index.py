@@ -12,13 +12,13 @@ def abc():
     return index
 
 
-def test_a_name_leads_to_its_block_and_an_unknown_one_nowhere():
+def test_name_finds_its_block_and_unknown_name_none():
     index = abc()
     assert [index.find(name) for name in (b"a", b"b", b"c", b"d")] == [5, 2, 7, None]
     assert len(index) == 3
 
 
-def test_a_chain_is_found_up_to_the_first_gap():
+def test_chain_is_found_up_to_the_first_gap():
     index = abc()
     assert index.find_chain([b"a", b"b", b"c"]) == [5, 2, 7]
     assert index.find_chain([b"a", b"d", b"c"]) == [5]
@@ -26,7 +26,7 @@ def test_a_chain_is_found_up_to_the_first_gap():
     assert index.find_chain([]) == []
 
 
-def test_the_first_block_keeps_a_name():
+def test_name_stays_with_its_first_block():
     index = abc()
     assert not index.insert(b"b", 9)
     assert index.find(b"b") == 2
@@ -34,7 +34,7 @@ def test_the_first_block_keeps_a_name():
     assert len(index) == 3
 
 
-def test_a_removed_name_is_free_for_another_block():
+def test_removed_name_is_free_for_another_block():
     index = abc()
     index.remove(b"b")
     assert index.find_chain([b"a", b"b"]) == [5]
@@ -42,19 +42,19 @@ def test_a_removed_name_is_free_for_another_block():
     assert index.find(b"b") == 9
 
 
-def test_a_name_that_is_not_there_cannot_be_removed():
+def test_missing_name_cannot_be_removed():
     with pytest.raises(KeyError):
         abc().remove(b"d")
 
 
-def test_a_cleared_index_tells_the_blocks_it_knew():
+def test_cleared_index_returns_its_blocks():
     index = abc()
     assert index.clear() == [5, 2, 7]
     assert index.clear() == []
     assert (len(index), index.find(b"a")) == (0, None)
 
 
-def test_a_name_of_another_block_and_a_name_too_many_are_found():
+def test_index_check_detects_wrong_and_surplus_names():
     index = abc()
     index.check_integrity([(b"c", 7), (b"a", 5), (b"b", 2)])
     with pytest.raises(AssertionError, match="block 6 carries a name that the index gives to block 5"):

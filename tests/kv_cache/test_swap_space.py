@@ -8,14 +8,14 @@ from kv_cache.swap_space import SwapSpace
 A, B, C, D = b"a", b"b", b"c", b"d"
 
 
-def test_a_table_without_names_gets_a_host_block_for_each_of_its_blocks():
+def test_unnamed_table_gets_one_host_block_per_block():
     swap = SwapSpace(4)
     assert swap.store(3, []) == (BlockTable([0, 1, 2]), [0, 1, 2])
     assert (swap.num_used_blocks, swap.num_blocks) == (3, 4)
     assert [swap.has_room(num_blocks, []) for num_blocks in range(4)] == [True, True, False, False]
 
 
-def test_what_is_on_the_host_already_is_not_copied_again():
+def test_named_host_block_is_not_copied_again():
     swap = SwapSpace(5)
     first, _ = swap.store(3, [A, B])
     second, copied = swap.store(4, [A, B, C])
@@ -24,7 +24,7 @@ def test_what_is_on_the_host_already_is_not_copied_again():
     swap.check_integrity([first, second])
 
 
-def test_names_past_the_end_of_a_table_do_not_matter():
+def test_names_past_the_table_end_are_ignored():
     swap = SwapSpace(2)
     assert swap.has_room(2, [A, B, C])
     table, copied = swap.store(2, [A, B, C])
@@ -33,7 +33,7 @@ def test_names_past_the_end_of_a_table_do_not_matter():
     assert swap.store(2, [A, B, C]) == (BlockTable([0, 1]), [])
 
 
-def test_a_table_that_was_swapped_in_leaves_its_named_blocks_for_the_next_time():
+def test_swapped_in_table_leaves_named_blocks_for_later():
     swap = SwapSpace(4)
     table, _ = swap.store(3, [A, B])
     swap.release(table, is_read=True)
@@ -43,7 +43,7 @@ def test_a_table_that_was_swapped_in_leaves_its_named_blocks_for_the_next_time()
     assert swap.store(4, [A, B, C]) == (BlockTable([0, 1, 2, 3]), [2, 3])
 
 
-def test_blocks_that_the_step_reads_are_not_handed_out_before_its_end():
+def test_blocks_being_read_are_reserved_until_step_end():
     swap = SwapSpace(3)
     table, _ = swap.store(3, [A])
     swap.release(table, is_read=True)
@@ -55,14 +55,14 @@ def test_blocks_that_the_step_reads_are_not_handed_out_before_its_end():
     swap.check_integrity([])
 
 
-def test_blocks_of_a_table_that_is_wanted_no_more_are_free_at_once():
+def test_abandoned_table_frees_its_blocks_at_once():
     swap = SwapSpace(3)
     table, _ = swap.store(3, [])
     swap.release(table, is_read=False)
     assert (swap.num_used_blocks, swap.has_room(3, [])) == (0, True)
 
 
-def test_room_counts_blocks_that_are_held_and_free_only_once():
+def test_capacity_counts_held_free_blocks_once():
     """Of three blocks one is in use, and A and B are free and held: each serves as itself or as room for another."""
     swap = SwapSpace(3)
     table, _ = swap.store(2, [A, B])
@@ -76,7 +76,7 @@ def test_room_counts_blocks_that_are_held_and_free_only_once():
     swap.check_integrity([other])
 
 
-def test_the_block_that_was_released_first_is_driven_out_first():
+def test_host_block_released_first_is_evicted_first():
     swap = SwapSpace(3)
     first, _ = swap.store(2, [A, B])
     second, _ = swap.store(1, [C])
@@ -87,7 +87,7 @@ def test_the_block_that_was_released_first_is_driven_out_first():
     assert swap.store(2, [A, C]) == (BlockTable([0, 1]), [1])
 
 
-def test_forgotten_names_are_found_by_nobody():
+def test_forgotten_names_are_not_found():
     swap = SwapSpace(4)
     table, _ = swap.store(2, [A, B])
     swap.forget_names()
@@ -95,7 +95,7 @@ def test_forgotten_names_are_found_by_nobody():
     swap.check_integrity([table, BlockTable([2, 3])])
 
 
-def test_a_space_without_blocks_has_room_for_nothing():
+def test_swap_space_without_blocks_stores_nothing():
     swap = SwapSpace(0)
     assert swap.has_room(0, [])
     assert not swap.has_room(1, [])
@@ -103,7 +103,7 @@ def test_a_space_without_blocks_has_room_for_nothing():
     swap.check_integrity([])
 
 
-def test_a_host_table_that_was_lost_and_one_too_many_are_found():
+def test_swap_check_detects_lost_and_surplus_tables():
     swap = SwapSpace(3)
     table, _ = swap.store(2, [])
     with pytest.raises(AssertionError, match="host block 0 counts 1 owners, 0 tables list it"):
@@ -114,7 +114,7 @@ def test_a_host_table_that_was_lost_and_one_too_many_are_found():
         swap.check_integrity([BlockTable([3])])
 
 
-def test_a_read_that_is_forgotten_is_found():
+def test_swap_check_detects_a_forgotten_read():
     swap = SwapSpace(3)
     table, _ = swap.store(1, [])
     swap.release(table, is_read=True)
@@ -123,7 +123,7 @@ def test_a_read_that_is_forgotten_is_found():
         swap.check_integrity([])
 
 
-def test_damage_of_its_pool_is_found():
+def test_swap_check_detects_damage_of_its_pool():
     swap = SwapSpace(3)
     swap._pool._num_free_named = 1
     with pytest.raises(AssertionError, match="0 free blocks carry a name, 1 are counted"):

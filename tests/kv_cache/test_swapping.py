@@ -23,7 +23,7 @@ def free_ids(manager):
     return manager._pool.free_block_ids
 
 
-def test_a_table_goes_to_the_host_and_comes_back_to_other_blocks():
+def test_table_swaps_out_and_into_other_blocks():
     manager = CacheManager(4, 2, num_host_blocks=4)
     table = written(manager, 5)
     host_table = manager.swap_out(table, [])
@@ -40,7 +40,7 @@ def test_a_table_goes_to_the_host_and_comes_back_to_other_blocks():
     manager.check_integrity([table, other])
 
 
-def test_a_full_host_changes_nothing():
+def test_full_host_changes_nothing():
     manager = CacheManager(4, 2, num_host_blocks=2)
     table = written(manager, 5)
     assert manager.swap_out(table, []) is None
@@ -49,14 +49,14 @@ def test_a_full_host_changes_nothing():
     manager.check_integrity([table])
 
 
-def test_without_host_blocks_nothing_is_ever_swapped_out():
+def test_swap_out_is_none_without_host_blocks():
     manager = CacheManager(4, 2)
     table = written(manager, 1)
     assert manager.swap_out(table, []) is None
     assert manager.num_host_blocks == 0
 
 
-def test_one_host_block_holds_one_block():
+def test_host_block_holds_one_block():
     manager = CacheManager(4, 2, num_host_blocks=1)
     first, second = written(manager, 2), written(manager, 1)
     assert manager.swap_out(first, []).block_ids == [0]
@@ -64,7 +64,7 @@ def test_one_host_block_holds_one_block():
     assert manager.take_block_ops().swap_out == ((0, 0),)
 
 
-def test_a_second_swap_out_copies_only_what_is_new():
+def test_second_swap_out_copies_only_new_blocks():
     manager = CacheManager(6, 2, num_host_blocks=6)
     table = written(manager, 5)
     host_table = manager.swap_out(table, NAMES[:2])
@@ -80,7 +80,7 @@ def test_a_second_swap_out_copies_only_what_is_new():
     manager.check_integrity([], [host_table])
 
 
-def test_two_tables_with_the_same_beginning_keep_it_once_on_the_host():
+def test_common_prefix_is_kept_once_on_the_host():
     manager = CacheManager(8, 2, num_host_blocks=4)
     first, second = written(manager, 5), written(manager, 5)
     first_host = manager.swap_out(first, NAMES[:2])
@@ -91,7 +91,7 @@ def test_two_tables_with_the_same_beginning_keep_it_once_on_the_host():
     manager.check_integrity([], [first_host, second_host])
 
 
-def test_what_is_still_on_the_device_is_not_moved_back():
+def test_blocks_still_on_the_device_are_not_moved():
     manager = CacheManager(6, 2, num_host_blocks=6)
     table = written(manager, 5)
     manager.name_blocks(table, NAMES[:2], 0, num_written_tokens=5)
@@ -102,7 +102,7 @@ def test_what_is_still_on_the_device_is_not_moved_back():
     assert manager.take_block_ops() == BlockOps(swap_in=((2, 2),))
 
 
-def test_what_others_have_on_the_device_is_shared_and_takes_no_room():
+def test_swap_in_shares_device_blocks_of_other_tables():
     manager = CacheManager(5, 2, num_host_blocks=4)
     table = written(manager, 5)
     host_table = manager.swap_out(table, NAMES[:2])
@@ -122,7 +122,8 @@ def test_what_others_have_on_the_device_is_shared_and_takes_no_room():
     manager.check_integrity([table, other])
 
 
-def test_room_to_come_back_counts_what_is_found_free_and_what_is_to_be_written_and_the_watermark():
+def test_swap_in_admission_counts_free_hits_and_watermark():
+    """Also the blocks that are to be written."""
     manager = CacheManager(4, 2, watermark_blocks=1, num_host_blocks=4)
     table = written(manager, 4)
     manager.name_blocks(table, NAMES[:2], 0, num_written_tokens=4)
@@ -135,7 +136,7 @@ def test_room_to_come_back_counts_what_is_found_free_and_what_is_to_be_written_a
     manager.check_integrity([other], [host_table])
 
 
-def test_what_comes_back_can_be_found_by_the_names_it_left_with():
+def test_swapped_in_blocks_are_found_by_their_names():
     manager = CacheManager(6, 2, num_host_blocks=4)
     table = written(manager, 5)
     host_table = manager.swap_out(table, NAMES[:2])
@@ -146,7 +147,7 @@ def test_what_comes_back_can_be_found_by_the_names_it_left_with():
     assert free_ids(manager) == [3, 4, 5]
 
 
-def test_a_table_goes_out_and_comes_back_in_one_step():
+def test_table_swaps_out_and_in_within_one_step():
     """The swap-out is executed first, and the host block is read before anybody else may write to it."""
     manager = CacheManager(4, 2, num_host_blocks=3)
     table, other = written(manager, 3), written(manager, 3)
@@ -158,7 +159,7 @@ def test_a_table_goes_out_and_comes_back_in_one_step():
     manager.check_integrity([table], [BlockTable([0, 1])])
 
 
-def test_what_arrives_only_in_this_step_is_not_swapped_out_in_it():
+def test_arriving_blocks_are_not_swapped_out_yet():
     manager = CacheManager(6, 2, num_host_blocks=6)
     table = written(manager, 3)
     host_table = manager.swap_out(table, [])
@@ -172,7 +173,7 @@ def test_what_arrives_only_in_this_step_is_not_swapped_out_in_it():
     assert manager.swap_out(table, []) is not None
 
 
-def test_a_fork_of_what_is_swapped_in_gets_its_copy_from_the_host_as_well():
+def test_fork_after_swap_in_copies_from_host():
     manager = CacheManager(6, 2, num_host_blocks=2)
     table = written(manager, 3)
     host_table = manager.swap_out(table, [])
@@ -183,7 +184,7 @@ def test_a_fork_of_what_is_swapped_in_gets_its_copy_from_the_host_as_well():
     assert manager.take_block_ops() == BlockOps(swap_in=((0, 0), (1, 1), (1, 2)))
 
 
-def test_a_table_that_was_extended_in_this_step_leaves_with_what_it_has():
+def test_table_extended_in_this_step_swaps_out_complete():
     """A scheduler that runs out of blocks takes back what it planned for the last in line."""
     manager = CacheManager(4, 2, num_host_blocks=4)
     table = written(manager, 3)
@@ -194,7 +195,7 @@ def test_a_table_that_was_extended_in_this_step_leaves_with_what_it_has():
     assert manager.swap_in(host_table, NAMES[:1]).num_blocks == 3
 
 
-def test_a_host_table_that_is_wanted_no_more_makes_room_at_once():
+def test_abandoned_host_table_frees_its_blocks_at_once():
     manager = CacheManager(4, 2, num_host_blocks=2)
     first, second = written(manager, 3), written(manager, 3)
     host_table = manager.swap_out(first, [])
@@ -206,7 +207,7 @@ def test_a_host_table_that_is_wanted_no_more_makes_room_at_once():
     assert manager.take_block_ops().swap_out == ((2, 0), (3, 1))
 
 
-def test_a_reset_leaves_swapped_tables_and_finds_nothing_of_them():
+def test_reset_keeps_swapped_tables_but_forgets_their_names():
     manager = CacheManager(6, 2, num_host_blocks=6)
     first = written(manager, 4)
     first_host = manager.swap_out(first, NAMES[:2])
@@ -219,7 +220,7 @@ def test_a_reset_leaves_swapped_tables_and_finds_nothing_of_them():
     assert manager.find_prefix(NAMES) == []
 
 
-def test_a_host_table_that_was_lost_is_found():
+def test_manager_check_detects_a_lost_host_table():
     manager = CacheManager(4, 2, num_host_blocks=2)
     manager.swap_out(written(manager, 3), [])
     with pytest.raises(AssertionError, match="host block 0 counts 1 owners, 0 tables list it"):
@@ -244,7 +245,7 @@ def exchange(**keywords):
     return simulation
 
 
-def test_two_sequences_change_places_in_one_step():
+def test_sequences_exchange_blocks_in_one_step():
     simulation = exchange()
     simulation.run_step()
     assert simulation.swap_out("a")
@@ -257,7 +258,7 @@ class SwapsInFirst(Memories):
     order = ("swap_in", "swap_out", "store", "copy", "load")
 
 
-def test_a_swap_in_that_overtakes_the_swap_out_is_seen_in_the_contents():
+def test_content_check_detects_swap_in_before_swap_out():
     simulation = exchange(memories=SwapsInFirst)
     with pytest.raises(AssertionError, match="sequence b reads another's tokens"):
         simulation.run_step()
