@@ -36,7 +36,7 @@ def test_block_hash_digests_parent_hash_and_packed_tokens():
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])
 def test_block_hashes_are_equal_in_any_process(seed):
-    """Also under another PYTHONHASHSEED."""
+    """PYTHONHASHSEED has no effect."""
     program = (
         "from kv_cache.block_hash import hash_blocks, root_hash\n"
         f"print([name.hex() for name in hash_blocks(root_hash(7, 2), {TOKENS}, 3)], hash('seed'))"

@@ -159,7 +159,7 @@ def test_named_block_is_replaced_before_it_is_written():
 
 
 def test_shared_full_block_can_be_named_twice():
-    """By each of the tables that share it."""
+    """Each of the tables that share it names it."""
     manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(parent, 0, 5)
     manager.take_block_ops()

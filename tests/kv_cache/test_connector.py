@@ -202,7 +202,7 @@ def test_equal_prefixes_wait_for_the_same_transfer():
 
 
 def test_load_covers_only_the_missing_middle_blocks():
-    """Those after the prefix, and before what is on the device."""
+    """The blocks lie after the prefix, and before those on the device."""
     manager, table = manager_with_stored_chain(num_blocks=8), BlockTable()
     manager.load_prefix([], NAMES[:1], 8)
     manager.take_block_ops()

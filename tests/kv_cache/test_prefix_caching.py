@@ -54,7 +54,7 @@ def test_prefix_hit_shares_blocks_that_are_in_use():
 
 
 def test_prefix_hit_ends_at_the_first_difference():
-    """It counts full blocks only."""
+    """Only full blocks count."""
     manager = CacheManager(8, 2)
     compute(manager, TOKENS)
     assert manager.find_prefix(names([1, 2, 3, 4, 5, 9, 7, 8])) == [0, 1]

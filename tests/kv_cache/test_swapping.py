@@ -123,7 +123,7 @@ def test_swap_in_shares_device_blocks_of_other_tables():
 
 
 def test_swap_in_admission_counts_free_hits_and_watermark():
-    """Also the blocks that are to be written."""
+    """Blocks to be written count too."""
     manager = CacheManager(4, 2, watermark_blocks=1, num_host_blocks=4)
     table = written(manager, 4)
     manager.name_blocks(table, NAMES[:2], 0, num_written_tokens=4)

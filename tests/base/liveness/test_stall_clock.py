@@ -58,7 +58,7 @@ def test_stall_ends_while_the_step_computes(thread: MadeUpThread):
 
 
 def test_computing_is_measured_per_second_at_any_rate(thread: MadeUpThread):
-    """However often the clock is looked at."""
+    """The number of looks has no effect."""
     last_heartbeat = Heartbeat()
     last_heartbeat.enter("execute", 1)
     stall = StallClock(last_heartbeat)

@@ -540,7 +540,7 @@ def test_rank_exits_when_its_record_cannot_be_written(make, tmp_path, caplog, ca
 
 
 def test_elastic_error_file_is_written_by_the_culprit(make, tmp_path, monkeypatch):
-    """In torchrun's format."""
+    """The file has torchrun's format."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     ranks = make(2)
@@ -715,7 +715,7 @@ def test_failure_before_joining_is_known_under_new_name(make):
 
 
 def test_ended_attempt_marks_its_first_name_and_run(make):
-    """Marked over by a failed attempt and by one that joined a run."""
+    """A failed attempt marks its name as over, and so does one that joined a run."""
     ranks = make(3, exits=False, run_dir=None)
     for rank, each in enumerate(ranks.all):
         each._exchange._connect = lambda rank=rank: HeartbeatStore(ranks.store, f"watch/first{rank}")

@@ -88,7 +88,7 @@ def test_charts_of_one_page_have_unique_ids():
 
 
 def test_event_bar_is_wide_enough_to_see():
-    """Also the last and narrowest event."""
+    """The last and narrowest event is wide enough too."""
     steps = [*quiet_steps(2, every_us=1_000_000), QUIET._replace(step=3, start_us=2_000_000, num_recomputed=1)]
     (lane,) = figure_of(steps, EVENTS).axes
     (bars,) = bars_of(lane)

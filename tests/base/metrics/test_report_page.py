@@ -179,7 +179,7 @@ def test_absent_events_have_no_lane_and_no_chart():
 
 
 def test_report_page_says_when_metrics_are_missing():
-    """Of a killed run, or one still running; not of a finished one."""
+    """A run that was killed or still runs has none."""
     said = "There is no metrics.json: the run was killed, or is still running."
     assert said in Page(page_of(pressed_steps(), None)).text
     assert said in Page(page_of([], None)).text

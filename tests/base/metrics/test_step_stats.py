@@ -79,7 +79,7 @@ def test_truncated_step_stats_keep_complete_lines(path: Path):
 
 
 def test_step_stats_ignore_a_tail_of_zeros(path: Path):
-    """As a machine that lost power leaves them."""
+    """A machine that lost power leaves them."""
     path.write_bytes(f"{HEADER}\n{LINE}\n".encode() + b"\0" * 500)
     assert read_step_stats(path) == [QUIET]
 

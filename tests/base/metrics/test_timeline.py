@@ -99,7 +99,7 @@ def test_timeline_marks_every_preemption_return_and_hit(tmp_path: Path):
 
 
 def test_timeline_names_tracks_and_run(tmp_path: Path):
-    """Also a run with a strange name."""
+    """A run's name may have quotes and backslashes."""
     events = events_of(tmp_path, [QUIET], name='a "run" \\ é')
     names = [event["args"]["name"] for event in events if event["ph"] == "M" and event["name"].endswith("_name")]
     assert names == ['run a "run" \\ é', "steps", "preemptions and cache hits"]
