@@ -87,7 +87,7 @@ CONVERSATIONS = [
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("template", [CHATML, MISTRAL_LIKE, ODDITIES], ids=["chatml", "mistral", "oddities"])
-def test_prompts_equal_transformers(tmp_path, template, add_generation_prompt):
+def test_rendered_prompts_equal_transformers(tmp_path, template, add_generation_prompt):
     folder = write_byte_level(tmp_path, chat_template=template)
     reference, ours = PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer.open(folder)
     for messages in CONVERSATIONS:
@@ -98,7 +98,7 @@ def test_prompts_equal_transformers(tmp_path, template, add_generation_prompt):
         assert ours.encode(text, add_special_tokens=False) == list(ids["input_ids"])
 
 
-def test_a_template_with_a_date_equals_transformers_given_the_date(tmp_path):
+def test_template_with_a_date_equals_transformers(tmp_path):
     folder = write_byte_level(tmp_path, chat_template=LLAMA3_LIKE)
     reference, ours = PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer.open(folder)
     for messages in CONVERSATIONS:
@@ -108,18 +108,18 @@ def test_a_template_with_a_date_equals_transformers_given_the_date(tmp_path):
         assert ours.apply_chat_template(messages, True, {"date_string": "01 Jan 2025"}) == expected
 
 
-def test_a_template_that_can_do_without_todays_date_takes_its_own():
+def test_template_without_a_date_uses_its_default():
     text = ChatTemplate(LLAMA3_LIKE, {}).render(CONVERSATIONS[0])
     assert "Today Date: 26 Jul 2024" in text
 
 
-def test_a_template_that_needs_todays_date_is_refused_with_the_way_out():
+def test_template_requiring_todays_date_is_rejected():
     template = ChatTemplate("{{ strftime_now('%d') }}", {})
     with pytest.raises(ChatTemplateError, match=r"strftime_now.*pass the date in chat_template_kwargs"):
         template.render(CONVERSATIONS[0])
 
 
-def test_what_a_template_refuses_is_told_in_its_own_words():
+def test_template_exception_keeps_its_own_words():
     messages = [{"role": "assistant", "content": "x"}]
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         ChatTemplate(MISTRAL_LIKE, {}).render(messages)
@@ -139,7 +139,7 @@ def test_what_a_template_refuses_is_told_in_its_own_words():
         "{{ 'joined strings' | joined strings }}",
     ],
 )
-def test_a_template_that_fails_is_an_error_of_one_kind(source):
+def test_failing_template_raises_chat_template_error(source):
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render(CONVERSATIONS[0])
 
@@ -162,7 +162,7 @@ def test_a_template_that_fails_is_an_error_of_one_kind(source):
         "{{ lipsum.__globals__ }}",
     ],
 )
-def test_python_is_out_of_a_templates_reach(source):
+def test_template_cannot_reach_python(source):
     messages = [dict(CONVERSATIONS[0][0])]
     try:
         text = ChatTemplate(source, {}).render(messages)
@@ -203,7 +203,7 @@ FEW_STEPS = 100_000
 
 
 @pytest.mark.parametrize("name", sorted(BOMBS))
-def test_a_template_that_would_never_end_or_fill_the_memory_is_stopped(name, monkeypatch):
+def test_endless_or_oversized_template_is_stopped(name, monkeypatch):
     if name != "loops":
         monkeypatch.setattr(chat_template, "_MAX_STEPS", FEW_STEPS)
     with pytest.raises(ChatTemplateError):
@@ -216,7 +216,7 @@ def test_each_rendering_has_its_own_budget(monkeypatch):
     assert [template.render(CONVERSATIONS[0]) for _ in range(4)] == ["ok"] * 4
 
 
-def test_a_long_conversation_is_within_bounds():
+def test_long_conversation_is_within_bounds():
     messages = [{"role": "user", "content": "x" * 1000}] * 2000
     assert len(ChatTemplate(CHATML, {}).render(messages)) < MAX_OUTPUT_CHARACTERS
     messages = [{"role": "user", "content": "x" * MAX_OUTPUT_CHARACTERS}]
@@ -224,7 +224,7 @@ def test_a_long_conversation_is_within_bounds():
         ChatTemplate(CHATML, {}).render(messages)
 
 
-def test_objects_with_methods_of_their_own_do_not_reach_a_template():
+def test_template_rejects_objects_with_methods():
     with pytest.raises(ChatTemplateError, match="plain JSON values, not object"):
         ChatTemplate("{{ messages }}", {}).render([{"role": "user", "content": object()}])
 
@@ -241,6 +241,6 @@ def test_objects_with_methods_of_their_own_do_not_reach_a_template():
         ("messages | reverse", "list_reverseiterator"),
     ],
 )
-def test_template_writes_nothing_that_differs_by_run(written: str, why: str):
+def test_template_rejects_values_that_differ_by_run(written: str, why: str):
     with pytest.raises(ChatTemplateError, match=why):
         ChatTemplate(f"{{{{ {written} }}}}{{{{ messages[0].content }}}}", {}).render([{"role": "user", "content": "x"}])

@@ -38,7 +38,7 @@ def write_templates(folder: Path, names: list[str], where: str) -> Path:
 
 @pytest.mark.parametrize("where", ["list", "files"])
 @pytest.mark.parametrize("names", [["default", "tool_use", "rag"], ["default", "rag"], ["default"], ["tool_use"]])
-def test_template_is_the_one_that_transformers_takes(tmp_path: Path, names: list[str], where: str):
+def test_chosen_template_equals_transformers(tmp_path: Path, names: list[str], where: str):
     folder = write_templates(tmp_path, names, where)
     ours, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     assert ours.has_chat_template
@@ -61,7 +61,7 @@ def test_template_is_the_one_that_transformers_takes(tmp_path: Path, names: list
     assert with_tools == SOURCES["tool_use" if "tool_use" in names else "default"]
 
 
-def test_further_templates_are_part_of_the_fingerprint(tmp_path: Path):
+def test_fingerprint_covers_additional_templates(tmp_path: Path):
     folder = write_templates(tmp_path, ["default", "tool_use"], "files")
     before = Tokenizer.open(folder).fingerprint()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("another")
@@ -95,7 +95,7 @@ THOUGHTS = {
         {},
     ],
 )
-def test_thought_reaches_the_template_under_every_name(tmp_path: Path, name: str, thoughts: dict[str, Any]):
+def test_reasoning_reaches_the_template_under_every_name(tmp_path: Path, name: str, thoughts: dict[str, Any]):
     folder = write_byte_level(tmp_path, chat_template=THOUGHTS[name])
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {}}}
     talk = [

@@ -54,7 +54,7 @@ def open_both(tmp_path: Path) -> Callable[[str], tuple[Callable[[Messages], str]
 
 @pytest.mark.guarantee("Texts reach a template in the form that it takes")
 @pytest.mark.parametrize("name", WALKING)
-def test_template_that_walks_over_parts_gets_parts(name: str, open_both: Callable):
+def test_template_iterating_over_parts_gets_parts(name: str, open_both: Callable):
     ours, theirs = open_both(WALKING[name])
     for talk in TALKS.values():
         parts, strings = in_parts(talk), in_strings(talk)
@@ -67,7 +67,7 @@ def test_template_that_walks_over_parts_gets_parts(name: str, open_both: Callabl
 
 
 @pytest.mark.parametrize("name", EITHER)
-def test_template_of_both_forms_gets_what_is_given(name: str, open_both: Callable):
+def test_template_of_both_formats_gets_the_given_content(name: str, open_both: Callable):
     ours, theirs = open_both(EITHER[name])
     for talk in TALKS.values():
         for messages in (in_parts(talk), in_strings(talk)):
@@ -75,14 +75,14 @@ def test_template_of_both_forms_gets_what_is_given(name: str, open_both: Callabl
 
 
 @pytest.mark.parametrize("name", STRINGS)
-def test_template_of_strings_gets_parts_joined(name: str, open_both: Callable):
+def test_template_of_strings_gets_joined_parts(name: str, open_both: Callable):
     ours, theirs = open_both(STRINGS[name])
     for talk in TALKS.values():
         for messages in (in_parts(talk), in_strings(talk)):
             assert ours(messages) == theirs(in_strings(talk)), messages
 
 
-def test_each_speaker_has_its_own_form(open_both: Callable):
+def test_content_format_is_chosen_per_role(open_both: Callable):
     ours, theirs = open_both(MIXED)
     for talk in (TALKS["with a system"], TALKS["parts"]):
         expected = theirs([in_strings(talk)[0], *in_parts(talk)[1:]])
@@ -91,7 +91,7 @@ def test_each_speaker_has_its_own_form(open_both: Callable):
                 assert ours(messages) == expected, messages
 
 
-def test_template_that_takes_one_part_loses_no_other():
+def test_template_reading_one_part_gets_all_joined():
     template = ChatTemplate("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", {})
     assert template.render(in_parts([("user", ["a", "b"])])) == "a\nb"
     assert template.render(in_strings([("user", ["a"])])) == "a"
@@ -117,7 +117,7 @@ def test_tool_results_and_empty_contents_keep_their_meaning():
 
 @pytest.mark.parametrize("name", ["SmolVLM", "LLaVA", "a macro", "Qwen 2 VL", "stripped"])
 @pytest.mark.parametrize("text", ["ok so", "ok so "])
-def test_last_message_is_continued_in_every_form(tmp_path: Path, name: str, text: str):
+def test_last_message_is_continued_in_every_format(tmp_path: Path, name: str, text: str):
     folder = write_byte_level(tmp_path, chat_template={**WALKING, **EITHER, **STRINGS}[name])
     own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     talk = [("user", ["hi"]), ("assistant", [text])]
@@ -128,13 +128,13 @@ def test_last_message_is_continued_in_every_form(tmp_path: Path, name: str, text
         assert render(messages, options, own) == expected, messages
 
 
-def test_error_of_a_template_is_the_one_that_the_conversation_gets():
+def test_template_error_is_that_of_the_given_conversation():
     refusing = ChatTemplate("{{ raise_exception('no ' + messages[0].role) }}", {})
     with pytest.raises(chat_template.ChatTemplateError, match="no user"):
         refusing.render(in_strings(TALKS["one"]))
 
 
-def test_template_is_tried_once_where_it_takes_what_is_given():
+def test_template_is_tried_once_when_given_content_fits():
     asked: list[Any] = []
 
     def rendered(tried: Any) -> str:
@@ -171,7 +171,8 @@ ASKING = {
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_template_that_asks_for_words_gets_the_given(name: str, open_both: Callable):
+def test_template_testing_for_words_gets_given_content(name: str, open_both: Callable):
+    """Templates may search the text or change its case."""
     ours, theirs = open_both(ASKING[name])
     talk = [("user", ["<tool> first of all, so many words that none of them is in the middle, and then the end!"])]
     assert ours(in_strings(talk)) == theirs(in_strings(talk))
@@ -180,7 +181,7 @@ def test_template_that_asks_for_words_gets_the_given(name: str, open_both: Calla
         assert ours(in_parts(talk)) == theirs(in_strings(talk))
 
 
-def test_empty_content_stays_one_where_that_is_asked(open_both: Callable):
+def test_empty_content_stays_empty_when_tested(open_both: Callable):
     """gpt-oss' refuses a call with content and reasoning."""
     ours, theirs = open_both(
         "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
@@ -193,7 +194,7 @@ def test_empty_content_stays_one_where_that_is_asked(open_both: Callable):
         assert ours([{**talk[0], "content": content}, talk[1]]) == theirs(talk)
 
 
-def test_conversations_of_one_shape_are_tried_once(monkeypatch: pytest.MonkeyPatch):
+def test_conversations_of_one_structure_are_tried_once(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
     template = ChatTemplate(WALKING["strings refused"], {})
     render = template._render
@@ -217,7 +218,7 @@ def test_long_conversations_stay_within_the_limits(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.control("Texts reach a template in the form that it takes")
-def test_template_that_is_not_tried_gets_letters(monkeypatch: pytest.MonkeyPatch):
+def test_format_check_detects_an_untried_template(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     monkeypatch.setattr(chat_template, "fitted", lambda messages, *_: messages)
     prompts = [ChatTemplate(WALKING["SmolVLM"], {}).render(in_strings([("user", [text])])) for text in ("a", "a" * 99)]

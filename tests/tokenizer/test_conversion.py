@@ -35,7 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.matrix
-def test_ids_texts_and_chat_are_transformers(folder: Path):
+def test_converted_tokenizer_equals_transformers(folder: Path):
+    """Ids, texts and chat templates are those of transformers."""
     from transformers import AutoTokenizer
 
     ours, theirs = Tokenizer.open(folder), AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -50,7 +51,7 @@ def test_ids_texts_and_chat_are_transformers(folder: Path):
 
 
 @pytest.mark.matrix
-def test_other_merges_are_another_tokenizer(folder: Path):
+def test_fingerprint_changes_with_the_merges(folder: Path):
     before = Tokenizer.open(folder)
     lines = (folder / "merges.txt").read_text().splitlines()
     (folder / "merges.txt").write_text("\n".join(lines[:5]) + "\n")
@@ -62,7 +63,7 @@ def test_other_merges_are_another_tokenizer(folder: Path):
 @pytest.mark.guarantee("A model folder's code is not run")
 @pytest.mark.control("A model folder's code is not run")
 @pytest.mark.matrix
-def test_code_of_the_folder_is_not_run(
+def test_folder_code_is_not_run(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):
     from transformers import AutoTokenizer, dynamic_module_utils
@@ -85,7 +86,7 @@ def test_code_of_the_folder_is_not_run(
     assert trace.exists()
 
 
-def test_without_transformers_the_command_that_converts_is_named(
+def test_missing_transformers_error_names_the_conversion_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -100,7 +101,7 @@ def test_without_transformers_the_command_that_converts_is_named(
 
 
 @pytest.mark.matrix
-def test_files_that_cannot_be_converted_are_refused_with_the_reason(tmp_path: Path):
+def test_unconvertible_files_are_rejected_with_the_reason(tmp_path: Path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x00nothing")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     with pytest.raises(TokenizerError, match=r"has tokenizer\.model and no tokenizer\.json, and transformers cannot"):
@@ -147,9 +148,7 @@ def many_texts() -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "settings", "tokenizer_class"), [("bpe", AS_LLAMA, "LlamaTokenizer"), ("unigram", AS_T5, "T5Tokenizer")]
 )
-def test_sampling_of_a_sentencepiece_model_is_off(
-    kind: str, settings: dict[str, Any], tokenizer_class: str, tmp_path: Path
-):
+def test_sentencepiece_sampling_is_off(kind: str, settings: dict[str, Any], tokenizer_class: str, tmp_path: Path):
     """`sp_model_kwargs` are for training."""
     folder = write_model(tmp_path, train(kind, **settings), tokenizer_class)
     expected = Tokenizer.open(folder).encode(TEXTS[0])
@@ -167,7 +166,7 @@ def test_sampling_of_a_sentencepiece_model_is_off(
     ("kind", "settings", "tokenizer_class"),
     [("bpe", AS_LLAMA, "LlamaTokenizer"), ("bpe", AS_GEMMA, "GemmaTokenizer"), ("unigram", AS_T5, "T5Tokenizer")],
 )
-def test_ids_of_a_sentencepiece_model_are_its_own_and_transformers(
+def test_sentencepiece_ids_equal_the_model_and_transformers(
     kind: str, settings: dict[str, Any], tokenizer_class: str, tmp_path: Path
 ):
     from sentencepiece import SentencePieceProcessor
@@ -200,7 +199,7 @@ def test_ids_of_a_sentencepiece_model_are_its_own_and_transformers(
         ("bpe", AS_LLAMA, "PreTrainedTokenizerFast", "for 'hello world', where tokenizer.model itself gives"),
     ],
 )
-def test_what_transformers_makes_otherwise_than_the_model_is_refused(
+def test_conversion_that_differs_from_the_model_is_rejected(
     kind: str, settings: dict[str, Any], tokenizer_class: str, words: str, tmp_path: Path
 ):
     """It goes by the class, and gave other ids without a word: of a unigram model as Llama's two texts of five."""
@@ -212,9 +211,7 @@ def test_what_transformers_makes_otherwise_than_the_model_is_refused(
 
 @pytest.mark.parametrize("module", ["sentencepiece", "google.protobuf"])
 @pytest.mark.matrix
-def test_without_what_reads_a_sentencepiece_model_its_package_is_named(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_sentencepiece_package_is_named(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_model(tmp_path, train("bpe", **AS_LLAMA), "LlamaTokenizer")
     for name in [name for name in sys.modules if name.startswith(("sentencepiece", "google.protobuf"))]:
         monkeypatch.delitem(sys.modules, name)

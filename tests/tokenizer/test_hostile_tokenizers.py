@@ -92,7 +92,9 @@ def check(folder: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.finding(number="B3")
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_hostile_file_is_refused_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
+def test_hostile_tokenizer_file_is_rejected_with_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+):
     with pytest.raises(TokenizerError, match=REFUSED[name]) as error:
         Tokenizer.open_if_present(write_named(tmp_path, name))
     assert str(error.value).startswith(str(tmp_path / "tokenizer.json"))
@@ -101,7 +103,7 @@ def test_hostile_file_is_refused_in_words(tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.finding(number="B3")
-def test_template_file_that_is_not_utf8_is_refused(tmp_path: Path):
+def test_template_file_name_must_be_utf8(tmp_path: Path):
     write_byte_level(tmp_path)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / os.fsdecode(b"tool\xff.jinja")).write_text("x")
@@ -110,7 +112,7 @@ def test_template_file_that_is_not_utf8_is_refused(tmp_path: Path):
 
 
 @pytest.mark.finding(number="B3")
-def test_unknown_form_is_encoded_in_a_process(tmp_path: Path):
+def test_unknown_tokenizer_is_encoded_in_a_process(tmp_path: Path):
     """One text that takes for ever is an error, and the next is encoded as the library encodes it."""
     folder = write_named(tmp_path, "catastrophic expression")
     tokenizer = Tokenizer.open(folder)
@@ -128,7 +130,7 @@ def test_unknown_form_is_encoded_in_a_process(tmp_path: Path):
 
 
 @pytest.mark.finding(number="B3")
-def test_panic_of_the_library_is_a_tokenizer_error():
+def test_library_panic_is_a_tokenizer_error():
     """Panics are no `Exception`s."""
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
     values = {"model": model, "added_tokens": [], **COMPONENTS["special token that is missing"]}
@@ -141,7 +143,7 @@ def test_panic_of_the_library_is_a_tokenizer_error():
 
 
 @pytest.mark.parametrize("name", ["truncation", "padding"])
-def test_truncation_and_padding_of_the_file_change_nothing(tmp_path: Path, name: str):
+def test_stored_truncation_and_padding_change_nothing(tmp_path: Path, name: str):
     plain = Tokenizer.open(write_byte_level(tmp_path / "plain"))
     tokenizer = Tokenizer.open(write_named(tmp_path / "other", name))
     assert not tokenizer.is_isolated
@@ -153,7 +155,9 @@ def test_truncation_and_padding_of_the_file_change_nothing(tmp_path: Path, name:
 @pytest.mark.finding(number="B3")
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(4))
-def test_hundred_hostile_tokenizers_are_words(tmp_path: Path, capfd: pytest.CaptureFixture[str], part: int):
+def test_hundred_hostile_tokenizers_raise_only_tokenizer_errors(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], part: int
+):
     """All that have a name, and drawn ones: 100 each part."""
     writers: list[tuple[Any, Any]] = [(write_named, name) for name in [*COMPONENTS, *MODELS][part::4]]
     writers += [(write_drawn, seed) for seed in range(1000 * part, 1000 * part + 100 - len(writers))]
@@ -178,7 +182,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_form_of_a_family_is_known(name: str):
+def test_tokenizer_of_a_family_is_known(name: str):
     """As transformers builds it."""
     backend = getattr(transformers, name)().backend_tokenizer
     assert checked_form(name, backend.to_str().encode()).is_known
@@ -216,7 +220,7 @@ def test_expressions_of_models_are_linear(pattern: str):
 
 
 @pytest.mark.parametrize("pattern", UNKNOWN)
-def test_expression_of_other_time_is_not_known(pattern: str):
+def test_expression_of_nonlinear_time_is_unknown(pattern: str):
     assert not is_linear(pattern)
 
 
@@ -225,7 +229,7 @@ def test_expression_of_other_time_is_not_known(pattern: str):
 
 @pytest.mark.finding(number="A6")
 @pytest.mark.parametrize("dropout", [0.1, 0.9, 1.0])
-def test_dropout_is_off_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, dropout: float):
+def test_dropout_is_off_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, dropout: float):
     plain = Tokenizer.open(write_byte_level(tmp_path / "plain"))
     folder = write_byte_level(tmp_path / "random")
     values = json.loads((folder / "tokenizer.json").read_text())
@@ -248,7 +252,7 @@ def test_dropout_is_off_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.finding(number="A6")
-def test_dropout_is_off_in_the_encoders_process(tmp_path: Path):
+def test_dropout_is_off_in_the_encoder_process(tmp_path: Path):
     folder = write_named(tmp_path, "catastrophic expression")
     expected = Tokenizer.open(folder).encode("hello world, this is a text")
     values = json.loads((folder / "tokenizer.json").read_text())
@@ -272,7 +276,7 @@ def answers_of(folder: Path, change: dict[str, Any], prompts: list[str]) -> list
 
 
 @pytest.mark.finding(number="A6")
-def test_equal_rows_are_equal_prompts_with_dropout(tmp_path: Path):
+def test_equal_rows_have_equal_outputs_with_dropout(tmp_path: Path):
     prompts = ["add 123 456 = add 123 456 ="] * 6
     plain, *others = answers_of(tmp_path / "plain", {}, prompts)
     random = answers_of(tmp_path / "random", {"model": {"dropout": 0.5}}, prompts)
@@ -281,7 +285,7 @@ def test_equal_rows_are_equal_prompts_with_dropout(tmp_path: Path):
 
 
 @pytest.mark.finding(number="B3")
-def test_row_that_cannot_be_encoded_is_an_error_row(tmp_path: Path):
+def test_unencodable_row_is_an_error_row(tmp_path: Path):
     prompts = ["add 1 2 =", "a" * 40 + "!", "add 1 2 ="]
     first, second, third = answers_of(tmp_path, COMPONENTS["catastrophic expression"], prompts)
     assert (first["error"], third["error"]) == (None, None)
@@ -291,7 +295,7 @@ def test_row_that_cannot_be_encoded_is_an_error_row(tmp_path: Path):
 
 
 @pytest.mark.finding(number="B3")
-def test_form_over_a_hostile_vocabulary_is_refused(tmp_path: Path):
+def test_grammar_over_hostile_vocabulary_is_rejected(tmp_path: Path):
     """The forms' library reads the tokenizer too, and panics over a token that is very long."""
     tokenizer = Tokenizer.open(write_llama_style(tmp_path, added_tokens_decoder={"300": {"content": "x" * 5000}}))
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (2,))

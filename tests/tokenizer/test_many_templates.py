@@ -60,14 +60,16 @@ def said(endings: list[str]) -> Counter[str]:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_eighty_two_hostile_templates_end_in_words_and_the_next_row_goes_on(part: int):
+def test_hostile_templates_leave_the_next_row_working(part: int):
+    """Each ends in a text or an error."""
     endings = [check(source, template_process.CPU_S) for source in TEMPLATES[part::NUM_PARTS]]
     print(f"\nTEMPLATES part {part}: {len(endings)}, {dict(said(endings).most_common())}", end="")
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_two_hundred_drawn_templates_do(part: int, monkeypatch: pytest.MonkeyPatch):
+def test_random_templates_leave_the_next_row_working(part: int, monkeypatch: pytest.MonkeyPatch):
+    """Each ends in a text or an error."""
     # Most that pass one second pass five.
     monkeypatch.setattr(template_process, "CPU_S", 1)
     chance = random.Random(f"{SEED} templates {part}")
@@ -77,7 +79,7 @@ def test_two_hundred_drawn_templates_do(part: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.control("Chat templates are bounded (SECURITY.md)")
 @pytest.mark.stress
-def test_a_template_that_is_allowed_more_is_seen(monkeypatch: pytest.MonkeyPatch, control):
+def test_template_check_detects_a_larger_time_limit(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
     monkeypatch.setattr(template_process, "CPU_S", 6)
     (slow,) = [source for source in TEMPLATES if "sort" in source]
@@ -85,6 +87,6 @@ def test_a_template_that_is_allowed_more_is_seen(monkeypatch: pytest.MonkeyPatch
         check(slow, 1)
 
 
-def test_there_are_eighty_two_of_them_and_what_is_drawn_is_drawn_again():
+def test_template_corpus_is_complete_and_reproducible():
     assert len(set(TEMPLATES)) == len(TEMPLATES) == 82
     assert [drawn_template(random.Random(3)) for _ in range(2)] == [drawn_template(random.Random(3))] * 2

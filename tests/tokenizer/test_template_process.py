@@ -47,7 +47,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("source", [CHATML, MISTRAL_LIKE, ODDITIES], ids=["chatml", "mistral", "oddities"])
-def test_the_text_is_what_this_process_would_render(source: str):
+def test_isolated_template_equals_rendering_in_this_process(source: str):
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     isolated, here = IsolatedTemplate(source, tokens), ChatTemplate(source, tokens)
     odd = [
@@ -61,7 +61,7 @@ def test_the_text_is_what_this_process_would_render(source: str):
 
 
 @pytest.mark.parametrize("name", ["loops", "repeat", "format method"])
-def test_the_bounds_that_say_more_come_first(name: str):
+def test_isolated_template_keeps_the_more_specific_errors(name: str):
     with pytest.raises(ChatTemplateError) as here:
         ChatTemplate(BOMBS[name], {}).render(CONVERSATIONS[0])
     with pytest.raises(ChatTemplateError) as isolated:
@@ -69,7 +69,7 @@ def test_the_bounds_that_say_more_come_first(name: str):
     assert str(isolated.value) == str(here.value)
 
 
-def test_a_conversation_that_is_too_large_itself_is_said_to_be_and_the_next_row_goes_on(
+def test_oversized_conversation_is_named_and_next_row_runs(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """It was told that there was no jinja2."""
@@ -80,7 +80,7 @@ def test_a_conversation_that_is_too_large_itself_is_said_to_be_and_the_next_row_
     assert template.render(CONVERSATIONS[0]) == "fine"
 
 
-def test_a_conversation_that_does_not_even_fit_is_said_to_be_too_large(monkeypatch: pytest.MonkeyPatch):
+def test_conversation_beyond_process_memory_is_named(monkeypatch: pytest.MonkeyPatch):
     """Its process has ended before all of it is sent."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 128 << 20)
     template = IsolatedTemplate("fine", {})
@@ -94,7 +94,7 @@ def test_a_conversation_that_does_not_even_fit_is_said_to_be_too_large(monkeypat
     "name",
     ["replace", *(pytest.param(name, marks=pytest.mark.matrix) for name in LARGE if name != "replace")],
 )
-def test_what_would_take_gigabytes_is_an_error_and_the_next_row_goes_on(name: str):
+def test_template_exceeding_memory_fails_and_next_row_runs(name: str):
     template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{LARGE[name]}{{% else %}}fine{{% endif %}}", {})
     assert template.render(CONVERSATIONS[0]) == "fine"
     with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
@@ -105,7 +105,7 @@ def test_what_would_take_gigabytes_is_an_error_and_the_next_row_goes_on(name: st
 @pytest.mark.parametrize(
     "name", ["lists", *(pytest.param(name, marks=pytest.mark.matrix) for name in SLOW if name != "lists")]
 )
-def test_what_would_compute_for_ever_is_an_error_and_the_next_row_goes_on(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_template_exceeding_cpu_time_fails_and_next_runs(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(template_process, "CPU_S", 0)
     template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{SLOW[name]}{{% else %}}fine{{% endif %}}", {})
     assert template.render(CONVERSATIONS[0]) == "fine"
@@ -115,7 +115,7 @@ def test_what_would_compute_for_ever_is_an_error_and_the_next_row_goes_on(name: 
 
 
 @pytest.mark.control("Chat templates are bounded (SECURITY.md)")
-def test_the_control_renders_here_what_no_bound_sees():
+def test_unbounded_rendering_control_succeeds_in_this_process():
     assert (
         ChatTemplate("{{ ('a' * 9999).replace('a', 'b' * 9999) | length }}", {}).render(CONVERSATIONS[0]) == "99980001"
     )
@@ -127,7 +127,7 @@ def process_of(template: IsolatedTemplate) -> int:
     return pid
 
 
-def test_one_process_serves_a_template_until_it_ends_and_then_another():
+def test_template_process_is_reused_until_it_ends():
     template = IsolatedTemplate("{{ messages | length }}", {})
     assert template._process.pid is None, "none before it is needed"
     template.render(CONVERSATIONS[0])
@@ -146,7 +146,7 @@ FOR_THE_OWNER = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", FOR_THE_OWNER)
-def test_a_signal_for_the_owners_group_is_no_error_of_a_row(number: signal.Signals):
+def test_group_signal_does_not_fail_the_row(number: signal.Signals):
     """torchrun ends its ranks by their groups, and a job goes on for a while to keep what is finished."""
     template = IsolatedTemplate("{{ messages | length }}", {})
     template.render(CONVERSATIONS[0])
@@ -176,7 +176,8 @@ def end_as_they_start(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, m
 
 
 @pytest.mark.parametrize("number", FOR_THE_OWNER)
-def test_nor_where_it_comes_before_the_process_looks_away(monkeypatch: pytest.MonkeyPatch, number: signal.Signals):
+def test_early_group_signal_does_not_fail_the_row(monkeypatch: pytest.MonkeyPatch, number: signal.Signals):
+    """The signal comes before the process ignores it."""
     started = end_as_they_start(monkeypatch, number, most=1)
     assert IsolatedTemplate("{{ messages | length }}", {}).render(CONVERSATIONS[1]) == "2"
     assert len(started) == 2
@@ -184,7 +185,7 @@ def test_nor_where_it_comes_before_the_process_looks_away(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("number", "tries"), [(signal.SIGTERM, 2), (signal.SIGKILL, 1)])
-def test_what_ends_the_process_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch, number, tries: int):
+def test_process_killed_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch, number, tries: int):
     """The control: one more try, and no more; and none for what may be the template's own doing."""
     started = end_as_they_start(monkeypatch, number, most=9)
     with pytest.raises(ChatTemplateError, match=f"it ended its process by {number.name}"):
@@ -192,7 +193,7 @@ def test_what_ends_the_process_each_time_is_an_error(monkeypatch: pytest.MonkeyP
     assert len(started) == tries
 
 
-def test_the_process_ends_with_its_template():
+def test_template_process_ends_with_its_template():
     template = IsolatedTemplate("x", {})
     template.render(CONVERSATIONS[0])
     pid = process_of(template)
@@ -201,7 +202,8 @@ def test_the_process_ends_with_its_template():
     assert start_time_of(pid) is None
 
 
-def test_the_process_ends_with_its_owner_however_that_ends():
+def test_template_process_ends_with_its_owner():
+    """A SIGKILL of the owner ends it too."""
     source = (
         "from spmd_worker.tokenizer.template_process import IsolatedTemplate as T; import time; t = T('x', {}); "
         "t.render([]); print(t._process.pid, flush=True); time.sleep(3600)"
@@ -217,7 +219,7 @@ def test_the_process_ends_with_its_owner_however_that_ends():
         wait_until(lambda: start_time_of(pid) is None)
 
 
-def test_a_forked_process_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch):
+def test_forked_owner_starts_its_own_template_process(monkeypatch: pytest.MonkeyPatch):
     template = IsolatedTemplate("x", {})
     template.render(CONVERSATIONS[0])
     first = template._process._children[0]
@@ -231,12 +233,12 @@ def test_a_forked_process_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch):
     first.end()
 
 
-def test_objects_with_methods_of_their_own_are_not_sent():
+def test_objects_with_methods_are_not_sent():
     with pytest.raises(ChatTemplateError, match="plain JSON values, not object"):
         IsolatedTemplate("{{ messages }}", {}).render([{"role": "user", "content": object()}])
 
 
-def test_a_job_answers_other_rows_beside_a_template_that_is_a_bomb(tmp_path: Path):
+def test_job_completes_other_rows_despite_template_bomb(tmp_path: Path):
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(LARGE["replace"])
     rows = [{"prompt": "add 1 2 ="}, {"messages": [{"role": "user", "content": "x"}]}, {"prompt": "add 3 4 ="}]
@@ -267,7 +269,7 @@ LONG_ERRORS = {
 
 @pytest.mark.finding(number="D17")
 @pytest.mark.parametrize("name", LONG_ERRORS)
-def test_error_of_a_template_has_a_bound(name: str):
+def test_template_error_length_is_bounded(name: str):
     with pytest.raises(ChatTemplateError, match="chat template: ") as raised:
         IsolatedTemplate(LONG_ERRORS[name], {}).render([{"role": "user", "content": "hello " * 20}])
     assert 20 < len(str(raised.value)) < 700
@@ -281,7 +283,7 @@ NESTED = {
 
 
 @pytest.mark.finding(number="D17")
-def test_template_that_python_cannot_compile_is_named_as_such():
+def test_uncompilable_template_is_named_as_such():
     """They were told that there was no jinja2."""
     for source in NESTED.values():
         with pytest.raises(ChatTemplateError, match="its loops and conditions are nested too deeply"):

@@ -84,7 +84,7 @@ TEXTS = st.one_of(
 @pytest.mark.finding(number="B1")
 @settings(max_examples=300, deadline=None)
 @given(backend=backends(), texts=st.lists(TEXTS, min_size=1, max_size=6))
-def test_bound_never_exceeds_the_encoders_count(backend, texts):
+def test_token_bound_never_exceeds_the_encoder_count(backend, texts):
     bound = token_bound(backend)
     for text in texts:
         try:
@@ -100,28 +100,28 @@ def test_bound_never_exceeds_the_encoders_count(backend, texts):
 @pytest.mark.stress
 @settings(max_examples=5_000, deadline=None)
 @given(backend=backends(), texts=st.lists(TEXTS, min_size=1, max_size=20))
-def test_bound_never_exceeds_many_encoders_counts(backend, texts):
-    test_bound_never_exceeds_the_encoders_count.hypothesis.inner_test(backend, texts)
+def test_token_bound_never_exceeds_other_encoder_counts(backend, texts):
+    test_token_bound_never_exceeds_the_encoder_count.hypothesis.inner_test(backend, texts)
 
 
 @pytest.mark.finding(number="B1")
 @pytest.mark.parametrize(
     ("write", "least"), [(write_byte_level, 40_000), (write_llama_style, 100_000), (write_metaspace, 50_000)]
 )
-def test_bound_refuses_a_megabyte(tmp_path, write, least):
+def test_token_bound_rejects_a_megabyte(tmp_path, write, least):
     tokenizer = Tokenizer.open(write(tmp_path))
     text = "abc " * 250_000
     assert least < tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_bound_of_wordpiece_is_its_words():
+def test_wordpiece_bound_counts_words():
     backend = Backend(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     assert token_bound(backend).min_num_tokens("x" * 1_000_000) == 0
     assert token_bound(backend).min_num_tokens(" hello" * 1000) == 1000
 
 
-def test_bound_is_none_where_a_template_drops_the_text():
+def test_token_bound_is_none_for_text_dropping_template():
     backend = Backend(bpe(pre_tokenizers.ByteLevel.alphabet(), False))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel()
     assert token_bound(backend).counted is Counted.BYTES
@@ -131,7 +131,7 @@ def test_bound_is_none_where_a_template_drops_the_text():
 
 
 @pytest.mark.parametrize("write", [write_byte_level, write_llama_style, write_metaspace])
-def test_ids_of_long_texts_are_the_short_calls(tmp_path, monkeypatch, write):
+def test_long_text_ids_equal_the_short_path(tmp_path, monkeypatch, write):
     """A longer text takes a call of the library of its own."""
     tokenizer = Tokenizer.open(write(tmp_path))
     text = "hello wörld 😀 <s>abc  " * 1000
@@ -140,11 +140,11 @@ def test_ids_of_long_texts_are_the_short_calls(tmp_path, monkeypatch, write):
     assert tokenizer.encode(text) == expected
 
 
-def test_bound_takes_text_that_is_not_unicode(tmp_path):
+def test_token_bound_accepts_invalid_unicode(tmp_path):
     assert Tokenizer.open(write_byte_level(tmp_path)).min_num_tokens("\ud800" * 100) > 0
 
 
-def test_a_longest_token_that_is_too_short_refuses_what_fits(tmp_path):
+def test_token_bound_check_detects_a_short_longest_token(tmp_path):
     """The negative control."""
     tokenizer = Tokenizer.open(write_byte_level(tmp_path))
     bound = tokenizer._bound

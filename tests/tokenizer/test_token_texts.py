@@ -25,7 +25,7 @@ def character_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.finding(number="A8")
 @pytest.mark.parametrize("name", ["byte_level", "llama"])
-def test_parts_of_a_character_have_their_bytes(tokenizers: dict[str, Tokenizer], name: str):
+def test_tokens_of_a_character_have_its_bytes(tokenizers: dict[str, Tokenizer], name: str):
     tokenizer = tokenizers[name]
     prompt = tokenizer.encode("a")
     ids = [*character_ids(tokenizer, SMILEY), tokenizer.encode("a a")[-1]]
@@ -39,7 +39,7 @@ def test_parts_of_a_character_have_their_bytes(tokenizers: dict[str, Tokenizer],
 
 
 @pytest.mark.finding(number="A8")
-def test_skipped_special_token_has_its_name_alone(tokenizers: dict[str, Tokenizer]):
+def test_skipped_special_token_has_only_its_name(tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode("hello</s> a")
     for skips in (True, False):
@@ -55,7 +55,9 @@ NUM_IDS = {"byte_level": 330, "llama": 290, "metaspace": 8}
 @pytest.mark.finding(number="A8")
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(WRITERS)), skips=st.booleans())
-def test_texts_put_together_are_the_text(tokenizers: dict[str, Tokenizer], data: st.DataObject, name: str, skips: bool):
+def test_token_texts_join_to_the_decoded_text(
+    tokenizers: dict[str, Tokenizer], data: st.DataObject, name: str, skips: bool
+):
     tokenizer = tokenizers[name]
     known = [] if name == "metaspace" else character_ids(tokenizer, f"{SMILEY}€éa")
     one = st.one_of(st.integers(0, NUM_IDS[name]), st.sampled_from(known or [1]))

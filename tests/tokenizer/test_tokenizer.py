@@ -64,35 +64,36 @@ def test_decoded_text_equals_transformers(folder, skip_special_tokens):
         assert ours.decode(ids, skip_special_tokens) == reference.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-def test_a_template_processor_puts_the_beginning_token_in_front_unless_told_not_to(llama):
+def test_template_processor_prepends_bos_unless_disabled(llama):
     assert llama.encode("hello")[0] == llama.bos_token_id == 1
     assert llama.encode("hello", add_special_tokens=False)[0] != 1
     assert llama.encode("") == [1]
 
 
 @pytest.mark.parametrize("add_bos_token", [True, False])
-def test_tokenizer_json_outranks_add_bos_token_as_in_transformers(tmp_path, add_bos_token):
+def test_tokenizer_json_overrides_add_bos_token_like_transformers(tmp_path, add_bos_token):
     for write in (write_byte_level, write_llama_style):
         folder = write(tmp_path / write.__name__, add_bos_token=add_bos_token)
         reference = PreTrainedTokenizerFast.from_pretrained(folder)
         assert Tokenizer.open(folder).encode("hello") == reference.encode("hello")
 
 
-def test_a_special_token_may_be_written_as_an_object(tmp_path):
+def test_special_token_can_be_an_object(tmp_path):
     token = {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False, "normalized": False}
     tokenizer = Tokenizer.open(write_byte_level(tmp_path, eos_token=token, bos_token=None))
     assert tokenizer.eos_token_id == 3
     assert tokenizer.bos_token_id is None
 
 
-def test_special_tokens_are_found_in_their_own_file_when_the_configuration_names_none(tmp_path):
+def test_special_tokens_map_is_read_without_configured_tokens(tmp_path):
+    """special_tokens_map.json, when tokenizer_config.json names none."""
     write_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
     assert Tokenizer.open(tmp_path).eos_token_id == 1
 
 
-def test_tokens_that_only_the_configuration_names_are_added_as_transformers_adds_them(tmp_path):
+def test_configured_tokens_are_added_like_transformers(tmp_path):
     listed = {"400": {"content": "<tool>", "special": False}, "401": {"content": "<end>", "special": True}}
     folder = write_byte_level(tmp_path, added_tokens_decoder=listed, additional_special_tokens=["<x>"], pad_token="<p>")
     ours, reference = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
@@ -102,7 +103,7 @@ def test_tokens_that_only_the_configuration_names_are_added_as_transformers_adds
     assert ours.vocab_size == len(reference)
 
 
-def test_truncation_and_padding_stored_in_the_file_are_not_applied(tmp_path):
+def test_stored_truncation_and_padding_are_not_applied(tmp_path):
     folder = write_byte_level(tmp_path)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -110,17 +111,17 @@ def test_truncation_and_padding_stored_in_the_file_are_not_applied(tmp_path):
     assert len(Tokenizer.open(folder).encode("hello world, this is")) > 2
 
 
-def test_half_a_surrogate_pair_is_a_named_error(byte_level):
+def test_lone_surrogate_is_a_named_error(byte_level):
     with pytest.raises(ValueError, match="surrogate"):
         byte_level.encode("a\ud800b")
 
 
-def test_ids_without_a_token_give_no_text(byte_level):
+def test_ids_without_a_token_yield_no_text(byte_level):
     ids = byte_level.encode("hello")
     assert byte_level.decode([*ids, 5000]) == "hello"
 
 
-def test_the_text_of_one_token_keeps_its_leading_space(byte_level, llama):
+def test_token_text_keeps_its_leading_space(byte_level, llama):
     assert llama.token_text(llama.encode("a hello")[-1]) == " hello"
     assert byte_level.token_text(byte_level.encode("a the")[-1]) == " the"
     assert byte_level.token_text(0) == "<s>"
@@ -130,28 +131,28 @@ def test_the_text_of_one_token_keeps_its_leading_space(byte_level, llama):
 # ---- files
 
 
-def test_a_folder_without_a_tokenizer_is_an_error_that_says_what_still_works(tmp_path):
+def test_missing_tokenizer_error_says_token_ids_work(tmp_path):
     with pytest.raises(TokenizerError, match=r"no tokenizer.json.*prompt_token_ids work"):
         Tokenizer.open(tmp_path)
     assert Tokenizer.open_if_present(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model": 3}', b"\xff"])
-def test_a_broken_tokenizer_file_is_named(tmp_path, content):
+def test_broken_tokenizer_file_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.open_if_present(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
-def test_a_broken_configuration_is_named(tmp_path, content):
+def test_broken_tokenizer_config_is_named(tmp_path, content):
     write_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         Tokenizer.open(tmp_path)
 
 
-def test_the_fingerprint_changes_with_any_file_and_only_then(tmp_path):
+def test_fingerprint_changes_only_with_the_files(tmp_path):
     first = Tokenizer.open(write_byte_level(tmp_path / "a")).fingerprint()
     assert Tokenizer.open(write_byte_level(tmp_path / "b")).fingerprint() == first
     (tmp_path / "b" / "chat_template.jinja").write_text("{{ messages }}")
@@ -159,7 +160,8 @@ def test_the_fingerprint_changes_with_any_file_and_only_then(tmp_path):
     assert len(first) == 32
 
 
-def test_reading_and_encoding_leave_the_environment_alone_and_print_nothing_at_a_fork(tmp_path):
+def test_tokenizer_leaves_environment_and_forks_quiet(tmp_path):
+    """It does not set TOKENIZERS_PARALLELISM, and nothing is printed at a fork."""
     folder = write_byte_level(tmp_path)
     program = (
         "import os, sys\n"
@@ -186,7 +188,7 @@ def test_reading_and_encoding_leave_the_environment_alone_and_print_nothing_at_a
 # ---- chat templates of a folder
 
 
-def test_a_template_file_goes_before_the_configuration(tmp_path):
+def test_template_file_overrides_the_configuration(tmp_path):
     folder = write_byte_level(tmp_path, chat_template="config")
     assert Tokenizer.open(folder).apply_chat_template([{"role": "user", "content": "x"}]) == "config"
     (folder / "chat_template.json").write_text('{"chat_template": "old file"}')
@@ -195,7 +197,7 @@ def test_a_template_file_goes_before_the_configuration(tmp_path):
     assert Tokenizer.open(folder).apply_chat_template([{"role": "user", "content": "x"}]) == "file <s>"
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path):
+def test_default_template_is_chosen_among_named_ones(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": CHATML}]
     folder = write_byte_level(tmp_path, chat_template=named)
     messages = [{"role": "user", "content": "hi"}]
@@ -207,12 +209,12 @@ def test_of_named_templates_the_default_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("template", [3, [], [{"name": "tool_use", "template": 3}], {"default": "x"}])
-def test_a_template_of_another_type_is_named(tmp_path, template):
+def test_template_of_another_type_is_named(tmp_path, template):
     with pytest.raises(TokenizerError, match="chat_template must be"):
         Tokenizer.open(write_byte_level(tmp_path, chat_template=template))
 
 
-def test_a_folder_without_a_template_says_so(byte_level):
+def test_folder_without_a_template_is_named(byte_level):
     assert not byte_level.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         byte_level.apply_chat_template([{"role": "user", "content": "x"}])
@@ -236,21 +238,21 @@ def expected_text(tokenizer, prompt, ids, skip):
     return tokenizer.decode([*prompt, *ids], skip)[len(tokenizer.decode(prompt, skip)) :]
 
 
-def test_a_character_of_three_tokens_appears_whole_with_its_last(byte_level):
+def test_multi_token_character_appears_with_its_last_token(byte_level):
     ids = [byte_level._backend.token_to_id(character) for character in "âĤ¬"]  # E2 82 AC, the euro sign
     decoder = IncrementalDecoder(byte_level, byte_level.encode("a"))
     assert [decoder.append([token_id]) for token_id in ids] == ["", "", "€"]
     assert decoder.flush() == ""
 
 
-def test_bytes_that_never_become_a_character_come_out_at_the_end(byte_level):
+def test_incomplete_character_is_replaced_at_the_end(byte_level):
     ids = [byte_level._backend.token_to_id(character) for character in "aâĤ"]
     decoder = IncrementalDecoder(byte_level, [])
     assert decoder.append(ids) == "a"
     assert decoder.flush() == "\ufffd"
 
 
-def test_a_leading_space_is_kept_behind_a_prompt_and_dropped_without_one(llama):
+def test_leading_space_is_kept_only_after_a_prompt(llama):
     ids = llama.encode("hello", add_special_tokens=False)
     assert "".join(decode_in_groups(llama, llama.encode("a"), ids, [])) == " hello"
     assert "".join(decode_in_groups(llama, [1], ids, [])) == "hello"
@@ -267,7 +269,7 @@ def test_fallback_bytes_are_held_until_their_run_ends(llama):
     assert "".join(decode_in_groups(llama, llama.encode("a"), [*smiley, 3 + 0xFF], [])) == "\ufffd" * 5
 
 
-def test_a_character_cut_by_the_end_of_the_prompt_is_completed_in_the_output(byte_level, llama):
+def test_character_cut_by_the_prompt_completes_in_output(byte_level, llama):
     euro = [byte_level._backend.token_to_id(character) for character in "âĤ¬"]
     assert "".join(decode_in_groups(byte_level, [*byte_level.encode("a"), *euro[:2]], euro[2:], [])) == "€"
     euro = [3 + value for value in "€".encode()]
@@ -276,7 +278,7 @@ def test_a_character_cut_by_the_end_of_the_prompt_is_completed_in_the_output(byt
     assert "".join(decode_in_groups(llama, many, llama.encode("b", False), [])) == " b"
 
 
-def test_the_librarys_stream_would_not_do(byte_level, llama):
+def test_library_decode_stream_loses_text(byte_level, llama):
     """Why the decoder is ours. When this fails, `DecodeStream` may do what it does."""
 
     def piece_by_piece(tokenizer, prompt, ids):
@@ -300,7 +302,7 @@ def test_the_librarys_stream_would_not_do(byte_level, llama):
     assert "".join(decode_in_groups(byte_level, prompt, ids, [])) == "\ufffdb"
 
 
-def test_skipped_special_tokens_leave_no_trace_in_the_text(byte_level):
+def test_skipped_special_tokens_leave_no_trace(byte_level):
     ids = byte_level.encode("hello</s> world")
     assert "".join(decode_in_groups(byte_level, [], ids, [1] * 9)) == "hello world"
     assert "".join(decode_in_groups(byte_level, [], ids, [1] * 9, skip=False)) == "hello</s> world"
@@ -311,7 +313,7 @@ GROUPS = st.lists(st.integers(0, 5), max_size=12)
 
 @settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, 330), max_size=60), groups=GROUPS, skip=st.booleans())
-def test_pieces_of_random_byte_level_ids_make_up_the_whole(byte_level, ids, groups, skip):
+def test_random_byte_level_pieces_join_to_the_text(byte_level, ids, groups, skip):
     prompt = byte_level.encode("hello world")
     pieces = decode_in_groups(byte_level, prompt, ids, groups, skip)
     assert "".join(pieces) == expected_text(byte_level, prompt, ids, skip)
@@ -319,7 +321,7 @@ def test_pieces_of_random_byte_level_ids_make_up_the_whole(byte_level, ids, grou
 
 @settings(max_examples=150, deadline=None)
 @given(raw=st.lists(st.sampled_from(["é".encode(), "你".encode(), "😀".encode(), b"\xe2", b"\xf0\x9f", b"\x80", b"a"])))
-def test_pieces_of_random_bytes_make_up_the_whole_and_split_no_character(byte_level, raw):
+def test_random_byte_pieces_join_without_splitting_characters(byte_level, raw):
     data = b"".join(raw)
     table = dict(zip(range(256), _byte_characters()))
     ids = [byte_level._backend.token_to_id(table[value]) for value in data]
@@ -336,13 +338,13 @@ def test_pieces_of_random_bytes_make_up_the_whole_and_split_no_character(byte_le
     groups=GROUPS,
     skip=st.booleans(),
 )
-def test_pieces_of_random_sentencepiece_ids_make_up_the_whole(llama, ids, prompt_text, groups, skip):
+def test_random_sentencepiece_pieces_join_to_the_text(llama, ids, prompt_text, groups, skip):
     prompt = llama.encode(prompt_text)
     pieces = decode_in_groups(llama, prompt, ids, groups, skip)
     assert "".join(pieces) == expected_text(llama, prompt, ids, skip)
 
 
-def test_random_metaspace_ids_make_up_the_whole(tmp_path):
+def test_random_metaspace_pieces_join_to_the_text(tmp_path):
     tokenizer = Tokenizer.open(write_metaspace(tmp_path))
 
     @settings(max_examples=100, deadline=None)
@@ -356,7 +358,7 @@ def test_random_metaspace_ids_make_up_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["invalid", "text", "fallback"])
-def test_the_work_per_token_does_not_grow_with_the_sequence(byte_level, llama, name, monkeypatch):
+def test_decoding_work_per_token_is_constant(byte_level, llama, name, monkeypatch):
     lead = byte_level._backend.token_to_id("â")
     tokenizer, ids = {
         "invalid": (byte_level, [lead] * 2000),
@@ -377,7 +379,7 @@ def test_the_work_per_token_does_not_grow_with_the_sequence(byte_level, llama, n
     assert num_decoded < 40 * len(ids)
 
 
-def test_a_window_without_context_would_lose_spaces(llama, monkeypatch):
+def test_decoder_check_detects_a_window_without_context(llama, monkeypatch):
     """The negative control of the properties above: they see a decoder that keeps no context."""
 
     def forget(decoder, num_held):
@@ -389,7 +391,7 @@ def test_a_window_without_context_would_lose_spaces(llama, monkeypatch):
     assert "".join(decode_in_groups(llama, prompt, ids, [1])) != expected_text(llama, prompt, ids, True)
 
 
-def test_work_for_a_token_does_not_grow_with_the_sequence(byte_level, monkeypatch):
+def test_decoding_calls_per_token_are_bounded(byte_level, monkeypatch):
     num_decoded = []
     right = IncrementalDecoder._decode
 
@@ -413,7 +415,7 @@ def _byte_characters():
 
 @pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
 @pytest.mark.parametrize("value", ["<|im_end|>", 5, True, 1.5])
-def test_special_tokens_that_are_no_list_are_refused(tmp_path, key, value):
+def test_special_tokens_must_be_a_list(tmp_path, key, value):
     """Of a text each letter was a special token, which answers are given without."""
     folder = write_byte_level(tmp_path, **{key: value})
     with pytest.raises(TokenizerError, match=f"tokenizer_config.json: {key}=.* must be a list of tokens"):
@@ -421,14 +423,14 @@ def test_special_tokens_that_are_no_list_are_refused(tmp_path, key, value):
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "-1", "x", "²"])
-def test_a_tokens_id_that_is_no_number_comes_first(tmp_path, key):
+def test_token_with_a_non_numeric_id_comes_first(tmp_path, key):
     """What transformers makes of its place is not known; its token is one all the same."""
     listed = {key: {"content": "<odd>", "special": True}, "320": {"content": "<more>", "special": True}}
     tokenizer = Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder=listed))
     assert tokenizer.vocab_size == 322
 
 
-def test_a_templates_name_that_is_no_text_is_nobodys(tmp_path):
+def test_template_name_that_is_not_text_is_ignored(tmp_path):
     templates = [{"name": ["default"], "template": "{{ no }}"}, {"name": "default", "template": "{{ 'yes' }}"}]
     tokenizer = Tokenizer.open(write_byte_level(tmp_path, chat_template=templates))
     assert tokenizer.apply_chat_template([], True) == "yes"
