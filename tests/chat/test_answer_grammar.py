@@ -63,7 +63,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Model:
     return Model(folder, request.param)
 
 
-def test_a_call_that_is_required_is_one_in_the_models_own_words(model: Model, request: pytest.FixtureRequest):
+def test_required_call_is_one_in_the_model_format(model: Model, request: pytest.FixtureRequest):
     text = CHAT_MODELS[request.node.callspec.params["model"]].call
     for choice in ("required", NAMED):
         asked = {"tools": TOOLS, "tool_choice": choice}
@@ -89,7 +89,7 @@ SAY = {
 
 @pytest.mark.finding(number="A3")
 @pytest.mark.parametrize("way", ["call", "content"])
-def test_what_the_grammar_allows_in_strings_is_read(model: Model, request: pytest.FixtureRequest, way: str):
+def test_allowed_strings_survive_reading(model: Model, request: pytest.FixtureRequest, way: str):
     """Markers, spelled with tokens that are none: as a marker's token they cannot be in a string."""
     asked: dict[str, Any] = {"tools": [SAY], "tool_choice": "required"}
     text = CHAT_MODELS[request.node.callspec.params["model"]].call
@@ -111,7 +111,7 @@ def test_what_the_grammar_allows_in_strings_is_read(model: Model, request: pytes
 
 @pytest.mark.finding(number="A3")
 @pytest.mark.parametrize("name", ["hermes with reasoning", "mistral with names", "harmony"])
-def test_reasoning_that_the_grammar_allows_ends_where_it_is_read_to_end(folder: Path, name: str):
+def test_allowed_reasoning_ends_at_the_reader_end(folder: Path, name: str):
     model, call = Model(folder, name), CHAT_MODELS[name].call
     begin, end = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}.get(
         model.format.reasoning, ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
@@ -130,7 +130,7 @@ def test_reasoning_that_the_grammar_allows_ends_where_it_is_read_to_end(folder: 
             assert (answer.reasoning, answer.content, len(answer.tool_calls)) == (thought, "", 1), marker
 
 
-def test_an_answer_in_json_has_the_schema_and_reasoning_before_it(model: Model):
+def test_json_answer_matches_its_schema_after_reasoning(model: Model):
     head = "<|channel|>final<|message|>" if model.format.is_harmony else ""
     good, bad = '{"name": "x"}', '{"name": 3}'
     assert model.may_be(head + good, response_format=AS_PERSON)
@@ -160,7 +160,7 @@ OWN_FORMS = {
 
 
 @pytest.mark.parametrize("name", OWN_FORMS)
-def test_a_form_of_the_rows_own_begins_behind_the_reasoning(model: Model, name: str):
+def test_row_grammar_begins_after_the_reasoning(model: Model, name: str):
     given, good = OWN_FORMS[name]
     form = StructuredOutputsParams(**given)
 
@@ -186,7 +186,7 @@ def test_a_form_of_the_rows_own_begins_behind_the_reasoning(model: Model, name: 
     assert not may_be(f"{begin}why{end}{good}", f"{begin}\n\n{end}\n")
 
 
-def test_a_grammar_that_is_no_json_of_the_engines_is_refused(folder: Path):
+def test_invalid_llguidance_json_is_rejected(folder: Path):
     model = Model(folder, "hermes with reasoning")
     for text in ("{", "{}", '{"grammars": []}', '{"grammars": [3]}', "{" * 9000):
         form = AnswerGrammar(model.format, model.tokenizer.marker_id).after_reasoning(
@@ -196,9 +196,7 @@ def test_a_grammar_that_is_no_json_of_the_engines_is_refused(folder: Path):
             model.has_form("x", form)
 
 
-def test_with_tools_that_may_be_called_an_answer_in_json_is_the_schema_or_a_call(
-    model: Model, request: pytest.FixtureRequest
-):
+def test_json_answer_or_call_is_allowed_with_tools(model: Model, request: pytest.FixtureRequest):
     head = "<|channel|>final<|message|>" if model.format.is_harmony else ""
     asked = {"tools": TOOLS, "response_format": AS_PERSON}
     tag = "<|python_tag|>" if model.format.tool_calls == "llama3_json" else ""
@@ -209,7 +207,7 @@ def test_with_tools_that_may_be_called_an_answer_in_json_is_the_schema_or_a_call
     assert not model.may_be(call, **asked, tool_choice="none")
 
 
-def test_several_calls_are_one_where_they_may_not_be_parallel(folder: Path):
+def test_parallel_calls_can_be_limited_to_one(folder: Path):
     hermes, mistral = Model(folder, "hermes"), Model(folder, "mistral")
     block = CHAT_MODELS["hermes"].call
     inner = CHAT_MODELS["mistral"].call.removeprefix("[TOOL_CALLS][").removesuffix("]")
@@ -225,7 +223,7 @@ def test_several_calls_are_one_where_they_may_not_be_parallel(folder: Path):
         assert not model.may_be(two, tools=TOOLS, tool_choice=NAMED)
 
 
-def test_names_that_begin_alike_are_told_apart(model: Model, request: pytest.FixtureRequest):
+def test_names_with_a_common_prefix_are_distinguished(model: Model, request: pytest.FixtureRequest):
     tools = [{"type": "function", "function": {"name": name}} for name in ("add", "add_two", "a")]
     text = CHAT_MODELS[request.node.callspec.params["model"]].call.replace('{"a": 1}', "{}")
     for name in ("add", "add_two", "a"):
@@ -233,7 +231,7 @@ def test_names_that_begin_alike_are_told_apart(model: Model, request: pytest.Fix
     assert not model.may_be(text.replace("add", "add_t"), tools=tools, tool_choice="required")
 
 
-def test_what_asks_for_nothing_has_no_form(folder: Path):
+def test_unconstrained_request_has_no_grammar(folder: Path):
     model = Model(folder, "hermes")
     for choice in ("auto", "none"):
         assert model.form(tools=TOOLS, tool_choice=choice) is None
@@ -241,7 +239,7 @@ def test_what_asks_for_nothing_has_no_form(folder: Path):
     assert model.form(response_format=AS_PERSON) == StructuredOutputsParams(json=PERSON)
 
 
-def test_markers_that_are_no_tokens_are_text():
+def test_markers_without_a_token_are_text():
     grammar = AnswerGrammar(ChatFormat("hermes", "think", True), lambda text: None)
     request = chat_request({"tools": TOOLS, "tool_choice": "required"})
     assert request is not None
@@ -251,7 +249,7 @@ def test_markers_that_are_no_tokens_are_text():
     assert f"suffix={json.dumps('</think>')}" in (form.grammar or "")
 
 
-def test_text_markers_compile_and_end_reasoning_where_they_stand(folder: Path):
+def test_text_markers_compile_and_end_reasoning(folder: Path):
     model = Model(folder, "hermes")
     model.format = ChatFormat("mistral", "mistral", True)
     good = '[THINK]a [/ b[/THINK] [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
@@ -259,7 +257,7 @@ def test_text_markers_compile_and_end_reasoning_where_they_stand(folder: Path):
     assert not model.may_be(good.replace("[/THINK]", ""), tools=TOOLS, tool_choice="required")
 
 
-def test_a_call_that_is_required_of_a_model_whose_calls_nobody_knows_is_refused():
+def test_required_call_is_rejected_without_known_format():
     request = chat_request({"tools": TOOLS, "tool_choice": "required"})
     assert request is not None
     with pytest.raises(MessageProblem, match=r"set model\.tool_call_format"):

@@ -123,7 +123,8 @@ def check_all(read: Callable[[AnswerReader, str], ChatAnswer]) -> None:
 
 
 @pytest.mark.guarantee("Calls and reasoning are read, other text stays content")
-def test_calls_and_reasoning_come_back_and_what_is_no_call_is_content_as_it_is():
+def test_answer_splits_into_calls_reasoning_and_content():
+    """Text that is no call stays content, as it is."""
     check_all(AnswerReader.read)
 
 
@@ -136,7 +137,7 @@ def test_calls_and_reasoning_come_back_and_what_is_no_call_is_content_as_it_is()
         lambda name, request: SimpleNamespace(read=lambda text, is_end: [text.replace("<tool_call>", ""), CALL]),
     ],
 )
-def test_a_reader_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytest.MonkeyPatch, control):
+def test_answer_check_detects_a_broken_reader(broken: Callable, monkeypatch: pytest.MonkeyPatch, control):
     """The control."""
     monkeypatch.setattr(answer_reader, "call_reader", broken)
     with control():
@@ -144,13 +145,13 @@ def test_a_reader_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("head", ["add", "add[CALL_ID]", "add[ARGS]", ""])
-def test_spaces_that_nothing_follows_cost_what_they_are(head: str):
+def test_trailing_spaces_cost_linear_time(head: str):
     """Half an hour, where each was tried as the beginning of what follows: the limit of a test is the control."""
     text = f"[TOOL_CALLS]{head}" + " " * 500_000
     assert reader(MISTRAL).read(text).tool_calls == ()
 
 
-def test_arguments_are_the_models_own_words():
+def test_arguments_keep_the_model_text():
     text = '<tool_call>{"name": "add", "arguments": {"a":  1e400, "b": 00}}</tool_call>'
     assert reader(HERMES).read(text).tool_calls == ()
     own = '{"a":  1e400,\n "b": 123456789012345678901234567890, "c": "\\u00e9", "a": 2}'
@@ -163,7 +164,7 @@ def test_arguments_are_the_models_own_words():
     assert digits in call.arguments
 
 
-def test_calls_are_looked_for_only_where_they_were_asked_for():
+def test_calls_are_read_only_when_requested():
     for request in (None, chat_request({"tools": TOOLS, "tool_choice": "none"})):
         for chat_format, text in ((HERMES, BLOCK), (LLAMA, OBJECT), (MISTRAL, LIST)):
             assert reader(chat_format, request).read(text) == ChatAnswer(text)
@@ -174,13 +175,13 @@ def test_calls_are_looked_for_only_where_they_were_asked_for():
     assert reader(HERMES, one).read(f"{BLOCK}\n{BLOCK}") == ChatAnswer("", "", (CALL,))
 
 
-def test_an_answer_in_json_that_could_be_a_call_is_none_without_the_tag():
+def test_json_answer_is_a_call_only_with_tag():
     asked = chat_request({"tools": TOOLS, "response_format": {"type": "json_object"}})
     assert reader(LLAMA, asked).read(OBJECT) == ChatAnswer(OBJECT)
     assert reader(LLAMA, asked).read(PYTHON + OBJECT) == ChatAnswer("", "", (CALL,))
 
 
-def test_reasoning_that_the_prompt_has_opened_needs_no_beginning():
+def test_reasoning_opened_by_prompt_needs_no_begin_marker():
     assert reader(HERMES, is_open=True).read(f"why</think>{BLOCK}") == ChatAnswer("", "why", (CALL,))
     assert reader(HERMES, is_open=True).read("<think>why</think>yes") == ChatAnswer("yes", "why")
     assert reader(HERMES, is_open=True).read("cut o") == ChatAnswer("", "cut o")
@@ -239,20 +240,20 @@ CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=9), EACH_FORMAT, st.booleans(), st.booleans(), CUTS)
-def test_an_answer_is_the_same_however_it_is_cut(
+def test_streamed_answer_is_independent_of_the_cuts(
     pieces: Sequence[str], chat_format: ChatFormat, is_open: bool, is_parallel: bool, cuts: Sequence[int]
 ):
     request = REQUEST if is_parallel else chat_request({"tools": TOOLS, "parallel_tool_calls": False})
     check_cuts(reader(chat_format, request, is_open=is_open), "".join(pieces), cuts)
 
 
-def test_the_hand_written_answers_are_the_same_character_by_character():
+def test_written_answers_stream_character_by_character():
     for chat_format, text, expected in ANSWERS:
         check_cuts(reader(chat_format), text, range(len(text)))
         assert as_it_comes(reader(chat_format), list(text))[-1] == expected
 
 
-def test_the_test_sees_a_piece_that_is_read_by_itself(monkeypatch: pytest.MonkeyPatch):
+def test_streaming_check_detects_pieces_read_in_isolation(monkeypatch: pytest.MonkeyPatch):
     """The control: without what a reader keeps of the pieces before."""
     right = answer_parts.PassOn.read
 
@@ -291,7 +292,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-def test_a_long_answer_is_looked_at_once(searched: list[int]):
+def test_long_answer_is_searched_once(searched: list[int]):
     """In each format, as content, reasoning and an open call: what is searched grows as the text does."""
     for chat_format, beginning in (
         *((HERMES, ""), (HERMES, "<think>"), (HERMES, '<tool_call>{"name": "')),
@@ -308,7 +309,7 @@ def test_a_long_answer_is_looked_at_once(searched: list[int]):
 
 
 @pytest.mark.finding(number="A3")
-def test_calls_that_break_off_in_strings_are_looked_at_thrice_at_most(searched: list[int]):
+def test_unterminated_calls_are_searched_three_times_at_most(searched: list[int]):
     """Where one's string goes on through the next ones, these are read again."""
     pieces = ('{"a": "', '\\"', '"" ""', "", '{"a": "b"}', '{"name": "add')
     for inner in pieces:
@@ -343,7 +344,7 @@ def written(chat_format: ChatFormat, name: str, arguments: str) -> list[str]:
 @pytest.mark.finding(number="A3")
 @settings(max_examples=150, deadline=None)
 @given(EACH_FORMAT, st.lists(ARGUMENTS, min_size=1, max_size=3), st.sampled_from([None, 1]), st.booleans(), CUTS)
-def test_arguments_come_back_whatever_they_quote(
+def test_arguments_survive_any_quoted_text(
     chat_format: ChatFormat, arguments: list[dict[str, Any]], indent: int | None, is_ascii: bool, cuts: Sequence[int]
 ):
     texts = [json.dumps(each, indent=indent, ensure_ascii=is_ascii) for each in arguments]
@@ -367,7 +368,7 @@ def test_arguments_come_back_whatever_they_quote(
 
 @pytest.mark.control("Arguments come back whatever they quote")
 @pytest.mark.finding(number="A3")
-def test_reader_that_knows_no_strings_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_argument_check_detects_a_reader_without_strings(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     text = written(HERMES, "add", '{"a": "</tool_call>"}')[0]
     assert len(reader(HERMES).read(text).tool_calls) == 1
@@ -379,7 +380,7 @@ QUOTING = '{"a": "</tool_call>[TOOL_CALLS]<|end|></think>"}'
 
 
 @pytest.mark.finding(number="A3")
-def test_broken_call_that_quotes_a_marker_hides_no_other():
+def test_broken_call_quoting_a_marker_hides_no_other():
     good = {each: written(each, "add", '{"a": 1}')[0] for each in (HERMES, MISTRAL, HARMONY)}
     for chat_format, call in good.items():
         for broken in (QUOTING[:-1], QUOTING[:-2], QUOTING.replace('": "', '" "'), QUOTING.replace("<|end|>", "\\x")):
@@ -396,9 +397,7 @@ def test_broken_call_that_quotes_a_marker_hides_no_other():
 @pytest.mark.finding(number="A3")
 @settings(max_examples=60, deadline=None)
 @given(EACH_FORMAT, ARGUMENTS, CUTS)
-def test_content_in_json_comes_back_whatever_it_quotes(
-    chat_format: ChatFormat, content: dict[str, Any], cuts: Sequence[int]
-):
+def test_json_content_survives_any_quoted_text(chat_format: ChatFormat, content: dict[str, Any], cuts: Sequence[int]):
     asked = chat_request({"tools": TOOLS, "response_format": {"type": "json_object"}})
     text = json.dumps(content)
     head = "<|channel|>final<|message|>" if chat_format is HARMONY else ""
@@ -411,7 +410,7 @@ VALUES = st.sampled_from([None, True, -1, 1.5, "", "}", '"', [], [1, "]"], {"a":
 
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(["", "a", "{", '"', "é"]), VALUES, max_size=4))
-def test_members_of_an_object_are_those_of_pythons_json(value: dict):
+def test_object_members_equal_json_of_python(value: dict):
     for indent in (None, 1):
         text = json.dumps(value, indent=indent)
         found = object_members(f"..{text}..", 2)
@@ -437,13 +436,13 @@ FORMATS = {
 }
 
 
-def test_the_format_is_the_templates_unless_the_configuration_says_it():
+def test_chat_format_follows_template_unless_configured():
     for template, expected in FORMATS.items():
         assert chat_format_of("auto", "auto", template) == expected, template
     assert chat_format_of("mistral", "none", "{{ tools }}<tool_call></think>") == ChatFormat("mistral", "none", True)
 
 
-def test_tools_in_a_form_that_nobody_knows_are_said_once(caplog: pytest.LogCaptureFixture):
+def test_unknown_tool_format_is_logged_once(caplog: pytest.LogCaptureFixture):
     tokenizer: Any = SimpleNamespace(chat_template_source="{{ tools }}<tool_call><function=")
     assert model_chat_format(ModelOptions(), tokenizer) == ChatFormat("none", "none", True)
     assert "model.tool_call_format says which" in caplog.text

@@ -23,7 +23,7 @@ def json_schema(**given: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": given}}
 
 
-def test_a_body_asks_for_tools_and_for_a_schema():
+def test_chat_request_reads_tools_and_schema():
     tools = tuple(TOOLS)
     assert chat_request({"tools": TOOLS}) == ChatRequest(tools)
     assert chat_request({"tools": TOOLS, "tool_choice": "none"}) == ChatRequest(tools, "none")
@@ -37,7 +37,7 @@ def test_a_body_asks_for_tools_and_for_a_schema():
     assert chat_request({"response_format": {"type": "json_object"}}) == ChatRequest(schema={"type": "object"})
 
 
-def test_a_function_without_parameters_has_no_arguments():
+def test_function_without_parameters_accepts_no_arguments():
     request = chat_request({"tools": TOOLS})
     assert request is not None
     assert request.functions["stop"] == {"type": "object", "properties": {}, "additionalProperties": False}
@@ -53,7 +53,7 @@ def test_a_function_without_parameters_has_no_arguments():
         {"tool_choice": "none", "parallel_tool_calls": True},
     ],
 )
-def test_what_asks_for_nothing_is_nothing(body: dict):
+def test_empty_chat_request_is_none(body: dict):
     assert chat_request(body) is None
 
 
@@ -86,7 +86,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "words"), WRONG)
-def test_what_is_wrong_is_said_with_its_key_its_value_and_the_way_out(body: dict, words: str):
+def test_chat_request_error_names_key_value_and_fix(body: dict, words: str):
     with pytest.raises(MessageProblem) as problem:
         chat_request(body)
     assert words in str(problem.value)
