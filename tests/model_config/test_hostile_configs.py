@@ -117,13 +117,13 @@ def drawn(seed: int, number: int) -> Broken:
     return broken(list(MODEL_TYPES), Random(f"{seed} {number}"))
 
 
-def test_every_family_is_among_the_real_ones():
+def test_real_configs_cover_every_family():
     assert set(MODEL_TYPES) == set(FAMILIES)
     assert set(ENCODER_TYPES) == set(ENCODERS)
 
 
 @pytest.mark.stress
-def test_the_real_ones_are_read(tmp_path: Path):
+def test_real_configs_are_read(tmp_path: Path):
     for architecture in FAMILIES:
         config = real(architecture, Random(0))
         config.pop("quantization_config", None)
@@ -131,14 +131,15 @@ def test_the_real_ones_are_read(tmp_path: Path):
 
 
 @pytest.mark.guarantee("Broken config.json: one sentence")
-def test_a_broken_config_is_read_or_refused_in_one_sentence_in_bounded_work(tmp_path: Path):
+def test_broken_config_error_is_one_sentence(tmp_path: Path):
+    """A config is read or raises it, in bounded work."""
     use_once(tmp_path)
     refusals = check_all(24, tmp_path)
     # Negative control: what is drawn is broken.
     assert sum(each is not None for each in refusals) > 8
 
 
-def test_a_dynamic_rope_of_one_pair_divides_by_nothing(tmp_path: Path):
+def test_dynamic_rope_of_one_pair_is_finite(tmp_path: Path):
     sizes = {"num_attention_heads": 2048, "num_key_value_heads": 2048, "rope_scaling": {"type": "dynamic", "factor": 2}}
     (tmp_path / "config.json").write_text(json.dumps({**real("LlamaForCausalLM", Random(2)), **sizes}))
     assert use(tmp_path) is None
@@ -154,7 +155,8 @@ def check_all(num_cases: int, folder: Path) -> list[str | None]:
 
 
 @pytest.mark.stress
-def test_broken_configs_of_encoders_are_read_or_refused_in_one_sentence_in_bounded_work(tmp_path: Path):
+def test_broken_encoder_config_error_is_one_sentence(tmp_path: Path):
+    """A config is read or raises it, in bounded work."""
     use_once(tmp_path)
     num_refused = 0
     for number in range(300):
@@ -165,7 +167,7 @@ def test_broken_configs_of_encoders_are_read_or_refused_in_one_sentence_in_bound
 
 
 @pytest.mark.stress
-def test_a_thousand_broken_configs_are_read_or_refused_in_two_seconds_each(tmp_path: Path):
+def test_thousand_broken_configs_take_two_seconds_each(tmp_path: Path):
     """Seconds of the processor, which other processes do not lengthen."""
     use_once(tmp_path)
     num_refused = 0
@@ -188,7 +190,7 @@ def as_it_is(value: Any, *_: Any) -> Any:
 
 
 @pytest.mark.control("Broken config.json: one sentence")
-def test_the_check_sees_numbers_that_nobody_looks_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_broken_config_check_detects_unchecked_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the rule for whole numbers some file ends in a traceback, or takes too much."""
     use_once(tmp_path)
     monkeypatch.setattr(config_reader, "whole_number", as_it_is)

@@ -50,7 +50,7 @@ def error_of(path: str, revision: str | None = None) -> str:
     return str(caught.value)
 
 
-def test_a_snapshot_is_found_by_branch_tag_and_commit(cache: Path):
+def test_snapshot_is_found_by_branch_tag_and_commit(cache: Path):
     first = write_snapshot(cache, "org/tiny", MODEL, refs=("main", "v1", "refs/pr/2"))
     second = write_snapshot(cache, "org/tiny", MODEL, commit=OTHER, refs=("v2",))
     for revision in (None, "main", "v1", "refs/pr/2", COMMIT):
@@ -59,7 +59,7 @@ def test_a_snapshot_is_found_by_branch_tag_and_commit(cache: Path):
         assert locate_model("org/tiny", revision) == ModelLocation(str(second), "org/tiny", OTHER)
 
 
-def test_huggingface_hub_finds_the_same_snapshot(cache: Path):
+def test_snapshot_equals_that_of_huggingface_hub(cache: Path):
     from huggingface_hub import _CACHED_NO_EXIST, snapshot_download, try_to_load_from_cache
 
     write_snapshot(cache, "org/tiny", MODEL)
@@ -73,7 +73,7 @@ def test_huggingface_hub_finds_the_same_snapshot(cache: Path):
     assert try_to_load_from_cache("org/tiny", "modules.json", cache_dir=str(cache)) is _CACHED_NO_EXIST
 
 
-def test_the_cache_is_where_huggingface_hub_has_it(tmp_path: Path):
+def test_cache_folder_follows_huggingface_hub(tmp_path: Path):
     home = Path("~").expanduser()
     assert cache_folder({}) == home / ".cache/huggingface/hub"
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
@@ -82,7 +82,7 @@ def test_the_cache_is_where_huggingface_hub_has_it(tmp_path: Path):
     assert cache_folder({"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/o", "HF_HUB_CACHE": "~/c"}) == home / "c"
 
 
-def test_a_user_without_a_home_is_told_which_variable_names_the_cache(monkeypatch: pytest.MonkeyPatch):
+def test_missing_home_error_names_the_cache_variable(monkeypatch: pytest.MonkeyPatch):
     def nobody(_: object) -> None:
         raise KeyError("getpwuid(): uid not found")
 
@@ -95,7 +95,7 @@ def test_a_user_without_a_home_is_told_which_variable_names_the_cache(monkeypatc
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
 
 
-def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_local_folder_overrides_the_hub_name(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_snapshot(cache, "org/tiny", MODEL)
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     with caplog.at_level("INFO"):
@@ -111,11 +111,11 @@ def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path, caplog: 
         ("org/" + "x" * 100, False),
     ],
 )
-def test_what_may_be_a_name_on_the_hub(name: str, is_one: bool):
+def test_hub_names_are_recognised(name: str, is_one: bool):
     assert is_hub_name(name) == is_one
 
 
-def test_offline_the_error_says_what_was_looked_for_and_where(cache: Path):
+def test_offline_error_names_model_and_cache(cache: Path):
     way_out = "give a folder, or download it where there is a network (hf download org/tiny"
     message = error_of("org/tiny")
     assert message.startswith("model.path=org/tiny is no folder, and not in the local cache of the hub: there is no ")
@@ -134,7 +134,7 @@ def test_offline_the_error_says_what_was_looked_for_and_where(cache: Path):
 
 
 @pytest.mark.parametrize("revision", ["../main", "a/../b", "/main", "", "a b", "a\n"])
-def test_a_revision_is_no_path_out_of_the_cache(revision: str):
+def test_revision_cannot_leave_the_cache(revision: str):
     if revision == "":
         assert "model.path=org/tiny is no folder" in error_of("org/tiny", revision)
     else:
@@ -163,7 +163,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
 
 
 @pytest.mark.guarantee("Names on the hub: one download a node, the cache first, offline")
-def test_ranks_of_a_node_download_once_and_all_find_it(cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_of_a_node_download_once(cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(hub, "_POLL_S", 0.001)
     calls = online(lambda: write_snapshot(cache, "org/tiny", MODEL))
@@ -178,7 +178,7 @@ def test_ranks_of_a_node_download_once_and_all_find_it(cache: Path, online: Any,
 
 
 @pytest.mark.control("Names on the hub: one download a node, the cache first, offline")
-def test_the_count_sees_ranks_that_download_beside_each_other(
+def test_download_count_detects_concurrent_downloads(
     cache: Path,
     online: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,12 +197,12 @@ def test_the_count_sees_ranks_that_download_beside_each_other(
     monkeypatch.setattr(hub, "_locked", lambda path, wanted: nullcontext())
     monkeypatch.setattr(hub, "_fetch", fetch_beside_the_others)
     with control("4 == 1"):
-        test_ranks_of_a_node_download_once_and_all_find_it(cache, online, monkeypatch)
+        test_ranks_of_a_node_download_once(cache, online, monkeypatch)
 
 
-def test_one_ranks_failed_download_is_every_ranks_error_and_nobody_tries_again(
-    cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_download_is_one_error_on_every_rank(cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch):
+    """No rank tries again."""
+
     def fail() -> None:
         raise ConnectionError("no route to the hub")
 
@@ -224,9 +224,7 @@ def test_one_ranks_failed_download_is_every_ranks_error_and_nobody_tries_again(
     assert len(calls) == 4
 
 
-def test_a_rank_that_waits_for_one_that_fetches_nothing_gives_up_in_words(
-    cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_waiting_rank_fails_when_nothing_is_fetched(cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hub, "_POLL_S", 0.001)
     monkeypatch.setattr(hub, "_PATIENCE_S", 0.01)
     outcome = []
@@ -235,18 +233,18 @@ def test_a_rank_that_waits_for_one_that_fetches_nothing_gives_up_in_words(
     assert "has fetched nothing for 0.01 s" in outcome[0]
 
 
-def test_a_download_without_safetensors_says_so(online: Any, cache: Path):
+def test_download_without_safetensors_is_named(online: Any, cache: Path):
     online(lambda: write_snapshot(cache, "org/tiny", MODEL, leave_out="model.safetensors"))
     assert "lacks model.safetensors or model.safetensors.index.json; the hub has no such file" in error_of("org/tiny")
 
 
-def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+def test_missing_huggingface_hub_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "is not installed (pip install 'spmd-worker[hub]')" in error_of("org/tiny")
 
 
-def test_a_plan_fetches_no_weights(cache: Path, online: Any):
+def test_plan_fetches_no_weights(cache: Path, online: Any):
     calls = online(lambda: write_snapshot(cache, "org/tiny", MODEL, leave_out="model.safetensors"))
     locate_model("org/tiny", None, needs_weights=False)
     assert calls[0]["allow_patterns"] == ["config.json", "generation_config.json", *POOLING_FILES]
@@ -311,7 +309,7 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], F
 
 
 @pytest.mark.finding(number="A2")
-def test_further_chat_templates_are_fetched_too(tmp_path: Path, fake_hub: Callable[[Path], FakeHub]):
+def test_additional_chat_templates_are_fetched(tmp_path: Path, fake_hub: Callable[[Path], FakeHub]):
     source = tmp_path / "source"
     shutil.copytree(MODEL, source)
     for name in ("additional_chat_templates/tool_use.jinja", "other/model.safetensors", "other/config.json"):
@@ -327,7 +325,7 @@ def pooling_of(folder: Path) -> PoolingConfig | None:
 
 
 @pytest.mark.parametrize("needs_weights", [True, False])
-def test_a_model_that_pools_is_downloaded_with_what_says_how(cache: Path, fake_hub: Any, needs_weights: bool):
+def test_pooling_model_is_downloaded_with_its_modules(cache: Path, fake_hub: Any, needs_weights: bool):
     """Its modules were left out, so the rows of it were pooled by other rules than those of the folder."""
     source = pooling_folder("dense")
     hub = fake_hub(source)
@@ -343,7 +341,7 @@ def test_a_model_that_pools_is_downloaded_with_what_says_how(cache: Path, fake_h
 
 
 @pytest.mark.guarantee("Names on the hub: one download a node, the cache first, offline")
-def test_a_model_that_does_not_pool_is_asked_for_once(cache: Path, fake_hub: Any):
+def test_plain_model_is_requested_once(cache: Path, fake_hub: Any):
     hub = fake_hub(MODEL)
     found = locate_model("org/tiny", None)
     assert hub.calls == ["download main", f"ask {COMMIT}"]
@@ -352,7 +350,7 @@ def test_a_model_that_does_not_pool_is_asked_for_once(cache: Path, fake_hub: Any
 
 
 @pytest.mark.control("Names on the hub: one download a node, the cache first, offline")
-def test_the_count_sees_a_hub_that_is_asked_for_what_is_in_the_cache(
+def test_request_count_detects_repeated_requests(
     cache: Path,
     fake_hub: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -361,12 +359,10 @@ def test_the_count_sees_a_hub_that_is_asked_for_what_is_in_the_cache(
     """Negative control: what the hub has not is not noted."""
     monkeypatch.setattr(hub, "unknown_files", lambda cache, found: list(POOLING_FILES))
     with control("3 == 2"):
-        test_a_model_that_does_not_pool_is_asked_for_once(cache, fake_hub)
+        test_plain_model_is_requested_once(cache, fake_hub)
 
 
-def test_what_another_program_cached_without_its_modules_is_completed(
-    cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_cached_snapshot_without_modules_is_completed(cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch):
     """It was taken as complete. The weights are not fetched again, and the ranks of a node ask once."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(hub, "_POLL_S", 0.001)
@@ -381,7 +377,7 @@ def test_what_another_program_cached_without_its_modules_is_completed(
     assert there.fetched == ["modules.json", "sentence_bert_config.json", *MODULES]
 
 
-def test_a_snapshot_without_the_files_of_its_modules_is_not_complete(cache: Path):
+def test_snapshot_without_module_files_is_incomplete(cache: Path):
     source = pooling_folder("dense")
     for name in MODULES:
         write_snapshot(cache, "org/half", source, commit=OTHER, leave_out=name)
@@ -393,9 +389,10 @@ def test_a_snapshot_without_the_files_of_its_modules_is_not_complete(cache: Path
 
 
 @pytest.mark.guarantee("Names on the hub: one download a node, the cache first, offline")
-def test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that_is_said(
+def test_cached_model_is_used_when_hub_is_unreachable(
     cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    """The use is logged, unless HF_HUB_OFFLINE is set."""
     snapshot = write_snapshot(cache, "org/tiny", MODEL)
     there = fake_hub(MODEL)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -412,18 +409,16 @@ def test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that
 
 
 @pytest.mark.control("Names on the hub: one download a node, the cache first, offline")
-def test_the_calls_show_a_hub_that_is_asked_though_that_is_forbidden(
+def test_request_check_detects_requests_while_offline(
     cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Negative control: HF_HUB_OFFLINE is read past."""
     monkeypatch.setattr(hub, "_is_offline", lambda: False)
     with pytest.raises(AssertionError, match=f"ask {COMMIT}"):
-        test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that_is_said(
-            cache, fake_hub, monkeypatch, caplog
-        )
+        test_cached_model_is_used_when_hub_is_unreachable(cache, fake_hub, monkeypatch, caplog)
 
 
-def test_modules_whose_files_cannot_be_fetched_are_an_error_and_not_passed_over(cache: Path, fake_hub: Any):
+def test_unfetchable_modules_are_an_error(cache: Path, fake_hub: Any):
     source = pooling_folder("dense")
     write_snapshot(cache, "org/tiny", source, is_wanted=lambda name: "/" not in name)
     there = fake_hub(source)
@@ -432,9 +427,7 @@ def test_modules_whose_files_cannot_be_fetched_are_an_error_and_not_passed_over(
 
 
 @pytest.mark.parametrize("path", ["../other", "/etc", "..", "a/b", "a\\b", 3, None, "*"])
-def test_of_paths_of_modules_only_names_of_folders_inside_are_asked_for(
-    tmp_path: Path, cache: Path, fake_hub: Any, path: Any
-):
+def test_module_paths_are_fetched_only_inside_the_folder(tmp_path: Path, cache: Path, fake_hub: Any, path: Any):
     source = tmp_path / "source"
     shutil.copytree(MODEL, source)
     for inside in ("other", "onnx"):

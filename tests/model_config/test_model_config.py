@@ -56,7 +56,7 @@ def write_folder(folder: Path, generation: dict[str, Any] | None = None, **keys:
     return folder
 
 
-def test_a_llama_config_is_read_key_by_key():
+def test_llama_config_is_read_key_by_key():
     model_config = shape_of(
         num_key_value_heads=4,
         head_dim=6,
@@ -94,7 +94,7 @@ def test_a_llama_config_is_read_key_by_key():
     )
 
 
-def test_the_families_differ_where_they_should():
+def test_families_differ_in_biases_norms_and_head_size():
     differences = {}
     for name in MODEL_TYPES:
         layer = shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4).layers[0]
@@ -110,9 +110,7 @@ def test_the_families_differ_where_they_should():
 
 @pytest.mark.parametrize("extra", [{}, {"use_sliding_window": True}, {"rope_theta": 5e5}])
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
-    architecture: str, extra: dict[str, Any], tmp_path: Path
-):
+def test_absent_keys_have_the_defaults_of_transformers(architecture: str, extra: dict[str, Any], tmp_path: Path):
     """A Mistral config without `sliding_window` or `num_key_value_heads` once ran without window, with 32 heads."""
     keys = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **extra}
     theirs = AutoConfig.from_pretrained(write_folder(tmp_path, **keys))
@@ -129,14 +127,14 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
     assert windows_of(ours) == tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
 
 
-def test_null_is_not_the_same_as_absent_where_a_family_has_a_default():
+def test_null_differs_from_absent_for_family_defaults():
     assert windows_of(shape_of("MistralForCausalLM")) == (4096,) * 30
     assert windows_of(shape_of("MistralForCausalLM", sliding_window=None)) == (0,) * 30
     assert shape_of("Qwen2ForCausalLM", num_key_value_heads=None).num_kv_heads == 32
     assert shape_of("LlamaForCausalLM", eos_token_id=None).eos_token_ids == ()
 
 
-def test_layer_types_go_before_the_older_window_rule():
+def test_layer_types_override_the_older_window_rule():
     types = ["sliding_attention", "full_attention"] * 15
     keys = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 29}
     assert windows_of(shape_of("Qwen2ForCausalLM", **keys)) == (0,) * 29 + (5,)
@@ -149,7 +147,7 @@ WITHOUT_WINDOW += [{"use_sliding_window": True, "sliding_window": None}]
 
 @pytest.mark.parametrize("keys", WITHOUT_WINDOW)
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
-def test_layers_that_are_listed_to_slide_without_a_window_are_refused(architecture: str, keys: dict[str, Any]):
+def test_sliding_layers_require_a_window(architecture: str, keys: dict[str, Any]):
     """As by transformers, where such a model ends with an error in its first step."""
     types = ["full_attention"] * 29 + ["sliding_attention"]
     with pytest.raises(ModelConfigError) as caught:
@@ -165,7 +163,7 @@ def test_layers_that_are_listed_to_slide_without_a_window_are_refused(architectu
 
 @pytest.mark.parametrize("keys", WITHOUT_WINDOW)
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
-def test_transformers_computes_no_layer_that_slides_without_a_window(model_type: str, keys: dict[str, Any]):
+def test_transformers_rejects_sliding_layers_without_a_window(model_type: str, keys: dict[str, Any]):
     sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}
     for types in (["full_attention"] * 2, ["full_attention", "sliding_attention"]):
         config = AutoConfig.for_model(model_type, **sizes, **keys, layer_types=types)
@@ -177,7 +175,8 @@ def test_transformers_computes_no_layer_that_slides_without_a_window(model_type:
                 model(torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
-def test_a_class_that_reads_no_list_of_layers_takes_one_without_a_window():
+def test_ignored_layer_types_need_no_window():
+    """Their classes do not read the list of layers."""
     types = ["sliding_attention"] * 30
     assert windows_of(shape_of("MistralForCausalLM", layer_types=types, sliding_window=None)) == (0,) * 30
     assert windows_of(shape_of("LlamaForCausalLM", layer_types=types)) == (0,) * 30
@@ -207,11 +206,11 @@ LLAMA3 = {
         (LLAMA3, 256),
     ],
 )
-def test_the_longest_sequence_counts_the_scaling(scaling: dict[str, Any], max_model_len: int):
+def test_max_model_len_counts_the_rope_scaling(scaling: dict[str, Any], max_model_len: int):
     assert shape_of(max_position_embeddings=256, rope_parameters=scaling).max_model_len == max_model_len
 
 
-def test_older_and_newer_rope_keys_say_the_same():
+def test_older_and_newer_rope_keys_are_equal():
     newer = shape_of(rope_parameters={"rope_theta": 777.0, **LLAMA3})
     older_scaling = {**{key: value for key, value in LLAMA3.items() if key != "rope_type"}, "type": "llama3"}
     assert shape_of(rope_theta=777.0, rope_scaling=older_scaling) == newer
@@ -219,7 +218,7 @@ def test_older_and_newer_rope_keys_say_the_same():
     assert shape_of(rope_theta=777.0, rope_parameters=LLAMA3) == newer
 
 
-def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
+def test_yarn_derives_missing_length_and_factor():
     assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).ropes == (
         RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
     )
@@ -227,7 +226,7 @@ def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
     assert shape_of(max_position_embeddings=256, rope_parameters=scaling).ropes[0].factor == 4.0
 
 
-def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_path: Path):
+def test_generation_config_replaces_end_of_sequence_ids(tmp_path: Path):
     def ids(name: str, generation: dict[str, Any] | None = None) -> tuple[int, ...]:
         return read_model_files(write_folder(tmp_path / name, generation, eos_token_id=3)).model_config.eos_token_ids
 
@@ -237,7 +236,7 @@ def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_pa
     assert ids("4", {"eos_token_id": None}) == (3,), "null hides nothing"
 
 
-def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
+def test_end_of_sequence_ids_outside_vocabulary_are_dropped():
     """They can never be sampled; masking them for `min_tokens` once wrote outside the logits."""
     assert shape_of(eos_token_id=[210, 211, -1, 5]).eos_token_ids == (210, 5)
 
@@ -248,7 +247,7 @@ def error_result(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_refused_architecture_is_refused_with_its_reason(tmp_path: Path):
+def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
     message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
     assert "MambaForCausalLM" in message
     assert "is not run: some of its layers have a recurrent state" in message
@@ -340,9 +339,7 @@ def test_a_refused_architecture_is_refused_with_its_reason(tmp_path: Path):
         ({"layer_types": ["full_attention"], "architectures": ["MistralForCausalLM"]}, ["layer_types must list 30"]),
     ],
 )
-def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
-    keys: dict[str, Any], words: list[str], tmp_path: Path
-):
+def test_config_error_names_file_key_and_value(keys: dict[str, Any], words: list[str], tmp_path: Path):
     message = error_result(write_folder(tmp_path, **keys))
     assert "config.json" in message
     for word in words:
@@ -350,7 +347,7 @@ def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
 
 
 @pytest.mark.guarantee("A model folder's code is not run")
-def test_code_of_a_folder_whose_architecture_runs_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_folder_code_is_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
         check_code_is_not_run(tmp_path)
     assert [record.message for record in caplog.records] == [
@@ -373,7 +370,7 @@ def check_code_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.control("A model folder's code is not run")
-def test_the_check_sees_code_of_a_folder_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
+def test_code_check_detects_folder_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: a reader that has transformers look at the folder first, and trusts it."""
     ours = model_config_module.model_config_of
 
@@ -389,7 +386,7 @@ def test_the_check_sees_code_of_a_folder_that_is_run(tmp_path: Path, monkeypatch
     assert (tmp_path / "ran").exists()
 
 
-def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
+def test_folders_without_a_model_are_rejected(tmp_path: Path):
     assert "is not a folder" in error_result(tmp_path / "missing")
     assert "does not exist" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -410,7 +407,7 @@ ROPES = [
 ]
 
 
-def test_a_type_that_no_run_computes_in_is_said_and_what_names_none_is_refused(caplog: pytest.LogCaptureFixture):
+def test_unsupported_dtype_is_logged_and_invalid_one_rejected(caplog: pytest.LogCaptureFixture):
     """Any text was float32, without a word."""
     for key in ("dtype", "torch_dtype"):
         for word in ("float64", "auto", "float8_e4m3fn", "bf16"):
@@ -430,7 +427,7 @@ def test_a_type_that_no_run_computes_in_is_said_and_what_names_none_is_refused(c
 
 
 @pytest.mark.parametrize("architecture", families("HunYuanDenseV1ForCausalLM", "Mistral3ForConditionalGeneration"))
-def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
+def test_config_values_raise_only_config_errors(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback. Keys that
     are not of positions: beside the first kind of positions and one of the others, which are taken in turn.
     """
@@ -488,7 +485,7 @@ def _shape_or_refusal(config: dict[str, Any]) -> None:
         (["x" * 10_000] * 1000, "is not known: `spmd-worker families`"),
     ],
 )
-def test_unknown_architectures_are_refused_with_the_nearest_ones(tmp_path: Path, given: Any, words: str):
+def test_unknown_architecture_error_names_the_nearest(tmp_path: Path, given: Any, words: str):
     message = error_result(write_folder(tmp_path, architectures=given))
     assert words in message
     assert message.endswith(f"lists the {len(FAMILIES) + len(ENCODERS)} that run, as the README does")

@@ -45,14 +45,14 @@ def read(folder: Path, architecture: str = "LlamaForCausalLM", modules: Any = ()
         ({"pooling_mode": ["mean"], "include_prompt": True}, "mean"),
     ],
 )
-def test_old_keys_and_new_ones_say_how_rows_are_pooled(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
+def test_old_and_new_pooling_keys_are_read(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
     files = read(tmp_path, modules=pooling(settings))
     text = TextForm((("query", ""), ("document", "")))
     assert files.model_config.pooling == PoolingConfig("embed", kind, 32, is_sentence_model=True, text=text)
     assert files.generates
 
 
-def test_a_folder_that_says_nothing_generates_and_a_backbone_is_pooled(tmp_path: Path) -> None:
+def test_folder_without_pooling_generates_and_backbone_is_pooled(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     assert read(tmp_path / "a").model_config.pooling is None
@@ -97,14 +97,14 @@ IDENTITY = "torch.nn.modules.linear.Identity"
         ),
     ],
 )
-def test_a_classifier_has_its_labels_and_activation(
+def test_classifier_has_its_labels_and_activation(
     tmp_path: Path, config: dict[str, Any], num_labels: int, activation: str
 ) -> None:
     found = read(tmp_path, "LlamaForSequenceClassification", **config).model_config.pooling
     assert found == PoolingConfig("classify", "last", 32, num_labels=num_labels, activation=activation)
 
 
-def test_the_digest_of_the_files_has_those_that_say_it(tmp_path: Path) -> None:
+def test_digest_covers_the_pooling_files(tmp_path: Path) -> None:
     before = read(tmp_path, modules=pooling({"pooling_mode": "cls"})).digest
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
     assert read_model_files(tmp_path).digest != before
@@ -115,7 +115,7 @@ NORMALIZE = ("2_Normalize", "sentence_transformers.models.Normalize", {})
 
 
 @pytest.mark.parametrize("path", ["1_Pool\0ing", "\ud800", "x" * 300, "../other", "/etc", "..", ".", "a\\b", 3, None])
-def test_a_path_that_is_no_folder_beside_the_file_is_refused_and_nothing_there_is_read(tmp_path: Path, path: Any):
+def test_module_path_outside_the_folder_is_not_read(tmp_path: Path, path: Any):
     """Some of them were tracebacks; a file outside was read before its path was refused."""
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
@@ -142,19 +142,19 @@ def test_a_path_that_is_no_folder_beside_the_file_is_refused_and_nothing_there_i
         ([TRANSFORMER, ("", "sentence_transformers.models.Pooling", {})], "must be the name of a folder"),
     ],
 )
-def test_modules_that_are_not_run_are_refused_by_name(tmp_path: Path, modules: Any, words: str) -> None:
+def test_unsupported_modules_are_rejected_by_name(tmp_path: Path, modules: Any, words: str) -> None:
     with pytest.raises(ModelConfigError, match=words):
         read(tmp_path, modules=modules)
 
 
 @pytest.mark.parametrize("architecture", ["MPNetModel", "T5EncoderModel"])
-def test_encoders_are_refused_as_such(tmp_path: Path, architecture: str) -> None:
+def test_encoders_with_relative_positions_are_rejected(tmp_path: Path, architecture: str) -> None:
     with pytest.raises(ModelConfigError, match="positions by their distance"):
         read(tmp_path, architecture)
 
 
 @pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_attention_to_later_tokens_is_refused_where_rows_are_pooled(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_attention_to_later_tokens_is_rejected_with_pooling(tmp_path: Path, given: dict[str, Any]) -> None:
     (key,) = given
     with pytest.raises(
         ModelConfigError, match=rf"config.json: {key}={given[key]} is not run: a token sees those before"
@@ -162,7 +162,8 @@ def test_attention_to_later_tokens_is_refused_where_rows_are_pooled(tmp_path: Pa
         read(tmp_path, modules=pooling({"pooling_mode": "mean"}), **given)
 
 
-def test_a_mode_of_another_type_is_refused_and_a_folder_of_any_name_is_compared(tmp_path: Path) -> None:
+def test_invalid_pooling_mode_is_rejected_in_any_folder(tmp_path: Path) -> None:
+    """The digest covers the folder, whatever its name."""
     modules = [TRANSFORMER, ("pool", "sentence_transformers.models.Pooling", {"pooling_mode": [["mean"]]})]
     with pytest.raises(ModelConfigError, match=r"pool/config.json: pooling mode \[\['mean'\]\] is not run"):
         read(tmp_path, modules=modules)

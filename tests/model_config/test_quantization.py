@@ -24,7 +24,7 @@ def read(config: Any, **others: Any) -> Quantization:
     return found
 
 
-def test_without_the_key_weights_are_plain():
+def test_absent_quantization_config_means_plain_weights():
     assert read_quantization({}, PATH) is None
     assert read_quantization({"quantization_config": None, "text_config": {}}, PATH) is None
     assert read_quantization({"quantization_config": {}}, PATH) is None
@@ -44,18 +44,18 @@ def test_without_the_key_weights_are_plain():
         ("w8a16_rows", "8-bit integers with one scale a row (compressed-tensors)"),
     ],
 )
-def test_formats_have_words_for_people(name: str, words: str):
+def test_quantization_formats_have_names_for_people(name: str, words: str):
     assert read(FORMATS[name].config).words == words
 
 
-def test_older_places_of_the_key_are_read():
+def test_older_quantization_keys_are_read():
     """Files of 2024 have compression_config; multimodal ones may have the key in text_config."""
     older = {key: value for key, value in W4.items() if key != "quant_method"}
     assert read_quantization({"compression_config": older}, PATH) == read(W4)
     assert read_quantization({"text_config": {"quantization_config": AWQ}}, PATH) == read(AWQ)
 
 
-def test_method_names_of_what_is_read_are_all_read():
+def test_supported_method_names_are_all_read():
     assert {FORMATS[name].config["quant_method"] for name in FORMATS} | {"mxfp4"} == set(READ_METHODS)
 
 
@@ -115,7 +115,7 @@ def weights(**changes: Any) -> dict[str, Any]:
         ({**W4, "ignore": ["re:("]}, ["ignore has the pattern '('", "must be a regular expression"]),
     ],
 )
-def test_what_is_not_read_is_one_sentence_with_file_and_key(config: Any, words: list[str]):
+def test_unsupported_quantization_error_names_file_and_key(config: Any, words: list[str]):
     with pytest.raises(ModelConfigError) as caught:
         read(config)
     message = str(caught.value)
@@ -127,13 +127,14 @@ def test_what_is_not_read_is_one_sentence_with_file_and_key(config: Any, words: 
 
 @pytest.mark.parametrize("config", [GPTQ, AWQ, W4, FORMATS["fp8_block"].config])
 @pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], -1, True, 1e9])
-def test_a_key_with_anything_in_it_is_read_or_refused_and_never_crashes(config: dict[str, Any], value: Any):
+def test_any_value_of_a_key_never_crashes(config: dict[str, Any], value: Any):
+    """Each is read, or a ModelConfigError."""
     for key in (*config, "weight_block_size", "modules_to_not_convert", "dynamic", "transform_config"):
         with contextlib.suppress(ModelConfigError):
             read({**config, key: value})
 
 
-def test_names_come_before_classes_and_lists_of_plain_modules_before_both():
+def test_quantization_groups_rank_ignore_lists_names_then_classes():
     eight = FORMATS["w8a16_rows"].config["config_groups"]["group_0"]
     groups = {
         "a": W4["config_groups"]["group_0"],
@@ -180,16 +181,14 @@ def overlapping(targets: Iterable[str]) -> Quantization:
         ("mlp.gate", "Linear"),
     ],
 )
-def test_where_groups_overlap_names_come_first_and_of_expressions_the_first_by_letters(
-    name: str, target: str, in_order: bool
-):
+def test_overlapping_groups_prefer_names_then_alphabetical_expressions(name: str, target: str, in_order: bool):
     """As compressed-tensors has it: see test_against_quantisers.py."""
     found = overlapping(OVERLAPPING if in_order else reversed(OVERLAPPING)).format_of(f"model.layers.0.{name}")
     assert found is not None
     assert found.block_columns == OVERLAPPING[target]
 
 
-def test_rules_of_gptqmodel_that_leave_modules_plain_are_heeded():
+def test_gptqmodel_rules_can_leave_modules_plain():
     found = read({**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}})
     assert found.format_of("model.layers.0.mlp.gate") is None
     assert found.format_of("model.layers.0.mlp.gate_proj") is not None
@@ -315,7 +314,7 @@ HUB: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_configs_as_the_hub_has_them_are_read(name: str):
+def test_configs_of_the_hub_are_read(name: str):
     """Key by key as their writers leave them; what is said of activations and caches changes no weight."""
     config, words = HUB[name]
     found = read(config)
