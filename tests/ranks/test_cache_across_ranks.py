@@ -76,7 +76,7 @@ def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.matrix
-def test_two_ranks_preempt_alike_and_answer_as_one_that_had_room(tmp_path: Path):
+def test_two_ranks_preempt_alike_and_match_one_rank(tmp_path: Path):
     by_rank = answers_of_two_ranks(tmp_path)
     assert by_rank[0] == by_rank[1]
     with LLM(checkpoint_folder(NAME), num_blocks=1000, enable_prefix_caching=False, **SETTINGS) as llm:

@@ -166,12 +166,12 @@ def reports_of(folder: Path, layout: dict[str, int], *names: str, plant: str = "
 @pytest.mark.guarantee("One rank's early error is RankFailedError on the others, which go on")
 @pytest.mark.parametrize("digest_every", [1, 0])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name: str, digest_every: int):
+def test_failing_rank_raises_and_others_name_it(reports, name: str, digest_every: int):
     assert tuple(report[f"{name}, {digest_every}"][0] for report in reports) == EXPECTED[name]
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
-def test_prompts_that_are_refused_are_the_same_error_on_every_rank(reports, digest_every: int):
+def test_rejected_prompts_are_one_error_on_every_rank(reports, digest_every: int):
     first, second = (report[f"prompts that are refused, {digest_every}"][:2] for report in reports)
     assert first == second
     assert first[0].startswith("PromptsRefusedError: 2 of 3 prompts cannot be answered, and none was:")
@@ -179,7 +179,7 @@ def test_prompts_that_are_refused_are_the_same_error_on_every_rank(reports, dige
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
-def test_what_is_done_with_refused_prompts_is_the_same_on_every_rank(reports, digest_every: int):
+def test_on_error_must_be_equal_on_every_rank(reports, digest_every: int):
     for report in reports:
         assert report[f"rows on rank 1 alone, {digest_every}"][0] == (
             "RanksDisagreeError: ranks were given different calls: "
@@ -188,7 +188,8 @@ def test_what_is_done_with_refused_prompts_is_the_same_on_every_rank(reports, di
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
-def test_ranks_that_count_their_calls_differently_would_draw_differently_and_say_so(reports, digest_every: int):
+def test_call_numbers_must_be_equal_on_every_rank(reports, digest_every: int):
+    """Ranks that count differently would sample different tokens."""
     words = r"RanksDisagreeError: .*: number of the call is (\d+) on rank 0, (\d+) on rank 1; "
     for report in reports:
         first, second = re.match(words, report[f"a call more on rank 1, {digest_every}"][0]).groups()
@@ -196,7 +197,7 @@ def test_ranks_that_count_their_calls_differently_would_draw_differently_and_say
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
-def test_any_error_reaches_the_other_ranks_cut_where_it_is_long(reports, digest_every: int):
+def test_long_error_reaches_other_ranks_truncated(reports, digest_every: int):
     own, others = reports[1], reports[0]
     own_text, text = (report[f"a long text on rank 1, {digest_every}"][0] for report in (own, others))
     assert own_text.startswith("KeyError: ")
@@ -205,9 +206,7 @@ def test_any_error_reaches_the_other_ranks_cut_where_it_is_long(reports, digest_
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
-def test_a_rank_in_a_call_that_the_others_make_without_an_exchange_is_not_taken_for_their_next_call(
-    reports, digest_every: int
-):
+def test_local_error_does_not_match_the_next_call(reports, digest_every: int):
     """`update_weights` has one with a source alone. Each rank then makes its next call at its own time."""
     own, other = (report[f"a source on rank 0 alone, {digest_every}"] for report in reports)
     assert own[:2] == ["ValueError: source=9 must be a rank of this engine, from 0 to 1", 1]
@@ -215,13 +214,13 @@ def test_a_rank_in_a_call_that_the_others_make_without_an_exchange_is_not_taken_
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_an_argument_that_no_step_could_carry_is_an_error_on_each_rank_at_once(reports, name: str):
+def test_invalid_argument_fails_on_each_rank_without_exchange(reports, name: str):
     for report in reports:
         assert report[f"{name}, 1"][:2] == [ALIKE[name], 0]
 
 
 @pytest.mark.guarantee("One rank's early error is RankFailedError on the others, which go on")
-def test_the_engine_goes_on_on_all_ranks_after_every_error(reports):
+def test_engine_continues_on_all_ranks_after_any_error(reports):
     expected = reports[0]["good, 1"][0]
     assert [len(row) for row in expected] == [3, 3]
     for report in reports:
@@ -229,7 +228,7 @@ def test_the_engine_goes_on_on_all_ranks_after_every_error(reports):
             assert after == expected, name
 
 
-def test_a_call_has_one_exchange(reports):
+def test_call_has_one_exchange(reports):
     """That of the prompts' digests, with or without them."""
     for report in reports:
         for digest_every in (1, 0):
@@ -253,15 +252,15 @@ agreement.exchange = exchange
 
 @pytest.mark.control("One rank's early error is RankFailedError on the others, which go on")
 @pytest.mark.matrix
-def test_the_checks_see_an_error_that_the_others_do_not_hear_of(tmp_path: Path, control):
+def test_error_check_detects_an_error_unheard_by_others(tmp_path: Path, control):
     """Negative control: rank 0 takes the next call of rank 1 for this one, and no later calls meet as they should."""
     name = "parameters on rank 1"
     reports = reports_of(tmp_path, LAYOUTS["tensor parallel"], "good", name, plant=UNHEARD)
     assert [report[f"{name}, 1"][0] for report in reports] == [reports[0]["good, 1"][0], EXPECTED[name][1]]
     with control():
-        test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name, 1)
+        test_failing_rank_raises_and_others_name_it(reports, name, 1)
     with pytest.raises(AssertionError, match=name):
-        test_the_engine_goes_on_on_all_ranks_after_every_error(reports)
+        test_engine_continues_on_all_ranks_after_any_error(reports)
 
 
 WITHOUT_RANK_1 = """
@@ -281,7 +280,7 @@ llm.close()
 """
 
 
-def test_a_rank_that_never_makes_the_call_is_named_and_the_engine_answers_nothing_more():
+def test_missing_rank_is_named_and_ends_the_engine():
     """It once was an error of gloo's, which named nobody."""
     done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=240, arguments=[checkpoint_folder("llama3")])
     assert done.returncode == 0, done.output

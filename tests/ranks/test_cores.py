@@ -24,43 +24,44 @@ EIGHT = Node(cores=tuple(range(8)), launcher_cores=tuple(range(8)), launcher_var
 TORCHRUNS = {"OMP_NUM_THREADS": "1"}
 
 
-def test_ranks_share_the_cores_and_each_has_its_own():
+def test_ranks_share_the_cores_evenly():
     shares = [share_cores(EIGHT, rank, 2, TORCHRUNS) for rank in range(2)]
     assert [(share.num_threads, share.cores) for share in shares] == [(4, (0, 1, 2, 3)), (4, (4, 5, 6, 7))]
     assert shares[0].reason == "2 ranks share 8 cores: 4 threads each, on cores of their own"
     assert share_cores(EIGHT, 2, 3, {}).cores == (4, 5)
 
 
-def test_two_ranks_on_two_cores_have_one_thread_each():
+def test_two_ranks_on_two_cores_have_one_thread():
     node = Node(cores=(4, 9), launcher_cores=(4, 9), launcher_variables={})
     assert [share_cores(node, rank, 2, TORCHRUNS).cores for rank in range(2)] == [(4,), (9,)]
     assert share_cores(node, 0, 2, TORCHRUNS).num_threads == 1
 
 
-def test_more_ranks_than_cores_have_one_thread_each_and_share_all_cores():
+def test_ranks_beyond_the_cores_share_all_of_them():
+    """Each has one thread."""
     share = share_cores(replace(EIGHT, cores=(0, 1), launcher_cores=(0, 1)), 3, 4, {})
     assert (share.num_threads, share.cores) == (1, None)
 
 
-def test_a_containers_quota_counts_as_so_many_cores():
+def test_container_quota_limits_the_threads():
     assert share_cores(replace(EIGHT, quota=4.5), 0, 2, {}).num_threads == 2
     assert share_cores(replace(EIGHT, quota=0.5), 0, 2, {}).num_threads == 1
     alone = share_cores(replace(EIGHT, quota=2.0), 0, 1, {})
     assert (alone.num_threads, alone.cores) == (2, None)
 
 
-def test_a_rank_alone_keeps_what_it_has():
+def test_single_rank_keeps_its_cores():
     share = share_cores(EIGHT, 0, 1, {})
     assert (share.num_threads, share.cores) == (None, None)
 
 
-def test_a_users_own_number_of_threads_wins():
+def test_user_thread_count_overrides_the_share():
     assert share_cores(EIGHT, 0, 2, {"OMP_NUM_THREADS": "3"}).num_threads is None
     share = share_cores(EIGHT, 0, 2, {"SPMD_WORKER_THREADS": "5", "OMP_NUM_THREADS": "1"})
     assert (share.num_threads, share.cores) == (5, None)
 
 
-def test_the_1_that_torchrun_sets_is_told_from_a_users_own():
+def test_torchrun_omp_threads_differ_from_a_user_setting():
     """torchrun changes its own environment after its start, so what it was started with tells who set the 1."""
     users = replace(EIGHT, launcher_variables={"OMP_NUM_THREADS": "1"})
     assert share_cores(users, 0, 2, TORCHRUNS).num_threads is None
@@ -68,17 +69,17 @@ def test_the_1_that_torchrun_sets_is_told_from_a_users_own():
     assert share_cores(replace(EIGHT, launcher_variables=None), 0, 2, TORCHRUNS).num_threads == 4
 
 
-def test_ranks_that_were_bound_to_cores_stay_there_and_use_all_of_them():
+def test_bound_ranks_keep_and_use_their_cores():
     share = share_cores(replace(EIGHT, cores=(2, 3, 4)), 0, 2, TORCHRUNS)
     assert (share.num_threads, share.cores) == (3, None)
 
 
-def test_openmps_own_variables_of_binding_win():
+def test_openmp_binding_variables_disable_our_binding():
     share = share_cores(EIGHT, 0, 2, TORCHRUNS | {"OMP_PROC_BIND": "close"})
     assert (share.num_threads, share.cores) == (4, None)
 
 
-def test_cores_that_are_near_each_other_go_to_the_same_rank(tmp_path: Path):
+def test_neighbouring_cores_go_to_the_same_rank(tmp_path: Path):
     """Two processors of two cores of two threads, numbered as kernels do: a slice of numbers would span both."""
     for core in range(8):
         folder = tmp_path / f"cpu{core}" / "topology"
@@ -93,18 +94,18 @@ def test_cores_that_are_near_each_other_go_to_the_same_rank(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "\u0661"])
-def test_a_number_of_threads_that_is_none_is_refused(value: str):
+def test_invalid_thread_count_is_rejected(value: str):
     with pytest.raises(ConfigError, match=f"SPMD_WORKER_THREADS={value} must be a whole number"):
         share_cores(EIGHT, 0, 2, {"SPMD_WORKER_THREADS": value})
 
 
-def test_a_quota_is_read_as_the_kernel_writes_it():
+def test_cpu_quota_is_parsed_like_the_kernel_format():
     assert parse_quota("max", "100000") is None
     assert parse_quota("-1", "100000") is None
     assert parse_quota("250000", "100000") == 2.5
 
 
-def test_a_share_is_taken_as_far_as_the_system_allows(monkeypatch: pytest.MonkeyPatch):
+def test_core_share_is_applied_as_permitted(monkeypatch: pytest.MonkeyPatch):
     threads: list[int] = []
     bound: list[tuple[int, ...]] = []
     monkeypatch.setattr(cores.os, "sched_setaffinity", lambda pid, own: bound.append(own))
@@ -122,7 +123,7 @@ def test_a_share_is_taken_as_far_as_the_system_allows(monkeypatch: pytest.Monkey
     assert threads == [2, 3, 4]
 
 
-def test_this_node_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_node_description_matches_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     node = look_at_node()
     assert sorted(node.cores) == sorted(os.sched_getaffinity(0))
     assert node.launcher_variables is not None
@@ -168,13 +169,14 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"])
-def test_how_torchs_threads_wait_is_the_users_own_word_first(name: str):
+def test_wait_policy_of_the_user_is_kept(name: str):
     assert waiting_variables({}) == waiting_variables({name: ""}) == {"OMP_WAIT_POLICY": "PASSIVE"}
     assert waiting_variables({name: "1000"}) == {}
 
 
 @pytest.mark.matrix
-def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(script: str):
+def test_torchrun_ranks_have_their_own_cores(script: str):
+    """A user's OMP_NUM_THREADS leaves them unbound."""
     num_cores = len(os.sched_getaffinity(0))
     lines = lines_of([script])
     num_own = num_cores // 2 or 1
@@ -184,7 +186,7 @@ def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(sc
 
 
 @pytest.mark.matrix
-def test_a_wrapper_around_each_rank_is_not_taken_for_torchrun(script: str, tmp_path: Path):
+def test_rank_wrapper_is_not_mistaken_for_torchrun(script: str, tmp_path: Path):
     """It inherits the 1 that torchrun has set, which would look like a user's own."""
     wrapper = tmp_path / "wrapper.sh"
     wrapper.write_text(f'{sys.executable} "$@"; exit $?\n')

@@ -193,21 +193,22 @@ def check_failure(reports: list[dict[str, Any]], words: tuple[str, ...], culprit
 
 
 @pytest.mark.guarantee("Replicas: one rank's bits, in calls and jobs", is_control_inside=True)
-def test_two_replicas_give_one_ranks_answers(tmp_path: Path, alone: dict[str, Any]):
+def test_two_replicas_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     reports = reports_of(2, tmp_path, culprit=1, data_parallel_size=2)
     check(reports, alone, 2, tolerance=0.0)
     check_failure(reports, ("rank 1 (replica 1) raised ValueError: no more",), range(1, 2))
 
 
 @pytest.mark.matrix
-def test_three_replicas_give_one_ranks_answers_also_for_four_rows(tmp_path: Path, alone: dict[str, Any]):
+def test_three_replicas_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
+    """A call of four rows is answered too."""
     reports = reports_of(3, tmp_path, culprit=0, data_parallel_size=3)
     check(reports, alone, 3, tolerance=0.0)
     check_failure(reports, ("rank 0 (replica 0) raised ValueError: no more",), range(1))
 
 
 @pytest.mark.matrix
-def test_two_replicas_of_two_ranks_give_one_ranks_answers(tmp_path: Path, alone: dict[str, Any]):
+def test_two_replicas_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     """The rank that fails is not the one that speaks for its replica."""
     reports = reports_of(4, tmp_path, culprit=3, data_parallel_size=2, tensor_parallel_size=2)
     check(reports, alone, 2, tolerance=1e-4)
@@ -215,7 +216,7 @@ def test_two_replicas_of_two_ranks_give_one_ranks_answers(tmp_path: Path, alone:
 
 
 @pytest.mark.matrix
-def test_two_replicas_of_two_stages_give_one_ranks_answers(tmp_path: Path, alone: dict[str, Any]):
+def test_two_replicas_of_two_stages_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     reports = reports_of(4, tmp_path, culprit=1, data_parallel_size=2, pipeline_parallel_size=2)
     check(reports, alone, 2, tolerance=0.0)
     check_failure(reports, ("replica 0, ranks 0 to 1", "rank 1 raised ValueError"), range(2))
@@ -236,7 +237,7 @@ with LLM(folder, data_parallel_size=2, **settings) as llm:
 
 
 @pytest.mark.matrix
-def test_a_world_twice_as_large_has_two_engines_with_replicas_and_prompts_of_their_own(tmp_path: Path):
+def test_larger_world_holds_two_engines_with_own_prompts(tmp_path: Path):
     folder = checkpoint_folder("llama3")
     done = ranks.run_ranks(SEVERAL, 4, timeout_s=240, arguments=[folder, json.dumps(SETTINGS), tmp_path])
     assert done.returncode == 0, done.output
@@ -276,7 +277,7 @@ except Exception as error:
 
 
 @pytest.mark.matrix
-def test_a_replica_that_hangs_is_named_after_the_timeout(tmp_path: Path):
+def test_hanging_replica_is_named_after_the_timeout(tmp_path: Path):
     done = ranks.run_ranks(SILENT, 2, timeout_s=240, arguments=[checkpoint_folder("llama3"), json.dumps(SETTINGS)])
     assert done.returncode != 0
     assert "rank 0: RankFailedError: replica 1 is silent: no sign of life in 10 s" in done.stdout, done.output

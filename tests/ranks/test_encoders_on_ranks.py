@@ -21,7 +21,7 @@ NAMES = ("bert_mean", "xlm_pairs", "modern_labels", "gemma_dense")
         pytest.param("tensor_parallel_size", marks=pytest.mark.stress),
     ],
 )
-def test_two_ranks_give_one_ranks_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_encoders_on_two_ranks_match_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.setattr(test_pooling_on_ranks, "pooling_folder", encoder_folder)
     names = NAMES[:2] if layout == "pipeline_parallel_size" else NAMES
     settings: dict[str, Any] = {"max_model_len": 64}

@@ -36,7 +36,7 @@ def layout_of(config: ModelConfig, size: int, placement: str = "linear", **more:
     return expert_layout_of(parallel, config)
 
 
-def test_words_for_placements():
+def test_expert_placement_accepts_named_strategies():
     config = config_of(num_experts=5)
     assert layout_of(config, 2) == ExpertLayout(((0, 0, 0, 1, 1),))
     assert layout_of(config, 2, "round_robin", invariant_experts=True) == ExpertLayout(
@@ -46,7 +46,7 @@ def test_words_for_placements():
     assert expert_layout_of(ParallelConfig(2), config) is None
 
 
-def test_a_file_places_experts_for_all_layers_or_for_each(tmp_path: Path):
+def test_placement_file_covers_all_layers_or_each(tmp_path: Path):
     config, path = config_of(num_experts=4), tmp_path / "placement.json"
     path.write_text('{"owners": [1, 1, 0, 1]}')
     layout = layout_of(config, 2, str(path))
@@ -70,7 +70,7 @@ def test_a_file_places_experts_for_all_layers_or_for_each(tmp_path: Path):
         ('{"owners": [[0, 1, 0, 1], [0, 1, 0, 1]]}', "or 3 such lists, one a layer"),
     ],
 )
-def test_a_placement_that_is_none_is_refused_in_a_sentence(text: str | None, message: str, tmp_path: Path):
+def test_invalid_placement_error_is_one_sentence(text: str | None, message: str, tmp_path: Path):
     path = tmp_path / "placement.json"
     if text is not None:
         path.write_text(text)
@@ -80,9 +80,10 @@ def test_a_placement_that_is_none_is_refused_in_a_sentence(text: str | None, mes
     assert message in str(caught.value)
 
 
-def test_keys_without_expert_parallelism_are_refused_and_it_has_no_effect_on_a_dense_model(
+def test_expert_keys_require_expert_parallelism(
     caplog: pytest.LogCaptureFixture,
 ):
+    """Expert parallelism has no effect on a dense model."""
     with pytest.raises(
         ConfigError, match=r"parallel.invariant_experts=true is about experts that ranks hold whole: set"
     ):
@@ -107,7 +108,7 @@ REPLICAS = r"\(parallel.data_parallel_size=2\)"
         (2, 1, ""),
     ],
 )
-def test_experts_that_replicas_do_not_share_are_said(
+def test_unshared_experts_of_replicas_are_logged(
     size: int, num_replicas: int, words: str, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
@@ -116,7 +117,7 @@ def test_experts_that_replicas_do_not_share_are_said(
 
 
 @pytest.mark.finding(number="D16")
-def test_experts_are_said_where_a_run_begins(caplog: pytest.LogCaptureFixture):
+def test_expert_warning_is_logged_at_the_start(caplog: pytest.LogCaptureFixture):
     """A plan is a beginning too, before any weight is read."""
     keys = {"enable_expert_parallel": True, "data_parallel_size": 2, "device": "cpu"}
     with caplog.at_level(logging.WARNING):
@@ -124,7 +125,7 @@ def test_experts_are_said_where_a_run_begins(caplog: pytest.LogCaptureFixture):
     assert sum("parallel.enable_expert_parallel=true has no effect" in each for each in caplog.messages) == 1
 
 
-def test_keywords_of_vllm_are_these_keys():
+def test_expert_keywords_of_vllm_set_our_keys():
     given = {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin", "tensor_parallel_size": 2}
     parallel = run_config({"model": "m", **given, "invariant_experts": True}).parallel
     assert (parallel.enable_expert_parallel, parallel.expert_placement) == (True, "round_robin")
@@ -132,7 +133,7 @@ def test_keywords_of_vllm_are_these_keys():
     assert run_config({"model": "m"}).parallel == ParallelConfig()
 
 
-def test_columns_of_experts_must_suffice_where_they_are_shared():
+def test_expert_columns_must_suffice_when_sharded():
     config = config_of(moe_intermediate_size=3)
     with pytest.raises(ConfigError, match="its feed-forward has 3 columns"):
         check_divides(RankLayout(4), config)
@@ -140,7 +141,7 @@ def test_columns_of_experts_must_suffice_where_they_are_shared():
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_stages_of_unlike_layers_have_the_smallest_largest_share(num_stages: int):
+def test_stages_of_uneven_layers_minimise_the_heaviest(num_stages: int):
     config = config_of("Glm4MoeForCausalLM", num_hidden_layers=7, first_k_dense_replace=3, n_routed_experts=4)
     weights = config.layer_parameters
     assert len(set(weights)) == 2
@@ -162,7 +163,7 @@ def test_stages_of_unlike_layers_have_the_smallest_largest_share(num_stages: int
     assert largest(counts) == min(map(largest, ways))
 
 
-def test_the_plan_says_what_experts_weigh():
+def test_plan_reports_expert_memory():
     folder = expert_folder("qwen3_moe")
     given = {"model": str(folder), "device": "cpu", "max_num_seqs": 8, "tensor_parallel_size": 2}
     text = describe_plan(make_plan(resolve_run(run_config(given), "cpu")))
@@ -198,7 +199,7 @@ Path(sys.argv[2], os.environ["RANK"] + ".json").write_text(json.dumps(found))
 
 
 @pytest.mark.matrix
-def test_two_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path):
+def test_two_expert_parallel_ranks_match_one_rank(tmp_path: Path):
     placement = tmp_path / "placement.json"
     placement.write_text('{"owners": [1, 1, 1, 0, 1, 0, 1, 1]}')
     expert_parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

@@ -75,21 +75,21 @@ def check(names: list[str], tmp_path: Path, dtype: str = "float32", *layouts: st
 
 
 @pytest.mark.matrix
-def test_families_with_each_kind_of_layer_on_two_ranks(tmp_path: Path):
+def test_families_with_each_layer_kind_match_one_rank(tmp_path: Path):
     check([name for name in ALL_CASES if name not in LIKE_OTHERS], tmp_path)
 
 
 @pytest.mark.stress
-def test_families_whose_layers_others_have_too_on_two_ranks(tmp_path: Path):
+def test_families_sharing_layer_kinds_match_one_rank(tmp_path: Path):
     check(list(LIKE_OTHERS), tmp_path)
 
 
 @pytest.mark.stress
-def test_families_with_experts_on_two_ranks(tmp_path: Path):
+def test_families_with_experts_match_one_rank(tmp_path: Path):
     check(list(EXPERT_CASES), tmp_path)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_two_stages_in_bfloat16_give_the_bits_of_one(kind: str, tmp_path: Path):
+def test_two_bfloat16_stages_match_one_bit_for_bit(kind: str, tmp_path: Path):
     check(list(ALL_CASES if kind == "dense" else EXPERT_CASES), tmp_path, "bfloat16", "pipeline")

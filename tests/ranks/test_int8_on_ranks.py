@@ -130,7 +130,8 @@ def run_all(tmp_path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 @pytest.mark.guarantee("int8: the same bits on any number of ranks", is_control_inside=True)
 @pytest.mark.matrix
-def test_every_tensor_parallel_size_and_stages_give_one_ranks_bits(tmp_path: Path):
+def test_int8_layouts_match_one_rank_bit_for_bit(tmp_path: Path):
+    """Layouts are every tensor-parallel size, and stages."""
     by_rank, names = run_all(tmp_path)
     for name, layouts in zip(names, (BIASED_LAYOUTS, LAYOUTS), strict=True):
         expected = by_rank[0][f"{name} one"]

@@ -40,7 +40,7 @@ def variables(port: int, **changes: str) -> dict[str, str]:
     }
 
 
-def test_a_rank_without_its_launcher_says_so_and_ends_long_before_the_timeout(tmp_path: Path):
+def test_rank_without_its_launcher_exits_before_the_timeout(tmp_path: Path):
     words = [f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2", "executor.timeout_s=600"]
     rows = [f"job.input={ranks.REPOSITORY / 'scripts/demo/prompts.jsonl'}", f"job.output={tmp_path / 'out.jsonl'}"]
     command = [sys.executable, str(ranks.REPOSITORY / "launch.py"), *words, *rows]
@@ -61,9 +61,10 @@ def test_a_rank_without_its_launcher_says_so_and_ends_long_before_the_timeout(tm
     ],
     ids=["gone", "rank 0 keeps the store", "another node", "no port"],
 )
-def test_nobody_listens_where_the_launcher_would(
+def test_missing_launcher_is_an_error_on_its_node(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], is_said: bool
 ):
+    """An error only where torchrun keeps the store."""
     for name, value in variables(free_port(), **changes).items():
         monkeypatch.setenv(name, value)
     if is_said:
@@ -73,7 +74,7 @@ def test_nobody_listens_where_the_launcher_would(
         groups._check_launcher()
 
 
-def test_a_launcher_that_listens_is_there(monkeypatch: pytest.MonkeyPatch):
+def test_listening_launcher_is_accepted(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         for name, value in variables(server.getsockname()[1]).items():
             monkeypatch.setenv(name, value)

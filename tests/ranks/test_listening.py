@@ -44,7 +44,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked 
 
 
 @linux
-def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path):
+def test_ranks_of_one_node_listen_only_on_loopback(tmp_path: Path):
     found = addresses(tmp_path)
     assert found, "gloo listens"
     assert [address for address in found if address not in LOOPBACKS] == []
@@ -52,7 +52,7 @@ def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path):
 
 @linux
 @pytest.mark.matrix
-def test_a_user_s_own_interface_is_used_and_would_be_seen(tmp_path: Path):
+def test_listening_check_detects_another_interface(tmp_path: Path):
     """Negative control."""
     others = [name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))]
     if not others:

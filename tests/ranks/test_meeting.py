@@ -41,12 +41,12 @@ def arrive(store: Any, rank: int, world: str | None = None) -> None:
         store.set(f"taken/{world}/{arrival}", "1")
 
 
-def test_each_world_has_a_name_of_its_own(store: Any):
+def test_each_world_has_a_unique_name(store: Any):
     assert len({all_meet(store) for _ in range(5)}) == 5
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_one_rank_may_come_long_after_the_others(store: Any, rank: int):
+def test_late_rank_meets_the_others(store: Any, rank: int):
     with ThreadPoolExecutor(3) as pool:
         early = [pool.submit(meet, store, other, 3, LONG) for other in range(3) if other != rank]
         if rank:
@@ -56,12 +56,12 @@ def test_one_rank_may_come_long_after_the_others(store: Any, rank: int):
         assert {each.result() for each in early} == {name}
 
 
-def test_a_rank_that_died_on_its_way_is_not_waited_for(store: Any):
+def test_dead_rank_before_the_offer_is_skipped(store: Any):
     arrive(store, 1)
     all_meet(store)
 
 
-def test_a_rank_that_died_after_it_took_the_name_is_not_counted(store: Any):
+def test_dead_rank_after_accepting_is_not_counted(store: Any):
     """All the others go when the one that comes in its place has taken the name too."""
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(meet, store, 0, 3, LONG)
@@ -75,7 +75,7 @@ def test_a_rank_that_died_after_it_took_the_name_is_not_counted(store: Any):
         assert first.result() == second.result() == third.result()
 
 
-def test_a_rank_0_that_died_while_it_offered_is_followed_by_the_next(store: Any):
+def test_dead_rank_0_offer_is_replaced(store: Any):
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(meet, store, rank, 3, LONG) for rank in (1, 2)]
         for rank in (1, 2):
@@ -87,7 +87,7 @@ def test_a_rank_0_that_died_while_it_offered_is_followed_by_the_next(store: Any)
         assert {each.result() for each in others} == {name} != {"dead world"}
 
 
-def test_a_world_that_has_begun_is_not_left_for_the_next_offer(store: Any):
+def test_started_world_is_kept_despite_a_new_offer(store: Any):
     """A slow rank: rank 0 has said "go", has failed since, and offers another name."""
 
     class Slow:
@@ -115,7 +115,7 @@ def test_a_world_that_has_begun_is_not_left_for_the_next_offer(store: Any):
         assert slow.result() == "the first"
 
 
-def test_ranks_that_do_not_come_are_named_and_may_come_later(store: Any):
+def test_missing_ranks_are_named_and_can_come_later(store: Any):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(meet, store, 2, 4, LONG)
         wait_until(lambda: store.check(["at/2"]))
@@ -127,7 +127,7 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(store: Any):
         assert len({each.result() for each in names}) == 1
 
 
-def test_a_rank_that_gives_up_is_not_counted(store: Any):
+def test_rank_that_times_out_is_not_counted(store: Any):
     for rank in (1, 2):
         with pytest.raises(RankFailedError, match=r"^rank 0 has not joined with all the others in 0\.05 s"):
             meet(store, rank, 3, SHORT)
@@ -136,7 +136,7 @@ def test_a_rank_that_gives_up_is_not_counted(store: Any):
     all_meet(store)
 
 
-def test_a_rank_that_is_interrupted_is_not_counted(store: Any):
+def test_interrupted_rank_is_not_counted(store: Any):
     class Interrupted:
         """Ctrl-C when the name is taken."""
 
@@ -167,7 +167,7 @@ def test_a_rank_that_is_interrupted_is_not_counted(store: Any):
         assert first.result() == second.result() == third.result()
 
 
-def test_a_rank_that_waits_there_is_known_to_wait_for_others(store: Any):
+def test_meeting_rank_is_seen_waiting_for_others(store: Any):
     """Else it would be taken for the busy one that the others wait for."""
     thread = threading.Thread(target=meet, args=(store, 1, 2, LONG))
     thread.start()

@@ -86,7 +86,7 @@ def expected() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[] if each == "tensor parallel" else pytest.mark.matrix) for each in LAYOUTS]
 )
-def test_ranks_give_what_one_process_gives(layout: str, expected: dict[str, Any], tmp_path_factory: Any):
+def test_ranks_match_one_process(layout: str, expected: dict[str, Any], tmp_path_factory: Any):
     folder = tmp_path_factory.mktemp("names")
     arguments = [checkpoint_folder("llama3"), json.dumps(LAYOUTS[layout]), json.dumps(PROMPTS), folder]
     done = ranks.run_ranks(SCRIPT, 2, timeout_s=120, arguments=arguments)

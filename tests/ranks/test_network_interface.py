@@ -23,7 +23,8 @@ def named(environment: RankEnvironment) -> list[str | None]:
         return [os.environ.get(variable) for variable in INTERFACE_VARIABLES]
 
 
-def test_on_one_node_it_is_loopback_and_the_environment_is_as_before_afterwards():
+def test_interface_is_loopback_on_one_node():
+    """The environment is restored afterwards."""
     before = dict(os.environ)
     loopback = interface_of("127.0.0.1")
     assert loopback in [name for _, name in socket.if_nameindex()]
@@ -31,17 +32,17 @@ def test_on_one_node_it_is_loopback_and_the_environment_is_as_before_afterwards(
     assert dict(os.environ) == before
 
 
-def test_across_nodes_it_is_the_one_that_reaches_the_launcher():
+def test_interface_reaches_the_launcher_across_nodes():
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert named(TWO_NODES) == [interface_of("127.0.0.1")] * 2
 
 
-def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch):
+def test_interface_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "theirs")
     assert named(ONE_NODE) == ["theirs", interface_of("127.0.0.1")]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "theirs"
 
 
-def test_a_master_that_cannot_be_reached_names_nothing():
+def test_interface_is_unset_when_master_is_unreachable():
     assert named(RankEnvironment(0, 2, 0, 1, True, "no-such-host.invalid")) == [None, None]
     assert interface_of("203.0.113.250") is None

@@ -43,14 +43,14 @@ def main(launcher: str) -> None:
         ("nobody", ["0 of 3", "1 of 3", "0 of 2", "2 of 3", "1 of 2"]),
     ],
 )
-def test_ranks_find_who_is_on_their_node(launcher: str, places: list[str]):
+def test_ranks_find_their_local_rank(launcher: str, places: list[str]):
     done = ranks.run_forked([__file__, launcher], len(NODES), timeout_s=120)
     assert done.returncode == 0, done.output
     for rank, place in enumerate(places):
         assert f"rank {rank}: {rank} of 5, {place} here" in done.stdout
 
 
-def test_a_rank_that_makes_no_engine_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_rank_without_an_engine_is_named(monkeypatch: pytest.MonkeyPatch):
     store = dist.HashStore()
     monkeypatch.setattr(groups, "shared_store", lambda: store)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -63,7 +63,7 @@ def test_a_rank_that_makes_no_engine_is_named(monkeypatch: pytest.MonkeyPatch):
     assert (alone.world_size, alone.local_rank, alone.local_world_size) == (3, 0, 3)
 
 
-def test_a_process_without_a_world_is_what_it_was():
+def test_process_without_a_world_keeps_its_environment():
     alone = RankEnvironment()
     assert world_environment(alone, 1, 60) is alone
     assert own_node() == own_node() != ""

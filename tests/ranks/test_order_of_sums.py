@@ -50,7 +50,7 @@ def summed(nccl: FakeNccl, group: GroupHandle, num_rows: int) -> torch.Tensor:
 
 
 @pytest.mark.guarantee("TritonWorker adds in rank order", is_control_inside=True)
-def test_a_rows_sum_does_not_depend_on_how_many_rows_there_are(nccl: FakeNccl):
+def test_row_sum_is_independent_of_the_row_count(nccl: FakeNccl):
     group = GroupHandle(ranks=tuple(range(NUM_RANKS)), rank=1, group=object(), adds_in_order=True)
     whole = summed(nccl, group, 64)
     assert torch.equal(summed(nccl, group, 1), whole[:1])
@@ -61,7 +61,7 @@ def test_a_rows_sum_does_not_depend_on_how_many_rows_there_are(nccl: FakeNccl):
     assert not torch.equal(summed(nccl, plain, 1), summed(nccl, plain, 64)[:1])
 
 
-def test_a_sum_that_is_exact_in_any_order_is_not_gathered(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch):
+def test_exact_sum_is_not_gathered(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch):
     group = GroupHandle(ranks=tuple(range(NUM_RANKS)), rank=1, group=object(), adds_in_order=True)
     nccl.parts[0] = nccl.parts[2] = nccl.parts[3] = 0.0
     nccl.num_rows = 64
@@ -74,7 +74,7 @@ def test_a_sum_that_is_exact_in_any_order_is_not_gathered(nccl: FakeNccl, monkey
         group.all_reduce(own)
 
 
-def test_whole_numbers_have_no_order_and_wider_ones_stay_wide(nccl: FakeNccl):
+def test_integer_and_wide_sums_keep_their_dtype(nccl: FakeNccl):
     group = GroupHandle(ranks=tuple(range(NUM_RANKS)), rank=1, group=object(), adds_in_order=True)
     for dtype in (torch.int64, torch.float64):
         nccl.parts = torch.tensor([[[2**40 + rank] * WIDTH] for rank in range(NUM_RANKS)], dtype=dtype)

@@ -91,26 +91,27 @@ def check(by_rank: list[dict[str, Any]], stages: list[list[int]]) -> None:
 
 @pytest.mark.guarantee("Stages: one rank's bits")
 @pytest.mark.parametrize("names", [["llama3"], pytest.param(["llama_tied", "qwen3"], marks=pytest.mark.matrix)])
-def test_two_stages_are_one_rank_bit_for_bit(tmp_path: Path, names: list[str]):
+def test_two_stages_match_one_rank_bit_for_bit(tmp_path: Path, names: list[str]):
     by_rank = run({"pipeline_parallel_size": 2}, 2, names, tmp_path)
     num_layers = by_rank[1][names[0]]["layers"][1]
     cut = by_rank[0][names[0]]["layers"][1]
     check(by_rank, [[0, cut], [cut, num_layers]])
 
 
-def test_uneven_stages_are_one_rank_bit_for_bit(tmp_path: Path):
+def test_uneven_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     by_rank = run({"pipeline_parallel_size": 2, "pipeline_layers": [1, 2]}, 2, ["llama_tied"], tmp_path)
     check(by_rank, [[0, 1], [1, 3]])
 
 
 @pytest.mark.matrix
-def test_three_stages_of_one_layer_each_are_one_rank_bit_for_bit(tmp_path: Path):
+def test_three_stages_match_one_rank_bit_for_bit(tmp_path: Path):
+    """Each stage has one layer."""
     by_rank = run({"pipeline_parallel_size": 3}, 3, ["llama_tied"], tmp_path)
     check(by_rank, [[0, 1], [1, 2], [2, 3]])
 
 
 @pytest.mark.matrix
-def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
+def test_four_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     by_rank = run({"pipeline_parallel_size": 4}, 4, ["llama_four_layers"], tmp_path)
     check(by_rank, [[0, 1], [1, 2], [2, 3], [3, 4]])
 
@@ -119,7 +120,7 @@ def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
 @pytest.mark.parametrize(
     "before", [pytest.param("", marks=pytest.mark.matrix), SHARING], ids=["few elements", "shared rows"]
 )
-def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Path, before: str):
+def test_stages_of_two_ranks_match_one_rank(tmp_path: Path, before: str):
     by_rank = run({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 4, ["llama_tied"], tmp_path, before)
     for answers in by_rank:
         assert answers["llama_tied"]["outputs"] == by_rank[0]["llama_tied"]["outputs"]
@@ -128,7 +129,7 @@ def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Pat
 
 
 @pytest.mark.matrix
-def test_the_comparison_sees_a_stage_that_passes_on_rows_that_others_have_summed(tmp_path: Path):
+def test_stage_check_detects_ungathered_shared_rows(tmp_path: Path):
     """Negative control: the residual stream as this rank has it, with the other rank's rows as they were."""
     layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     answers = run(layout, 4, ["llama_tied"], tmp_path, SHARING + UNGATHERED)[0]["llama_tied"]["outputs"]
@@ -137,7 +138,7 @@ def test_the_comparison_sees_a_stage_that_passes_on_rows_that_others_have_summed
 
 
 @pytest.mark.control("Stages: one rank's bits")
-def test_the_comparison_sees_a_stage_that_forgets_what_the_stages_before_computed(tmp_path: Path):
+def test_stage_check_detects_lost_hidden_states(tmp_path: Path):
     """Negative control."""
     forgetful = SCRIPT.replace(
         "answers = {}",

@@ -73,7 +73,7 @@ def alone() -> dict[str, list[list[float]]]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size"])
-def test_two_ranks_give_one_ranks_vectors(tmp_path: Path, alone: dict[str, list[list[float]]], layout: str) -> None:
+def test_vectors_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[str, list[list[float]]], layout: str) -> None:
     names = NAMES if layout == "pipeline_parallel_size" else NAMES[:1]
     done = run(tmp_path, 2, names=names, **{layout: 2})
     assert done.returncode == 0, done.output
@@ -122,7 +122,7 @@ with LLM(job["folder"], **options) as llm:
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
 )
-def test_new_weights_of_a_classifier_from_two_tokens_reach_its_rows_on_every_rank(tmp_path: Path, layout: str) -> None:
+def test_updated_token_classifier_reaches_every_rank(tmp_path: Path, layout: str) -> None:
     """Both rows are of one rank's part of the embedding, which alone failed; the other had the rows besides its own."""
     folder = pooling_folder("causal")
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -147,7 +147,7 @@ def test_new_weights_of_a_classifier_from_two_tokens_reach_its_rows_on_every_ran
 
 @pytest.mark.control("Vectors and scores: the row alone")
 @pytest.mark.matrix
-def test_ranks_that_come_to_different_vectors_end(tmp_path: Path) -> None:
+def test_vector_check_detects_ranks_that_differ(tmp_path: Path) -> None:
     """The control of what the ranks agree on."""
     done = run(tmp_path, 2, BENT, tensor_parallel_size=2)
     assert done.returncode != 0

@@ -29,7 +29,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return own
 
 
-def test_ranks_find_each_other_in_the_heartbeat_store(variables: dict[str, str]):
+def test_ranks_meet_in_the_heartbeat_store(variables: dict[str, str]):
     stores = [open_heartbeat_store(rank, (0, 1), is_host=rank == 0, variables=variables) for rank in range(2)]
     heartbeats = [RankHeartbeat(rank, "node", 7, 8, 1, 812, "execute") for rank in range(2)]
     assert stores[0].find((1, 2)) == {}
@@ -46,7 +46,8 @@ def test_ranks_find_each_other_in_the_heartbeat_store(variables: dict[str, str])
     assert [store.count("reporters") for store in stores] == [1, 2]
 
 
-def test_each_run_and_restart_has_a_heartbeat_store_of_its_own(variables: dict[str, str]):
+def test_each_run_has_its_own_heartbeat_store(variables: dict[str, str]):
+    """Each restart has its own too."""
     first = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
     second = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
     other = open_heartbeat_store(1, (0, 1), is_host=False, variables=variables)
@@ -57,7 +58,7 @@ def test_each_run_and_restart_has_a_heartbeat_store_of_its_own(variables: dict[s
     assert other.prefix == first.prefix
 
 
-def test_an_attempt_that_was_made_by_one_rank_alone_leaves_its_name_to_nobody(variables: dict[str, str]):
+def test_failed_attempt_of_one_rank_releases_its_name(variables: dict[str, str]):
     """The other rank counted on from there, and the two never met."""
     alone = open_heartbeat_store(1, (0, 1), is_host=True, variables=variables)
     alone.count("alarms")
@@ -67,7 +68,7 @@ def test_an_attempt_that_was_made_by_one_rank_alone_leaves_its_name_to_nobody(va
     assert both[0].count("alarms", 0) == 0
 
 
-def test_a_store_that_was_lost_is_opened_again_under_its_name(variables: dict[str, str]):
+def test_lost_store_is_reopened_under_its_name(variables: dict[str, str]):
     connect = watch._Connector(0, (0, 1), is_host=True)
     first = connect()
     again = connect()
@@ -78,9 +79,8 @@ def test_a_store_that_was_lost_is_opened_again_under_its_name(variables: dict[st
     wait_until(lambda: other().has_flag("here"))
 
 
-def test_a_store_that_was_lost_is_opened_where_it_was_whatever_the_program_has_set_since(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-):
+def test_lost_store_is_reopened_at_its_original_address(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """Later changes of MASTER_ADDR and MASTER_PORT have no effect."""
     connects = [watch._Connector(rank, (0, 1), is_host=rank == 0) for rank in (0, 1)]
     first, other = connects[0](), connects[1]()
     monkeypatch.delenv("MASTER_ADDR")
@@ -88,7 +88,8 @@ def test_a_store_that_was_lost_is_opened_where_it_was_whatever_the_program_has_s
     assert connects[1]().prefix == other.prefix == first.prefix
 
 
-def test_a_store_that_is_gone_is_not_asked_by_torch_which_would_print_it_each_time(variables, capfd):
+def test_unreachable_store_prints_nothing(variables, capfd):
+    """torch would print each attempt."""
     connect = watch._Connector(1, (0, 1), is_host=False)
     connect._prefix = "x"
     with pytest.raises(OSError, match="refused"):
@@ -96,7 +97,7 @@ def test_a_store_that_is_gone_is_not_asked_by_torch_which_would_print_it_each_ti
     assert capfd.readouterr().err == ""
 
 
-def test_engines_side_by_side_have_heartbeat_stores_of_their_own(variables: dict[str, str]):
+def test_concurrent_engines_have_separate_heartbeat_stores(variables: dict[str, str]):
     """An alarm of one engine once alarmed all others, for good, and kept them from reporting."""
     first = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
     second = open_heartbeat_store(2, (2, 3), is_host=False, variables=variables)
@@ -104,7 +105,8 @@ def test_engines_side_by_side_have_heartbeat_stores_of_their_own(variables: dict
     assert second.count("alarms", 0) == 0
 
 
-def test_only_a_program_of_ours_makes_a_store_where_there_is_none(variables, monkeypatch: pytest.MonkeyPatch):
+def test_store_is_hosted_only_by_our_program(variables, monkeypatch: pytest.MonkeyPatch):
+    """A store of torchrun's needs no host."""
     watched = Watched(0, (0, 1), 60.0)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert watch._connector(watched, may_host=True) is not None
@@ -116,7 +118,7 @@ def test_only_a_program_of_ours_makes_a_store_where_there_is_none(variables, mon
     assert watch._connector(watched, may_host=True) is None
 
 
-def test_an_engine_watches_its_own_ranks_and_a_program_all(variables, tmp_path):
+def test_engine_watches_its_ranks_and_program_watches_all(variables, tmp_path):
     environment = RankEnvironment(rank=5, world_size=8, local_world_size=8, is_launched=True)
     guest = watch_guest(environment, 2, 60.0, spins=False).watched
     assert (guest.ranks, guest.exits, guest.run_dir, guest.spins) == ((4, 5), False, None, False)
@@ -125,7 +127,7 @@ def test_an_engine_watches_its_own_ranks_and_a_program_all(variables, tmp_path):
     assert (program.soft_limit_s, guest.soft_limit_s) == (12.0, 12.0)
 
 
-def test_between_two_calls_an_engine_is_between_steps_however_long_that_takes():
+def test_engine_is_between_steps_between_calls():
     """A trainer's own work once looked like a step that hangs."""
     with LLM(str(MODEL), num_blocks=64, device="cpu") as llm:
         heartbeat = llm.llm_engine.times.heartbeat
@@ -172,7 +174,7 @@ MULTIPROC = {"distributed_executor_backend": "multiproc", "tensor_parallel_size"
         pytest.param(MULTIPROC, "idle", [], marks=pytest.mark.matrix),
     ],
 )
-def test_an_llm_that_is_deleted_leaves_no_thread(tmp_path: Path, options: dict[str, object], how: str, left: list[str]):
+def test_deleted_llm_leaves_no_thread(tmp_path: Path, options: dict[str, object], how: str, left: list[str]):
     """The third is the control."""
     script = tmp_path / "deleted.py"
     script.write_text(DELETED_SCRIPT)
@@ -193,7 +195,7 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_a_rank_whose_program_ended_without_close_is_named_and_not_taken_for_killed():
+def test_rank_left_unclosed_is_named_not_presumed_killed():
     done = ranks.run_ranks(UNCLOSED_SCRIPT, 2, 90.0)
     expected = (
         "caught RankFailedError: rank 1 has left without close(): its program ended, or its LLM was deleted; last"
@@ -232,7 +234,7 @@ print(f"rank {{rank}} goes on", flush=True)
 """Ranks of somebody's own program, in which rank 1 fails in its third step."""
 
 
-def test_a_users_script_hears_which_rank_raised_and_lives_on():
+def test_user_script_survives_an_error_on_another_rank():
     done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"])
     check_lives_on(done)
     assert re.search(r"rank 0 caught RankFailedError: rank 1 raised ValueError at step 3: planted", done.stdout)
@@ -261,7 +263,7 @@ LLM.close = lambda self: signal.pause()
 
 @pytest.mark.control("Your own script hears who failed and lives on")
 @pytest.mark.matrix
-def test_the_check_sees_a_users_script_that_is_ended(control):
+def test_user_script_check_detects_ended_processes(control):
     """Negative control."""
     done = ranks.run_ranks(ENDED + USERS_SCRIPT, 2, 240.0, ["raises"])
     with control():
@@ -273,7 +275,7 @@ def test_the_check_sees_a_users_script_that_is_ended(control):
 @pytest.mark.guarantee("Your own script hears who failed and lives on")
 @pytest.mark.matrix
 @pytest.mark.parametrize(("fault", "what"), [("SIGKILL", "gone"), ("SIGSTOP", "silent")])
-def test_a_users_script_hears_which_rank_died_or_stopped_and_lives_on(tmp_path: Path, fault: str, what: str):
+def test_user_script_survives_a_dead_or_stopped_rank(tmp_path: Path, fault: str, what: str):
     """torchrun ends the others when one has died, so here each rank is forked by hand, with a store of ours."""
     script = tmp_path / "users.py"
     script.write_text(USERS_SCRIPT)

@@ -149,7 +149,7 @@ def run(source: str, num_ranks: int, folder: Path | None = None, **variables: st
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(size, marks=pytest.mark.matrix) for size in (3, 4))])
-def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int):
+def test_shared_memory_collectives_are_right_over_many_rounds(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""
     done = run(MANY_ROUNDS, num_ranks)
     assert done.returncode == 0, done.output
@@ -159,13 +159,13 @@ def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
-def test_messages_to_the_next_rank_come_whole_and_in_order(num_ranks: int):
+def test_messages_to_the_next_rank_arrive_in_order(num_ranks: int):
     done = run(MANY_MESSAGES, num_ranks)
     assert done.returncode == 0, done.output
     assert done.stdout.count("was right") == num_ranks
 
 
-def test_what_was_sent_arrives_though_the_sender_does_nothing_more():
+def test_message_arrives_while_the_sender_is_idle():
     """The receiver is late for two messages; the sender then waits for an answer to the third."""
     done = run(
         """
@@ -211,7 +211,7 @@ PLANTS = {
 
 @pytest.mark.stress
 @pytest.mark.parametrize("why", PLANTS)
-def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
+def test_shared_memory_check_detects_injected_faults(tmp_path: Path, why: str):
     """Negative controls, each with a library of its own to compile."""
     script, changes = PLANTS[why]
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
@@ -231,7 +231,7 @@ def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
     assert "AssertionError" in done.stderr
 
 
-def test_a_rank_that_has_gone_is_told_within_a_moment_and_named():
+def test_departed_rank_is_named_within_a_moment():
     done = run(
         """
     fast = share_memory(gloo, 600.0)
@@ -254,7 +254,8 @@ def test_a_rank_that_has_gone_is_told_within_a_moment_and_named():
 
 
 @pytest.mark.parametrize("waits_to_send", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_whoever_waits_for_a_message_or_for_room_is_told_that_the_other_has_gone(waits_to_send: bool):
+def test_message_wait_ends_when_the_other_rank_leaves(waits_to_send: bool):
+    """A wait for a message, or for capacity to send."""
     done = run(
         f"""
     fast = share_memory(gloo, 600.0)
@@ -280,7 +281,7 @@ def test_whoever_waits_for_a_message_or_for_room_is_told_that_the_other_has_gone
     assert int(found[1]) == int(waits_to_send)
 
 
-def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once():
+def test_closed_rank_is_reported_as_departed():
     done = run(
         """
     fast = share_memory(gloo, 600.0)
@@ -299,7 +300,7 @@ def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once()
 
 
 @pytest.mark.matrix
-def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():
+def test_wait_for_a_late_rank_ends_at_timeout():
     done = run(
         """
     fast = share_memory(gloo, 4.0)
@@ -315,7 +316,7 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():
     assert "rank 0: shared memory: timed out waiting for another rank" in done.stdout, done.output
 
 
-def test_other_threads_go_on_while_a_rank_waits_and_the_core_is_free(tmp_path: Path):
+def test_waiting_rank_yields_core_and_interpreter_lock(tmp_path: Path):
     """Waiting sleeps: the process takes little of its core, and Python's lock is not held."""
     done = run(
         """
@@ -360,7 +361,7 @@ FALLBACKS = {
     "why",
     [pytest.param(why, marks=[] if why.endswith("one rank") else pytest.mark.matrix) for why in FALLBACKS],
 )
-def test_where_one_rank_cannot_all_keep_gloo_and_agree_on_it(why: str):
+def test_fallback_to_gloo_is_agreed_by_all_ranks(why: str):
     done = run(
         f"""
     {FALLBACKS[why]}
@@ -376,7 +377,7 @@ def test_where_one_rank_cannot_all_keep_gloo_and_agree_on_it(why: str):
     assert done.stdout.count("keeps gloo") == 2
 
 
-def test_nothing_is_left_after_a_kill(tmp_path: Path):
+def test_killed_ranks_leave_no_shared_memory(tmp_path: Path):
     """The memory has no name, in no folder."""
     before = {path.name for path in Path("/dev/shm").iterdir()}
     done = run(

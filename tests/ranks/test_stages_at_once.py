@@ -82,7 +82,7 @@ def overlap_share(folder: Path) -> float:
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_on_two_quiet_cores_both_stages_compute_at_once_for_much_of_the_time(tmp_path: Path, model: str):
+def test_stages_overlap_on_two_quiet_cores(tmp_path: Path, model: str):
     done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=240)
     assert done.returncode == 0, done.output
     print(f"both stages computed for {overlap_share(tmp_path):.0%} of the time of the less busy one")
@@ -95,7 +95,7 @@ def run_held(folder: Path, model: str, limit_s: float, how: str) -> ranks.Comple
     return done
 
 
-def test_the_first_stage_begins_a_step_while_the_last_one_is_at_the_step_before(tmp_path: Path, model: str):
+def test_first_stage_overlaps_the_last_ones_previous_step(tmp_path: Path, model: str):
     done = run_held(tmp_path, model, 60.0, "at once")
     assert (tmp_path / "at once").exists()
     assert overlap_us(read_stage_times(tmp_path / "run" / "stages.csv")) > 0
@@ -107,7 +107,7 @@ def test_the_first_stage_begins_a_step_while_the_last_one_is_at_the_step_before(
     assert f"stages busy               {shares[0]:.0%}, {shares[1]:.0%}" in done.stderr
 
 
-def test_with_one_step_in_flight_stages_take_turns(tmp_path: Path, model: str):
+def test_stages_alternate_with_one_step_in_flight(tmp_path: Path, model: str):
     """Negative control: a step ends before the next begins, however long one waits."""
     run_held(tmp_path, model, 1.0, "takes turns")
     assert not (tmp_path / "at once").exists()

@@ -121,22 +121,23 @@ def check_size(names: list[str], size: int, tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_two_ranks_give_one_ranks_answers(tmp_path: Path, names: list[str]):
+def test_two_ranks_match_one_rank(tmp_path: Path, names: list[str]):
     check_size(names, 2, tmp_path)
 
 
 @pytest.mark.matrix
-def test_four_ranks_that_share_two_key_value_heads_give_one_ranks_answers(tmp_path: Path):
+def test_four_ranks_sharing_kv_heads_match_one_rank(tmp_path: Path):
+    """The model has two key-value heads."""
     check_size(["llama3", "llama_tied", "qwen2", "qwen3"], 4, tmp_path)
 
 
 @pytest.mark.matrix
-def test_three_ranks_of_nine_heads_give_one_ranks_answers(tmp_path: Path):
+def test_three_ranks_of_nine_heads_match_one_rank(tmp_path: Path):
     check_size(["llama_nine_heads"], 3, tmp_path)
 
 
 @pytest.mark.control("Tensor parallelism: one rank's answers")
-def test_the_comparison_sees_another_token_and_another_logprob(control):
+def test_rank_comparison_detects_another_token_and_logprob(control):
     outputs = one_rank("llama3")
     check_same(outputs, one_rank("llama3"))
     other = one_rank("llama3")
@@ -203,7 +204,7 @@ def unlike_folders(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.guarantee("Ranks that began with other settings, weights, prompts are told")
-def test_ranks_that_were_given_different_things_are_told_in_seconds_on_every_rank(tmp_path: Path):
+def test_unlike_ranks_are_reported_on_every_rank(tmp_path: Path):
     prompts = [random_prompt(length, 1) for length in (5, 20, 40, 3, 11)]
     job = {"folders": unlike_folders(tmp_path), "prompts": prompts, "settings": SETTINGS}
     (tmp_path / "job.json").write_text(json.dumps(job))

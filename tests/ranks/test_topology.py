@@ -19,7 +19,7 @@ from spmd_worker.ranks.topology import (
 )
 
 
-def test_ranks_of_two_by_two_by_two():
+def test_rank_layout_of_two_by_two_by_two():
     layout = RankLayout(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
     assert layout.world_size == 8
     places = [(layout.pipeline_rank(rank), layout.tensor_rank(rank)) for rank in range(8)]
@@ -29,7 +29,8 @@ def test_ranks_of_two_by_two_by_two():
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 2), (3, 2, 1)])
-def test_every_rank_is_in_one_group_of_each_kind_and_stands_where_it_says(sizes: tuple[int, int, int]):
+def test_every_rank_is_in_one_group_per_kind(sizes: tuple[int, int, int]):
+    """The index in the group is the one it reports."""
     layout = RankLayout(*sizes)
     for groups, place in (
         (layout.tensor_groups(), layout.tensor_rank),
@@ -39,7 +40,7 @@ def test_every_rank_is_in_one_group_of_each_kind_and_stands_where_it_says(sizes:
         assert all(place(rank) == index for group in groups for index, rank in enumerate(group))
 
 
-def test_another_number_of_ranks_than_the_layout_is_refused_with_both():
+def test_unequal_world_size_error_names_both_numbers():
     with pytest.raises(ConfigError, match=r"is 6 ranks, but 4 were started: start 6"):
         check_world_size(RankLayout(3, 2), 4)
     check_world_size(RankLayout(3, 2), 6)
@@ -63,9 +64,7 @@ def test_another_number_of_ranks_than_the_layout_is_refused_with_both():
         (RankLayout(2, 2), 5, "start 4 (torchrun --nproc-per-node)"),
     ],
 )
-def test_a_world_of_another_size_is_refused_with_the_choices_there_are(
-    layout: RankLayout, world_size: int, choices: str
-):
+def test_unequal_world_size_error_lists_the_choices(layout: RankLayout, world_size: int, choices: str):
     with pytest.raises(ConfigError) as error_result:
         check_world_size(layout, world_size)
     assert str(error_result.value).endswith(f"ranks, but {world_size} were started: {choices}")
@@ -80,7 +79,7 @@ def test_a_world_of_another_size_is_refused_with_the_choices_there_are(
         (0, 2, [(0, 0), (0, 0)]),
     ],
 )
-def test_a_range_is_shared_out_in_nearly_equal_parts(total: int, size: int, expected: list[tuple[int, int]]):
+def test_shard_ranges_are_nearly_equal(total: int, size: int, expected: list[tuple[int, int]]):
     assert [shard_range(total, size, rank) for rank in range(size)] == expected
 
 
@@ -94,7 +93,7 @@ TORCHRUN = {
 }
 
 
-def test_what_torchrun_sets_is_read():
+def test_torchrun_environment_is_read():
     environment = read_rank_environment(TORCHRUN)
     assert (environment.rank, environment.world_size) == (3, 4)
     assert (environment.local_rank, environment.local_world_size) == (1, 2)
@@ -110,19 +109,20 @@ def test_what_torchrun_sets_is_read():
         ({"LOCAL_WORLD_SIZE": None}, (4, False)),
     ],
 )
-def test_how_many_ranks_a_node_has_is_known_or_one_node_is_taken(changes: dict[str, str | None], expected: object):
+def test_local_world_size_defaults_to_the_world(changes: dict[str, str | None], expected: object):
+    """One node is assumed where nothing says how many ranks it has."""
     variables = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
     environment = read_rank_environment(variables)
     assert (environment.local_world_size, environment.is_local_size_known) == expected
 
 
-def test_a_process_that_nobody_launched_is_alone():
+def test_unlaunched_process_is_alone():
     assert read_rank_environment({}) == RankEnvironment()
     assert read_rank_environment({"LOCAL_RANK": "1"}) == RankEnvironment()
     assert RankEnvironment().is_leader
 
 
-def test_half_an_environment_is_refused_with_what_is_missing():
+def test_incomplete_environment_error_names_missing_variables():
     half = {key: value for key, value in TORCHRUN.items() if not key.startswith("MASTER")}
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not"):
         read_rank_environment(half)
@@ -143,7 +143,7 @@ SHAPE = model_config_of(
 )
 
 
-def test_stages_share_the_weights_with_embedding_and_head_counted():
+def test_stages_balance_weights_including_embedding_and_head():
     table, layer = SHAPE.vocab_size * SHAPE.hidden_size, SHAPE.layer_parameters[0]
     assert 1 < table / layer < 2
     assert balanced_layers(SHAPE, 1) == (10,)
@@ -152,7 +152,7 @@ def test_stages_share_the_weights_with_embedding_and_head_counted():
     assert balanced_layers(SHAPE, 10) == (1,) * 10
 
 
-def test_a_stage_is_a_run_of_layers_with_what_stands_at_the_ends():
+def test_stage_is_a_run_of_layers_with_ends():
     layout = RankLayout(2, 3, 1, (1, 7, 2))
     assert stage_of(layout, SHAPE, 0) == stage_of(layout, SHAPE, 1) == Stage(0, 1, is_first=True, is_last=False)
     assert stage_of(layout, SHAPE, 3) == Stage(1, 8, is_first=False, is_last=False)
@@ -169,11 +169,11 @@ def test_a_stage_is_a_run_of_layers_with_what_stands_at_the_ends():
         (RankLayout(1, 2, 1, (10, 0)), r"\[10,0\] makes 10 layers.*each stage takes one at least"),
     ],
 )
-def test_stages_that_are_no_cut_of_the_model_are_refused_with_one_that_is(layout: RankLayout, message: str):
+def test_invalid_stages_error_suggests_a_valid_cut(layout: RankLayout, message: str):
     with pytest.raises(ConfigError, match=message):
         check_divides(layout, SHAPE)
 
 
-def test_the_configuration_names_the_layers_of_each_stage():
+def test_parallel_config_sets_the_layers_per_stage():
     assert layout_of(ParallelConfig(2, 2, 1, [4, 6])) == RankLayout(2, 2, 1, (4, 6))
     assert layout_of(ParallelConfig()) == RankLayout(1)

@@ -36,7 +36,7 @@ def check(source: str, *arguments: str, has_agent_store: bool = True) -> None:
 
 
 @pytest.mark.parametrize("ending", ["closed", "left to the interpreter"])
-def test_a_caller_may_end_its_world_before_the_engine(ending: str):
+def test_caller_can_end_its_world_before_the_engine(ending: str):
     """As trainers do in their last line. The engine's groups had gone with it, which was a ValueError."""
     check(
         """
@@ -57,7 +57,7 @@ def test_a_caller_may_end_its_world_before_the_engine(ending: str):
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
 )
-def test_an_engine_outlives_the_one_that_made_the_world(layout: str):
+def test_engine_outlives_the_creator_of_the_world(layout: str):
     check(
         """
     layout = {sys.argv[2]: 2}
@@ -79,7 +79,7 @@ def test_an_engine_outlives_the_one_that_made_the_world(layout: str):
     )
 
 
-def test_an_engine_of_a_world_that_has_ended_leaves_the_next_one_alone():
+def test_engine_of_ended_world_leaves_the_next_alone():
     """The caller has ended our first world, and closes its engine when there is another."""
     check(
         """
@@ -99,7 +99,8 @@ def test_an_engine_of_a_world_that_has_ended_leaves_the_next_one_alone():
 
 @pytest.mark.parametrize("place", ["groups._join_one", "backend.share_memory"])
 @pytest.mark.parametrize("whose", ["ours", "the caller's"])
-def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str, place: str):
+def test_failed_start_leaves_no_group(whose: str, place: str):
+    """The start fails between two groups."""
     check(
         """
     if sys.argv[2] != "ours":
@@ -140,7 +141,7 @@ def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str, p
     )
 
 
-def test_without_a_launchers_store_ranks_that_come_early_find_the_next_world():
+def test_early_ranks_find_next_world_without_agent_store():
     """Rank 0's store ended with the first engine; a rank that had come before had counted itself in the old one."""
     check(
         """
@@ -162,7 +163,7 @@ def test_without_a_launchers_store_ranks_that_come_early_find_the_next_world():
     [True, pytest.param(False, marks=pytest.mark.matrix)],
     ids=["a launcher's store", "rank 0's store"],
 )
-def test_a_rank_that_failed_before_it_joined_joins_at_the_next_attempt(tmp_path: Path, has_agent_store: bool):
+def test_failed_rank_joins_at_the_next_attempt(tmp_path: Path, has_agent_store: bool):
     """Each rank counted its worlds: one that had not come to the first waited in another than the others ever after."""
     check(
         """
