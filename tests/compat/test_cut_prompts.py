@@ -28,9 +28,7 @@ def no_tokenizer() -> Tokenizer:
         (-1, range(1, 10), 5),
     ],
 )
-def test_ids_that_are_cut_at_their_beginning_have_so_many_fewer_of_the_first_text(
-    length: int | None, kept: range, num_first: int
-):
+def test_truncated_prompt_reduces_first_text_tokens(length: int | None, kept: range, num_first: int):
     encoded, params = Encoded(None, tuple(range(10))), PoolingParams(num_first_tokens=6, truncate_prompt_tokens=length)
     take_pooling(encoded, params, CONFIG, 9 if length == -1 else 100, no_tokenizer)
     assert encoded.token_ids == tuple(kept)

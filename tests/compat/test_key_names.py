@@ -90,7 +90,7 @@ REFUSED = {
 
 @pytest.mark.finding(number="D8")
 @pytest.mark.parametrize("name", REFUSED)
-def test_error_of_llm_speaks_its_keywords(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_llm_error_names_its_keywords(name: str, monkeypatch: pytest.MonkeyPatch):
     arguments, expected = REFUSED[name]
     started = LLM.__dict__["_open"]
     monkeypatch.setattr(LLM, "_open", lambda llm: pytest.fail("an engine was started") or started(llm))
@@ -101,7 +101,7 @@ def test_error_of_llm_speaks_its_keywords(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.finding(number="D8")
-def test_error_of_a_path_names_the_model(tmp_path: Path):
+def test_path_error_names_the_model(tmp_path: Path):
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(path))) as refused:
             LLM(path)
@@ -110,7 +110,7 @@ def test_error_of_a_path_names_the_model(tmp_path: Path):
 
 @pytest.mark.finding(number="D8")
 @pytest.mark.parametrize("made", [LLM.from_engine_args, LLMEngine.from_engine_args], ids=["LLM", "LLMEngine"])
-def test_error_of_engine_arguments_speaks_keywords(made: Any):
+def test_engine_args_error_names_keywords(made: Any):
     with pytest.raises(ValueError, match=r"^num_gpu_blocks_override=3 holds 48 tokens but max_model_len is 256"):
         made(EngineArgs(MODEL, num_gpu_blocks_override=3, device="cpu"))
 
@@ -122,7 +122,7 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.finding(number="D8")
-def test_error_of_a_call_speaks_keywords(llm: LLM):
+def test_call_error_names_keywords(llm: LLM):
     long = {"prompt_token_ids": [65] * 300}
     with pytest.raises(PromptsRefusedError) as refused:
         llm.generate([long], use_tqdm=False)
@@ -143,7 +143,7 @@ def test_error_of_a_call_speaks_keywords(llm: LLM):
 
 
 @pytest.mark.finding(number="D8")
-def test_error_within_a_weight_update_speaks_keywords():
+def test_weight_update_error_names_keywords():
     """The function that the block yields is called without `LLM`."""
     with LLM(MODEL, num_blocks=64, max_num_seqs=2, device="cpu") as own:
         with (
@@ -155,7 +155,7 @@ def test_error_within_a_weight_update_speaks_keywords():
 
 
 @pytest.mark.finding(number="D8")
-def test_error_of_a_command_line_keeps_its_keys(capsys: pytest.CaptureFixture[str]):
+def test_command_line_error_keeps_its_keys(capsys: pytest.CaptureFixture[str]):
     """Negative control."""
     job = [f"model.path={MODEL}", "device=cpu", "cache.num_blocks=3", "plan=true"]
     launch.main(job)
@@ -163,7 +163,7 @@ def test_error_of_a_command_line_keeps_its_keys(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.finding(number="D8")
-def test_text_that_is_no_key_stays():
+def test_text_without_a_key_is_unchanged():
     for text in ("/x/model.path/y", "model.safetensors", "model.embed_tokens.weight", "cache.num_blocks.rank0", "null"):
         assert in_keywords(text) == text
     assert in_keywords("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
@@ -173,7 +173,7 @@ def test_text_that_is_no_key_stays():
 
 
 @pytest.mark.finding(number="D9")
-def test_cache_beyond_all_memory_is_refused_in_words():
+def test_cache_beyond_host_memory_is_rejected():
     """It was a MemoryError of numpy."""
     folder = REPOSITORY / "scripts" / "demo" / "model"
     with pytest.raises(ConfigError, match=r"^num_blocks=1000000000000 is too large: this rank would hold .* of blocks"):

@@ -120,25 +120,25 @@ def named_by_llm(table: Mapping[str, Keyword]) -> dict[str, Any]:
 
 
 @pytest.mark.guarantee("LLM takes every keyword of vLLM's, as the table says")
-def test_every_keyword_that_means_something_is_a_parameter_of_llm_with_the_tables_default():
+def test_effective_keywords_are_llm_parameters_with_table_defaults():
     assert named_by_llm(KEYWORDS) == {
         name: default for name, default in parameters_of(LLM).items() if name not in ("self", "model")
     }
 
 
 @pytest.mark.control("LLM takes every keyword of vLLM's, as the table says")
-def test_that_comparison_sees_a_row_that_is_missing():
+def test_keyword_check_detects_a_missing_row():
     """Negative control."""
     assert named_by_llm({name: row for name, row in KEYWORDS.items() if name != "dtype"}) != named_by_llm(KEYWORDS)
 
 
 @pytest.mark.parametrize("name", [*VLLM_LLM, *VLLM_ENGINE, *ASKED_FOR, *TRAINER])
-def test_what_vllm_names_is_in_the_table(name: str):
+def test_vllm_keywords_are_in_the_table(name: str):
     assert KEYWORDS[name].words or KEYWORDS[name].effect is Effect.SAME
     assert name in inspect.signature(EngineArgs).parameters
 
 
-def test_keywords_at_their_defaults_or_at_none_change_nothing():
+def test_keywords_at_default_or_none_change_nothing():
     assert config(**{row.name: row.default for row in KEYWORDS.values()}) == config()
     assert config(**dict.fromkeys(KEYWORDS)) == config()
 
@@ -147,7 +147,8 @@ REFUSED = [row for row in KEYWORDS.values() if row.effect is Effect.REFUSED]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=[row.name for row in REFUSED])
-def test_what_is_refused_says_key_value_and_reason_and_takes_what_asks_for_nothing(row: Keyword):
+def test_rejected_keyword_names_value_and_reason(row: Keyword):
+    """Values that ask for nothing are accepted."""
     value = not row.default if isinstance(row.default, bool) else "something"
     with pytest.raises(ConfigError) as refused:
         own_arguments({row.name: value}, FOLDER)
@@ -157,7 +158,7 @@ def test_what_is_refused_says_key_value_and_reason_and_takes_what_asks_for_nothi
         assert own_arguments({row.name: neutral}, FOLDER) == {}
 
 
-def test_true_is_no_one_and_one_is_not_true():
+def test_true_and_one_are_different_keyword_values():
     for given in ({"cpu_offload_gb": True}, {"decode_context_parallel_size": True}, {"enable_lora": 1}):
         with pytest.raises(ConfigError, match="is refused"):
             config(**given)
@@ -198,7 +199,7 @@ def test_true_is_no_one_and_one_is_not_true():
         ({"override_generation_config": {"do_sample": False}}, "sampling", "temperature", 0.0),
     ],
 )
-def test_values_of_vllm_are_values_here(given: dict[str, Any], group: str, key: str, expected: object):
+def test_vllm_keyword_values_become_config_values(given: dict[str, Any], group: str, key: str, expected: object):
     assert getattr(getattr(config(**given), group), key) == expected
 
 
@@ -210,14 +211,14 @@ def test_values_of_vllm_are_values_here(given: dict[str, Any], group: str, key: 
         ({"frobnicate": 1}, "LLM has no keyword frobnicate: docs/vllm.md lists those there are"),
     ],
 )
-def test_a_keyword_that_nobody_knows_names_the_nearest(given: dict[str, Any], message: str):
+def test_unknown_keyword_error_names_the_nearest(given: dict[str, Any], message: str):
     for made in (LLM, EngineArgs):
         with pytest.raises(TypeError) as refused:
             made(checkpoint_folder("llama3"), **given)
         assert str(refused.value) == message
 
 
-def test_a_renamed_keyword_counts_beside_the_default_of_its_name_here():
+def test_renamed_keyword_overrides_default_of_our_name():
     """`LLM` and `EngineArgs` name every setting with its default: the keyword was refused as a second value of it."""
     for given in ({}, {"expert_placement": "linear"}, vars(EngineArgs(FOLDER))):
         arguments = {**given, "model": FOLDER, "enable_expert_parallel": True}
@@ -229,7 +230,7 @@ def test_a_renamed_keyword_counts_beside_the_default_of_its_name_here():
         config(expert_placement="round_robin", expert_placement_strategy="linear", enable_expert_parallel=True)
 
 
-def test_values_that_no_setting_has_are_the_command_lines_sentence():
+def test_invalid_keyword_value_has_the_command_line_message():
     for given, words in (
         ({"distributed_executor_backend": "ray"}, "executor.backend=ray is not one of auto"),
         ({"dtype": torch.int8}, "model.dtype=int8 is not one of auto"),
@@ -241,7 +242,7 @@ def test_values_that_no_setting_has_are_the_command_lines_sentence():
             config(**given)
 
 
-def test_what_is_without_effect_is_said_once_and_at_debug_level(caplog: pytest.LogCaptureFixture):
+def test_keyword_without_effect_is_logged_once_at_debug(caplog: pytest.LogCaptureFixture):
     keywords._said.clear()
     with caplog.at_level(logging.DEBUG, logger="spmd_worker.compat.keywords"):
         for _ in range(3):
@@ -253,7 +254,7 @@ def test_what_is_without_effect_is_said_once_and_at_debug_level(caplog: pytest.L
 
 
 @pytest.mark.finding(number="D4")
-def test_trust_remote_code_is_taken_and_code_never_runs(tmp_path: Path):
+def test_trust_remote_code_is_accepted_without_running_code(tmp_path: Path):
     """It was an error for every model."""
     folder = checkpoint_folder("llama3")
     with LLM(folder, trust_remote_code=True, num_blocks=64) as llm:
@@ -269,7 +270,7 @@ def test_trust_remote_code_is_taken_and_code_never_runs(tmp_path: Path):
             LLM(tmp_path, trust_remote_code=trusts)
 
 
-def test_engine_args_are_fields_that_can_be_listed_set_and_taken_apart():
+def test_engine_args_are_a_dataclass():
     made = EngineArgs(FOLDER, max_num_seqs=4, dtype="half")
     made.seed = 7
     assert [spec.name for spec in fields(made)] == ["model", *KEYWORDS]
@@ -279,7 +280,7 @@ def test_engine_args_are_fields_that_can_be_listed_set_and_taken_apart():
     assert EngineArgs(FOLDER) != made
 
 
-def test_a_trainers_and_a_scripts_arguments_make_an_engine():
+def test_trainer_and_script_arguments_make_an_engine():
     folder = checkpoint_folder("llama3")
     trainer = {**TRAINER, "distributed_executor_backend": None, "dtype": torch.float32, "hf_overrides": {}}
     with LLM(model=str(folder), tokenizer=str(folder), enforce_eager=True, num_blocks=64, **trainer) as llm:
@@ -290,7 +291,7 @@ def test_a_trainers_and_a_scripts_arguments_make_an_engine():
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
-def test_a_scripts_parser_has_an_option_for_every_argument():
+def test_cli_parser_has_an_option_for_every_argument():
     parser = EngineArgs.add_cli_args(ArgumentParser())
     parser.add_argument("--prompts", type=int, default=4)
     assert EngineArgs.from_cli_args(parser.parse_args(["--model", FOLDER])) == EngineArgs(FOLDER)

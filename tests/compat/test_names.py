@@ -55,13 +55,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("name", VLLM_NAMES)
-def test_name_of_vllm_is_here(name: str):
+def test_vllm_name_exists(name: str):
     assert getattr(spmd_worker, name) is not None
     assert name.startswith("__") or name in spmd_worker.__all__
 
 
 @pytest.mark.parametrize("name", VLLM_ABSENT)
-def test_name_of_vllm_that_is_not_says_what_to_do(name: str):
+def test_missing_vllm_name_error_suggests_an_alternative(name: str):
     with pytest.raises(AttributeError, match=rf"^module 'spmd_worker' has no attribute '{name}': .{{20}}"):
         getattr(spmd_worker, name)
 
@@ -140,7 +140,7 @@ def test_unknown_keyword_names_the_nearest(llm: LLM, call: Any, owner: str, keyw
     assert str(refused.value) == f"{owner} has no keyword {keyword}{end}"
 
 
-def test_error_of_a_call_itself_stays_what_it_is(llm: LLM):
+def test_type_errors_within_a_call_are_unchanged(llm: LLM):
     """Negative control."""
     with pytest.raises(TypeError, match=r"^prompts is a int: give a prompt or a list of prompts$"):
         llm.generate(3, use_tqdm=False)  # type: ignore[arg-type]  # a number
@@ -148,7 +148,7 @@ def test_error_of_a_call_itself_stays_what_it_is(llm: LLM):
         llm.generate()  # type: ignore[call-arg]  # nothing
 
 
-def test_sampling_params_take_values_by_place():
+def test_sampling_params_accept_positional_values():
     values = (2, 0.1, 0.2, 1.3, 0.8, 0.95, 40, 0.05, 7, ["x"], [3], False, 9, 1, 2, 1)
     named = dict(zip(VLLM_ORDER, values, strict=True))
     assert SamplingParams(*values) == SamplingParams(**named) == SamplingParams.from_optional(*values)
@@ -161,7 +161,7 @@ def test_sampling_params_take_values_by_place():
     assert StructuredOutputsParams(None, "a+").regex == "a+"
 
 
-def test_prompts_have_vllms_names(llm: LLM):
+def test_prompts_have_the_names_of_vllm(llm: LLM):
     ids = llm.get_tokenizer().encode("hello world")
     given = [
         TextPrompt(prompt="hello world"),
@@ -177,14 +177,14 @@ def test_prompts_have_vllms_names(llm: LLM):
             llm.generate({"prompt": "hello", key: value}, use_tqdm=False)
 
 
-def test_chat_takes_vllms_arguments_by_place(llm: LLM):
+def test_chat_accepts_positional_arguments_of_vllm(llm: LLM):
     talk = [{"role": "user", "content": "hello"}]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     (output,) = llm.chat(talk, GREEDY, False, None, template, "string", False, False, None, None)
     assert output.prompt == "<user>hello"
 
 
-def test_model_config_has_what_scripts_read(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_model_config_has_attributes_read_by_scripts(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     config = llm.model_config
     theirs = AutoConfig.from_pretrained(config.model)
     assert config is llm.llm_engine.model_config
@@ -203,12 +203,12 @@ def test_model_config_has_what_scripts_read(llm: LLM, monkeypatch: pytest.Monkey
         _ = plain.nothing
 
 
-def test_profile_without_a_folder_says_so(llm: LLM):
+def test_profile_without_a_folder_is_rejected(llm: LLM):
     with pytest.raises(ValueError, match="start_profile needs the folder to write to"):
         llm.start_profile()
 
 
-def test_engine_of_engine_args_is_the_same_class():
+def test_engine_from_engine_args_has_the_same_class():
     folder = Path(checkpoint_folder("llama3"))
     with LLM(folder, num_blocks=64) as made:
         assert type(made.llm_engine) is spmd_worker.LLMEngine is LLMEngine

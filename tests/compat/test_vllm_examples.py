@@ -104,12 +104,12 @@ def rlhf_colocate() -> list[str]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("example", [chat, prefix_caching, rlhf_colocate])
-def test_an_example_runs(example: Any):
+def test_vllm_example_runs(example: Any):
     assert all(example())
 
 
 @pytest.mark.matrix
-def test_an_example_that_draws_runs_again_the_same():
+def test_sampling_example_is_reproducible():
     assert basic() == basic()
 
 
@@ -139,7 +139,7 @@ TORCHRUN = f"""
 
 
 @pytest.mark.matrix
-def test_the_example_for_torchrun_runs_on_two_ranks(tmp_path: Path):
+def test_torchrun_example_runs_on_two_ranks(tmp_path: Path):
     done = ranks.run_ranks(TORCHRUN, 2, 240.0, [])
     assert done.returncode == 0, done.output
     assert done.stdout.count("Generated text: ") == 8
