@@ -182,7 +182,7 @@ def test_many_answers_are_valid_where_readers_differ(name: str) -> None:
     assert wrong(schema, instances, 400) == []
 
 
-def test_answers_are_invalid_where_schemas_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_check_detects_unchanged_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, of each kind of change."""
     compiler.cache_clear()
     monkeypatch.setattr(forms, "exact_schema", lambda schema: schema)
@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_schemas_that_cannot_be_exact_are_refused_in_words(name: str) -> None:
+def test_inexact_schema_is_rejected_with_reason(name: str) -> None:
     schema, words = REFUSED[name]
     with pytest.raises(GrammarError, match=words) as refused:
         compiler().check(form_of(schema))
@@ -231,7 +231,7 @@ def test_schemas_that_cannot_be_exact_are_refused_in_words(name: str) -> None:
 
 @pytest.mark.finding(number="D17")
 @pytest.mark.parametrize("grammar", ['start: start "a"', "start: a\na: b\nb: a"])
-def test_endless_grammars_are_refused_in_words(grammar: str) -> None:
+def test_endless_grammar_is_rejected_with_reason(grammar: str) -> None:
     with pytest.raises(GrammarError, match="refers back to itself without end") as refused:
         compiler().check(StructuredOutputsParams(grammar=grammar))
     assert "NoExtension" not in str(refused.value)
@@ -243,13 +243,13 @@ def test_endless_grammars_are_refused_in_words(grammar: str) -> None:
     "grammar",
     ['start: %json {"const": 1234567890123456789}', '{"grammars": [{"json_schema": {"const": 1234567890123456789}}]}'],
 )
-def test_schemas_inside_grammars_are_refused_too(grammar: str) -> None:
+def test_inexact_schema_inside_grammar_is_rejected(grammar: str) -> None:
     with pytest.raises(GrammarError, match="is not exact"):
         compiler().check(StructuredOutputsParams(grammar=grammar))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_parameters_of_tools_are_refused_too(choice: str) -> None:
+def test_inexact_tool_parameters_are_rejected_when_call_required(choice: str) -> None:
     parameters = {"type": "object", "properties": {"a": {"const": N}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice, "max_tokens": 4}
@@ -267,7 +267,7 @@ def test_parameters_of_tools_are_refused_too(choice: str) -> None:
         assert isinstance(resolved, EncodedRow)
 
 
-def test_schemas_that_are_nested_too_deeply_are_refused() -> None:
+def test_too_deeply_nested_schema_is_rejected() -> None:
     deep: dict[str, Any] = {"type": "null"}
     for _ in range(900):
         deep = {"items": deep}
@@ -275,7 +275,7 @@ def test_schemas_that_are_nested_too_deeply_are_refused() -> None:
         compiler().check(StructuredOutputsParams(grammar=f"start: %json {json.dumps(deep)}"))
 
 
-def test_half_a_surrogate_pair_is_refused_in_words() -> None:
+def test_lone_surrogate_in_schema_is_rejected() -> None:
     with pytest.raises(ValueError, match="json holds half of a surrogate pair"):
         StructuredOutputsParams(json='{"const": "\\ud83d"}')
 

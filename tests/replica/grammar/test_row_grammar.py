@@ -28,7 +28,7 @@ def allowed(state: RowGrammar) -> list[int]:
 
 
 @pytest.mark.parametrize("are_copies", [False, True])
-def test_what_a_row_makes_the_lexer_work_out_is_charged_to_no_other(
+def test_lexer_states_of_rows_are_counted_separately(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, are_copies: bool
 ):
     """Negative control: copies of the engine's have one lexer, and all rows' states are too many for it."""
@@ -49,7 +49,7 @@ def test_what_a_row_makes_the_lexer_work_out_is_charged_to_no_other(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_state_that_takes_all_tokens_at_once_is_the_one_that_took_each(tokenizer: Tokenizer, name: str):
+def test_grammar_state_of_bulk_tokens_equals_single_tokens(tokenizer: Tokenizer, name: str):
     grammars, form = compiler_of(tokenizer), StructuredOutputsParams(**FORMS[name][0])
     generator = np.random.default_rng(3)
     state, taken = grammars.start(form), []
@@ -69,7 +69,7 @@ def test_a_state_that_takes_all_tokens_at_once_is_the_one_that_took_each(tokeniz
     assert num_forced or name in ("choice", "regex", "unicode")
 
 
-def test_what_is_forced_are_tokens_that_the_tokenizer_gives_whatever_follows(tokenizer: Tokenizer):
+def test_forced_tokens_match_tokenizer_for_any_continuation(tokenizer: Tokenizer):
     grammars = compiler_of(tokenizer)
     for text, behind in (
         ("hello worlds: text", ("x", " hello", "t", "s")),
@@ -83,9 +83,7 @@ def test_what_is_forced_are_tokens_that_the_tokenizer_gives_whatever_follows(tok
             assert tokenizer.encode(text + each)[: len(forced)] == forced
 
 
-def test_a_text_that_is_too_long_leaves_the_row_as_if_nothing_had_been_looked_at(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_long_forced_text_leaves_row_unchanged(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     grammars = compiler_of(tokenizer)
     for pattern in ("a{1000000}(b|c)", "[bc]a{1000000}(b|c)"):
         state = grammars.start(StructuredOutputsParams(regex=pattern))
@@ -97,7 +95,7 @@ def test_a_text_that_is_too_long_leaves_the_row_as_if_nothing_had_been_looked_at
         assert (state.can_force, state.problem, state.forced(9)) == (False, "", ())
 
 
-def test_what_stands_around_a_form_is_part_of_the_answer(tokenizer: Tokenizer):
+def test_text_around_grammar_is_part_of_answer(tokenizer: Tokenizer):
     grammars = compiler_of(tokenizer)
     form = StructuredOutputsParams(choice=["yes", "no"], around='start: "<" @form ">"')
     for text, is_right in (("<yes>", True), ("<no>", True), ("yes", False), ("<maybe>", False)):
@@ -112,7 +110,7 @@ REPEATED = StructuredOutputsParams(grammar=f'start: "x" LIT{{2000}} ("y"|"z")\nL
 
 
 @pytest.mark.parametrize("is_bounded", [True, False])
-def test_a_long_text_that_is_repeated_is_not_worked_through_to_its_end(
+def test_forcing_of_long_repeated_text_is_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
 ):
     """Negative control: with the limit of masks the engine makes all of it, 1.8 MB."""
@@ -128,7 +126,7 @@ def test_a_long_text_that_is_repeated_is_not_worked_through_to_its_end(
     assert set(tokenizer.encode("d")) <= {*allowed(state)}
 
 
-def test_a_mask_of_more_than_forcing_may_cost_is_made_without(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_mask_beyond_forcing_cost_is_made_unforced(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     """At the form's beginning and on the way: as if nothing had ever been forced."""
     for form, texts in (
         (StructuredOutputsParams(grammar='start: (A|B)*\nA: "a"\nB: /[ab ]/'), ("", "ab")),
@@ -146,7 +144,7 @@ def test_a_mask_of_more_than_forcing_may_cost_is_made_without(tokenizer: Tokeniz
         assert expected.can_force
 
 
-def test_what_checking_has_compiled_is_counted_once_a_form(tokenizer: Tokenizer):
+def test_checked_bytes_count_each_grammar_once(tokenizer: Tokenizer):
     grammars = compiler_of(tokenizer)
     for pattern in ("abc", "a" * 1500, "abc"):
         grammars.check(StructuredOutputsParams(regex=pattern))

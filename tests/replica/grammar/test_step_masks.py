@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
 
 
-def test_samples_that_are_about_to_fork_have_one_state_and_each_its_own_after(tokenizer: Tokenizer):
+def test_samples_share_grammar_state_until_fork(tokenizer: Tokenizer):
     forked, alone = CountingMasks(tokenizer), CountingMasks(tokenizer)
     first, num_compiled = forked.step([(0, sample, []) for sample in range(3)])
     # Negative control: requests that are no samples of one.
@@ -79,7 +79,7 @@ class ForcingAtFirst(GrammarCompiler):
 
 
 @pytest.mark.parametrize(("kind", "fails"), [(GrammarCompiler, False), (ForcingAtFirst, True)])
-def test_what_bounds_forcing_does_not_bound_the_masks_of_a_row_that_may_not_force(
+def test_forcing_limits_spare_masks_of_unforced_rows(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: type[GrammarCompiler], fails: bool
 ):
     """A row with `bad_words` failed at the 2,000 items of a row that forces. Negative control: as it was made then."""

@@ -6,7 +6,7 @@ from spmd_worker.base.errors import RanksDisagreeError
 from spmd_worker.replica.lockstep.agreement import canonical, check_equal, first_difference
 
 
-def test_equal_values_have_equal_bytes_whatever_the_order_of_their_keys():
+def test_equal_values_encode_equally_for_any_key_order():
     assert canonical({"b": [1, 2.5], "a": None}) == canonical({"a": None, "b": [1, 2.5]}) == b'{"a":null,"b":[1,2.5]}'
 
 
@@ -16,7 +16,7 @@ def test_numbers_of_different_types_are_different_values():
     assert canonical(1) != canonical(True)
 
 
-def test_text_of_any_language_is_ascii_on_the_wire():
+def test_text_in_any_language_is_encoded_as_ascii():
     assert canonical("größer\ud800") == b'"gr\\u00f6\\u00dfer\\ud800"'
 
 
@@ -25,7 +25,7 @@ def test_ranks_with_equal_values_pass():
     check_equal("settings", [canonical({"seed": 1})])
 
 
-def test_the_first_rank_that_differs_is_named_with_key_and_both_values():
+def test_first_differing_rank_is_named_with_both_values():
     payloads = [canonical({"config": {"seed": seed, "n": 2}}) for seed in (0, 0, 7, 9)]
     with pytest.raises(RanksDisagreeError) as caught:
         check_equal("settings", payloads)
@@ -53,7 +53,7 @@ def test_the_first_rank_that_differs_is_named_with_key_and_both_values():
         ([1, 2], [1], "value has 2 entries on rank 0, 1 on rank 3"),
     ],
 )
-def test_the_first_place_where_values_differ_is_named(first, other, said):
+def test_first_difference_of_values_is_named(first, other, said):
     assert first_difference(first, other, 3) == said
 
 
@@ -66,7 +66,7 @@ def test_long_values_are_cut_short():
 @pytest.mark.parametrize(
     ("first", "other"), [({"a": None}, {}), ({"a": 1}, {"a": True}), ({"a": [0.0]}, {"a": [-0.0]})]
 )
-def test_every_difference_of_bytes_is_found_by_name(first, other):
+def test_every_difference_of_bytes_is_named(first, other):
     """Python's own equality does not tell these apart, and then the message would name nothing."""
     with pytest.raises(RanksDisagreeError, match="different settings: a"):
         check_equal("settings", [canonical(first), canonical(other)])

@@ -122,13 +122,13 @@ def message_with(sampling: SamplingParams) -> StepMessage:
 @given(messages)
 @example(FULL_MESSAGE)
 @settings(max_examples=100)
-def test_any_message_alone_comes_back_equal(message):
+def test_single_message_round_trips(message):
     assert decode_message(encode_message(message)) == message
 
 
 @given(st.lists(messages, min_size=2, max_size=4), st.booleans())
 @settings(max_examples=30)
-def test_any_messages_in_a_row_come_back_equal(found, are_consecutive):
+def test_consecutive_messages_round_trip(found, are_consecutive):
     encoder, decoder = Encoder(), Decoder()
     for step, message in enumerate(found):
         if are_consecutive:
@@ -139,7 +139,7 @@ def test_any_messages_in_a_row_come_back_equal(found, are_consecutive):
 @pytest.mark.parametrize("regularity", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("nums_of_ids", [(1,), (0, 1, 1, 1, 3)])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_run_comes_back_step_by_step_equal(seed, regularity, nums_of_ids):
+def test_run_of_messages_round_trips_step_by_step(seed, regularity, nums_of_ids):
     run, encoder, decoder = RunModel(random.Random(seed), regularity, nums_of_ids), Encoder(), Decoder()
     for _ in range(40):
         message = run.next_message()
@@ -176,7 +176,7 @@ PLAN_BEFORE = StepPlan(
 MESSAGE_BEFORE = StepMessage(8, (), PLAN_BEFORE, (1, 2), b"")
 
 
-def test_every_field_of_every_record_is_among_the_changes():
+def test_every_record_field_is_among_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
     records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent, CommitWeights)
     records += (Request, SamplingParams, StepPlan, BlockOps)
@@ -186,7 +186,7 @@ def test_every_field_of_every_record_is_among_the_changes():
         assert not missing, (record, missing)
 
 
-def test_no_field_of_a_record_is_lost():
+def test_every_record_field_round_trips():
     """Every field of every record of the message is changed in turn, and the change must arrive."""
     for path, changed in CHANGES:
         encoded = encode_message(changed)
@@ -194,7 +194,7 @@ def test_no_field_of_a_record_is_lost():
         assert encoded != encode_message(FULL_MESSAGE), path
 
 
-def test_no_field_of_a_record_is_lost_in_a_message_that_goes_on():
+def test_every_record_field_round_trips_in_continuing_message():
     found = set()
     for path, changed in [("", FULL_MESSAGE), *CHANGES]:
         encoder, decoder = Encoder(), Decoder()
@@ -206,14 +206,14 @@ def test_no_field_of_a_record_is_lost_in_a_message_that_goes_on():
 
 
 @pytest.mark.parametrize("sampling", [{"best_of": 1}, {"n": 2, "best_of": 5}, {"best_of": 1024, "logprobs": 0}])
-def test_best_of_arrives_also_where_it_is_as_good_as_none(sampling):
+def test_best_of_round_trips_when_it_changes_nothing(sampling):
     params = SamplingParams(**sampling)
     decoded = decode_message(encode_message(message_with(params)))
     assert decoded.events[0].request.sampling == params
     assert decoded.events[0].request.sampling != dataclasses.replace(params, best_of=None)
 
 
-def test_best_of_below_n_is_refused():
+def test_best_of_below_n_is_rejected():
     good = encode_message(message_with(SamplingParams(n=3, best_of=5)))
     # Constant columns (16): n is 3, best_of is there (a flag of 1) and 5, zig-zag.
     bad = good.replace(bytes([16, 6, 16, 2, 16, 10]), bytes([16, 6, 16, 2, 16, 4]))
@@ -222,12 +222,12 @@ def test_best_of_below_n_is_refused():
         decode_message(refit(bad))
 
 
-def test_a_negative_zero_stays_negative():
+def test_negative_zero_stays_negative():
     decoded = decode_message(encode_message(message_with(SamplingParams(presence_penalty=-0.0))))
     assert str(decoded.events[0].request.sampling.presence_penalty) == "-0.0"
 
 
-def test_a_message_cut_anywhere_is_refused_even_with_a_checksum_that_fits():
+def test_truncated_message_is_rejected_despite_matching_checksum():
     data = encode_message(FULL_MESSAGE)
     for length in range(len(data)):
         with pytest.raises(MessageError):
@@ -237,7 +237,7 @@ def test_a_message_cut_anywhere_is_refused_even_with_a_checksum_that_fits():
 
 
 @pytest.mark.parametrize("regularity", [0.6, 1.0])
-def test_a_message_that_goes_on_cut_anywhere_is_refused(regularity):
+def test_truncated_continuing_message_is_rejected(regularity):
     run, encoder, decoder = RunModel(random.Random(2), regularity), Encoder(), Decoder()
     for _ in range(12):
         message = run.next_message()
@@ -248,7 +248,7 @@ def test_a_message_that_goes_on_cut_anywhere_is_refused(regularity):
         assert decoder.decode(data) == message
 
 
-def test_any_flipped_bit_is_refused():
+def test_flipped_bit_is_rejected():
     data = encode_message(FULL_MESSAGE)
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
@@ -258,19 +258,19 @@ def test_any_flipped_bit_is_refused():
     assert decode_message(data) == FULL_MESSAGE
 
 
-def test_bytes_left_over_are_refused():
+def test_trailing_bytes_are_rejected():
     data = encode_message(FULL_MESSAGE)
     with pytest.raises(MessageError, match="1 bytes left over"):
         decode_message(refit(data[:-4] + b"\0" + data[-4:]))
 
 
-def test_another_version_is_refused_by_name():
+def test_other_layout_version_is_rejected_by_name():
     data = encode_message(FULL_MESSAGE)
     with pytest.raises(MessageError, match=f"layout version {VERSION + 1}; this is version {VERSION}"):
         decode_message(refit(bytes([VERSION + 1]) + data[1:]))
 
 
-def test_unknown_flags_and_checksums_that_are_not_there_are_refused():
+def test_unknown_flags_and_missing_mask_checksums_are_rejected():
     data = encode_message(StepMessage(1, (), StepPlan(1), (), b""))
     for flags, words in ((4, "unknown flags 0x4"), (255, "unknown flags 0xff")):
         with pytest.raises(MessageError, match=words):
@@ -280,7 +280,7 @@ def test_unknown_flags_and_checksums_that_are_not_there_are_refused():
         decode_message(refit(data[:1] + b"\x02" + data[2:10] + b"\0" + data[10:]))
 
 
-def test_records_with_other_fields_are_refused():
+def test_records_with_other_fields_are_rejected():
     data = encode_message(FULL_MESSAGE)
     for place in range(3, 7):
         other = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
@@ -288,7 +288,7 @@ def test_records_with_other_fields_are_refused():
             decode_message(refit(other))
 
 
-def test_a_sampling_parameter_out_of_range_is_refused():
+def test_sampling_parameter_out_of_range_is_rejected():
     data = encode_message(message_with(SamplingParams(top_p=0.5)))
     bad = data.replace(struct.pack("<d", 0.5), struct.pack("<d", 7.0))
     assert bad != data
@@ -296,7 +296,7 @@ def test_a_sampling_parameter_out_of_range_is_refused():
         decode_message(refit(bad))
 
 
-def test_a_lone_surrogate_is_refused_on_the_way_out_and_on_the_way_in():
+def test_lone_surrogate_is_rejected_when_encoding_and_decoding():
     sampling = SamplingParams(stop=("abc",))
     # SamplingParams itself refuses it.
     object.__setattr__(sampling, "stop", ("\ud800",))
@@ -317,12 +317,12 @@ def test_a_lone_surrogate_is_refused_on_the_way_out_and_on_the_way_in():
         dataclasses.replace(FULL_MESSAGE, digest=bytes(65)),
     ],
 )
-def test_a_value_without_a_place_in_the_layout_is_refused_when_encoding(message):
+def test_value_outside_layout_is_rejected_when_encoding(message):
     with pytest.raises(MessageError):
         encode_message(message)
 
 
-def test_a_huge_count_allocates_nothing():
+def test_huge_count_allocates_nothing():
     head = encode_message(StepMessage(0, (), StepPlan(0), (), b""))[:8]
     for count in (b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff\xff\xff\xff\x7f"):
         with pytest.raises(MessageError, match="entries announced with"):
@@ -357,11 +357,11 @@ def test_claimed_samples_cost_nothing(num_samples):
     assert decode_message(encode_message(found[0])) == found[0]
 
 
-def test_claimed_samples_would_cost_much_if_they_were_believed():
+def test_claimed_samples_cost_memory_when_expanded():
     assert peak_bytes(lambda: sampled_by(rows_that_claim(200, 500, 1).plan)) > 10_000_000
 
 
-def test_a_fork_goes_on_from_the_ids_of_one_row():
+def test_fork_continues_from_ids_of_one_row():
     """Three ids of one row: the parent goes on, its two forks are deltas, and then all three go on."""
     request = Request(3, (5,) * 6, SamplingParams(n=3), 0)
     prompt = StepPlan(1, (SequenceGroupMetadata(request, (SequenceData(0, (), (0, 1), 0, 6, 3),)),), num_tokens=6)
@@ -407,7 +407,7 @@ def coded_run(num_steps: int) -> list[bytes]:
     return [encoder.encode(run.next_message()) for _ in range(num_steps)]
 
 
-def test_a_dropped_message_is_noticed_at_the_next_one():
+def test_dropped_message_is_detected_at_next_one():
     coded = coded_run(4)
     decoder = Decoder()
     decoder.decode(coded[0])
@@ -415,7 +415,7 @@ def test_a_dropped_message_is_noticed_at_the_next_one():
         decoder.decode(coded[2])
 
 
-def test_a_repeated_message_is_noticed():
+def test_repeated_message_is_detected():
     coded = coded_run(2)
     decoder = Decoder()
     decoder.decode(coded[0])
@@ -424,7 +424,7 @@ def test_a_repeated_message_is_noticed():
         decoder.decode(coded[1])
 
 
-def test_a_message_of_another_run_is_noticed():
+def test_message_of_another_run_is_detected():
     other_run, other = RunModel(random.Random(6)), Encoder()
     coded = coded_run(1)
     others = [other.encode(other_run.next_message()) for _ in range(2)]
@@ -434,12 +434,12 @@ def test_a_message_of_another_run_is_noticed():
         decoder.decode(others[1])
 
 
-def test_a_message_that_goes_on_is_not_read_alone():
+def test_continuing_message_is_not_read_alone():
     with pytest.raises(MessageError, match="goes on from step 1, which was not read"):
         decode_message(coded_run(2)[1])
 
 
-def test_after_a_refused_message_the_right_one_is_still_read():
+def test_decoder_reads_right_message_after_rejected_one():
     coded = coded_run(3)
     run = RunModel(random.Random(5))
     decoder = Decoder()
@@ -451,7 +451,7 @@ def test_after_a_refused_message_the_right_one_is_still_read():
     assert decoder.decode(coded[2]) == run.next_message()
 
 
-def test_after_a_refused_value_the_encoder_goes_on_as_if_it_had_not_been_asked():
+def test_encoder_state_is_unchanged_after_rejected_value():
     run, same, encoder, decoder = RunModel(random.Random(5)), RunModel(random.Random(5)), Encoder(), Decoder()
     decoder.decode(encoder.encode(run.next_message()))
     message = run.next_message()
@@ -461,14 +461,14 @@ def test_after_a_refused_value_the_encoder_goes_on_as_if_it_had_not_been_asked()
     assert decoder.decode(encoder.encode(message)) == same.next_message()
 
 
-def test_after_a_gap_in_the_steps_a_message_stands_alone():
+def test_message_after_step_gap_is_self_contained():
     encoder = Encoder()
     encoder.encode(with_plan())
     later = dataclasses.replace(FULL_MESSAGE, step=20, plan=dataclasses.replace(FULL_PLAN, step=20))
     assert decode_message(encoder.encode(later)) == later
 
 
-def test_ids_given_to_several_sequences_cost_their_numbers_and_no_more():
+def test_id_counts_of_sequences_cost_only_their_bytes():
     """What was given to each goes on as it was given, also where one ended: no id and no key is written twice."""
     keys = tuple(SequenceKey(number, 0) for number in range(20))
     before = StepPlan(4, num_tokens=20, continuing=keys, continuing_token_ids=(7,) * 20)
@@ -491,7 +491,7 @@ def test_ids_given_to_several_sequences_cost_their_numbers_and_no_more():
 
 
 @pytest.mark.parametrize("num_ids", [b"\x02\x01\x00\x01\x01", b"\x01\x01\x00\x04", b"\x02\x01\x01\x00\x05"])
-def test_numbers_that_do_not_share_out_the_ids_are_refused(num_ids):
+def test_inconsistent_id_counts_are_rejected(num_ids):
     good = encode_message(StepMessage(1, (), StepPlan(1), (5, 6, 7), b"", (1, 2)))
     # A count and a dense column of numbers: (1, 1), (4,), (-1, 4) in place of (1, 2).
     bad = good.replace(b"\x02\x01\x00\x01\x02", num_ids, 1)

@@ -117,7 +117,8 @@ def num_leaves(value: object) -> int:
     return sum(map(num_leaves, value)) if isinstance(value, tuple) and value else 1
 
 
-def test_mutated_messages_raise_nothing_but_message_errors_and_broken_checksums_are_never_accepted():
+def test_mutated_messages_raise_only_message_errors():
+    """Mutated bytes raise nothing but MessageError, and no broken checksum is accepted."""
     num_broken, num_repaired = decode_mutations(20_000, seed=1)
     assert num_broken == 0
     # Negative control: the mutations reach deep enough that some of the repaired ones are messages, only other ones.
@@ -126,7 +127,7 @@ def test_mutated_messages_raise_nothing_but_message_errors_and_broken_checksums_
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(10))
-def test_a_million_mutated_messages(part: int):
+def test_million_mutated_messages_raise_only_message_errors(part: int):
     num_broken, num_repaired = decode_mutations(100_000, 10 * SEED + part)
     print(
         f"\nMESSAGES of seed {SEED}, part {part}: 100,000, {num_broken} broken and {num_repaired} repaired taken",
@@ -135,7 +136,7 @@ def test_a_million_mutated_messages(part: int):
     assert num_broken == 0
 
 
-def test_what_is_accepted_after_a_repair_can_be_coded_again():
+def test_accepted_repaired_message_can_be_encoded_again():
     """A hostile message that is accepted is a value like any other: nothing in it breaks what handles it next."""
     chance, num_accepted = random.Random(3), 0
     for decoder, data in sources(3):

@@ -69,7 +69,8 @@ def run_sizes(num_sequences: int, max_token_id: int, num_steps: int = 32) -> lis
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 256, 1024])
 @pytest.mark.parametrize("max_token_id", [50_000, 152_000, 2**31])
-def test_a_steady_step_costs_at_most_6_bytes_a_sequence_and_64(num_sequences, max_token_id):
+def test_decoding_step_stays_within_byte_budget(num_sequences, max_token_id):
+    """Budget: 6 bytes a sequence and 64."""
     sizes = run_sizes(num_sequences, max_token_id)
     with_blocks = {step for step in range(32) if (100 + step) % BLOCK_SIZE == 0}
     for step, size in enumerate(sizes):
@@ -82,7 +83,7 @@ def test_a_steady_step_costs_at_most_6_bytes_a_sequence_and_64(num_sequences, ma
     assert sum(sizes) <= 32 * (6 * num_sequences + 64)
 
 
-def test_who_ends_costs_a_place_and_two_numbers():
+def test_ended_sequence_costs_few_bytes():
     encoder = Encoder()
     encoder.encode(first_message(256, 100))
     whole = len(encoder.encode(decoding_message(2, 256, 100, 152_000)))
@@ -90,7 +91,7 @@ def test_who_ends_costs_a_place_and_two_numbers():
     assert ended <= whole + 40
 
 
-def test_without_the_message_before_a_step_costs_more():
+def test_step_costs_more_without_previous_message():
     """Negative control: it is the coding against what the last step sampled that meets the budget."""
     message = decoding_message(2, 256, 100, 152_000)
     assert len(encode_message(message)) > 6 * 256 + 64
@@ -102,7 +103,8 @@ def test_without_the_message_before_a_step_costs_more():
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 100, 10_000])
 @pytest.mark.parametrize("max_token_id", [256, 150_000, 2**24])
-def test_a_snapshot_costs_at_most_4_bytes_a_prompt_token_and_100(num_prompt_tokens, max_token_id):
+def test_snapshot_stays_within_byte_budget(num_prompt_tokens, max_token_id):
+    """Budget: 4 bytes a prompt token and 100."""
     chance = random.Random(1)
     prompt = tuple(chance.randrange(max_token_id) for _ in range(num_prompt_tokens))
     blocks = tuple(chance.randrange(2**20) for _ in range(-(-num_prompt_tokens // BLOCK_SIZE)))
@@ -124,5 +126,5 @@ def test_default_sampling_parameters_cost_less_than_others():
     assert 0 < size(SamplingParams(seed=0, ignore_eos=True)) - default <= 8
 
 
-def test_a_step_without_work_is_short():
+def test_step_without_work_is_short():
     assert len(encode_message(StepMessage(1, (), StepPlan(1), (), DIGEST))) <= 64

@@ -61,7 +61,7 @@ def check_messages_cross(channels) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_is_connected_to_rank_0_over_tcp(size: int):
+def test_every_rank_connects_to_rank_0_over_tcp(size: int):
     channels = open_all(size)
     assert [type(channel) for channel in channels] == [TcpLeader] + [TcpFollower] * (size - 1)
     assert [channel.rank for channel in channels] == list(range(size))
@@ -70,7 +70,8 @@ def test_every_rank_is_connected_to_rank_0_over_tcp(size: int):
 
 
 @pytest.mark.parametrize("master", [None, "127.0.0.1"])
-def test_rank_0_listens_on_loopback_alone_on_one_node_and_stops_when_everybody_has_come(monkeypatch, master):
+def test_rank_0_listens_on_loopback_until_all_connect(monkeypatch, master):
+    """Rank 0 of a single node listens on loopback alone, and no longer than until every rank has connected."""
     bound: list[Address] = []
     right = socket.create_server
 
@@ -86,7 +87,7 @@ def test_rank_0_listens_on_loopback_alone_on_one_node_and_stops_when_everybody_h
         socket.create_connection(bound[0], timeout=1)
 
 
-def test_across_nodes_rank_0_listens_on_the_interface_towards_the_launcher_never_on_all():
+def test_rank_0_listens_on_one_interface_across_nodes():
     """No packet is sent: 192.0.2.1 is an address for documentation, which nobody has."""
     try:
         address = connect.own_address("192.0.2.1")
@@ -125,7 +126,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("report", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_turned_away_and_the_ranks_connect(report, monkeypatch):
+def test_stranger_is_rejected_and_ranks_connect(report, monkeypatch):
     # Nobody waits for a stranger that has said something: with this the ranks would not connect in time.
     monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)
     come, sockets = stranger(report)
@@ -135,7 +136,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect(report, monkeypatch):
     sockets[0].close()
 
 
-def test_a_stranger_that_says_nothing_delays_the_start_by_a_moment_only(monkeypatch):
+def test_silent_stranger_delays_start_only_briefly(monkeypatch):
     monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 0.3)
     come, sockets = stranger(lambda connection: None)
     channels = open_all(2, come)
@@ -145,7 +146,7 @@ def test_a_stranger_that_says_nothing_delays_the_start_by_a_moment_only(monkeypa
 
 
 @pytest.mark.parametrize("rank", [0, 3, 2**63])
-def test_a_rank_that_does_not_exist_is_turned_away_even_with_the_token(rank: int):
+def test_unknown_rank_is_rejected_despite_right_token(rank: int):
     sockets: list[socket.socket] = []
 
     def come(payload: bytes) -> None:
@@ -159,7 +160,7 @@ def test_a_rank_that_does_not_exist_is_turned_away_even_with_the_token(rank: int
     sockets[0].close()
 
 
-def test_with_the_token_one_is_let_in_and_with_another_not():
+def test_peer_is_accepted_only_with_right_token():
     """Negative control: the token is what keeps strangers out."""
     token = bytes(range(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -179,7 +180,8 @@ def refuse(*arguments, **options) -> None:
 
 
 @pytest.mark.parametrize("place", ["create_connection", "create_server"])
-def test_where_ranks_cannot_connect_everybody_goes_over_gloo_and_rank_0_says_so(monkeypatch, caplog, place: str):
+def test_ranks_use_gloo_when_tcp_fails(monkeypatch, caplog, place: str):
+    """Rank 0 logs it once."""
     monkeypatch.setattr(socket, place, refuse)
     monkeypatch.setattr(connect, "_CONNECT_S", 0.3)
     with caplog.at_level(logging.WARNING):
@@ -190,7 +192,7 @@ def test_where_ranks_cannot_connect_everybody_goes_over_gloo_and_rank_0_says_so(
     check_messages_cross(channels)
 
 
-def test_when_one_rank_of_three_cannot_connect_the_connections_of_the_others_are_closed(monkeypatch, caplog):
+def test_connections_are_closed_when_one_rank_cannot_connect(monkeypatch, caplog):
     right = socket.create_connection
 
     def refuse_the_second(*arguments, **options) -> socket.socket:

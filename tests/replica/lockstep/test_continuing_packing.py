@@ -64,12 +64,12 @@ def read(data, last=LAST, sampled=SAMPLED):
         (LAST, (), (), b"\x01\x00\x00\x00\x00"),
     ],
 )
-def test_exact_bytes_of_what_goes_on(continuing, token_ids, blocks, data):
+def test_continuing_sequences_have_exact_bytes(continuing, token_ids, blocks, data):
     assert written(LAST, SAMPLED, continuing, token_ids, blocks) == data
     assert read(data) == (continuing, token_ids, blocks)
 
 
-def test_nothing_before_and_nothing_now_costs_three_bytes():
+def test_step_after_nothing_costs_three_bytes_when_empty():
     assert written((), (), (), ()) == b"\x03\x00\x00"
     # Ids without anybody they belong to (the step before was not read) are nobody's.
     assert written((), SAMPLED, (), ()) == b"\x03\x00\x00"
@@ -78,7 +78,7 @@ def test_nothing_before_and_nothing_now_costs_three_bytes():
 
 @given(st.data())
 @settings(max_examples=200)
-def test_everything_comes_back(data):
+def test_any_continuation_round_trips(data):
     """Selections, dropped places, other ids, other orders and strangers, in any mixture."""
     last = data.draw(st.lists(keys, max_size=8).map(tuple))
     sampled = data.draw(st.lists(words, min_size=len(last), max_size=len(last)).map(tuple))
@@ -112,7 +112,7 @@ def test_everything_comes_back(data):
         ((B,), (21, 22), (2,), b"\x01\x03\x01\x00\x00\x02\x03\x02\x01\x00\x15\x16\x01\x01\x00\x02\x00"),
     ],
 )
-def test_sequences_that_were_given_none_or_several_go_on_with_these(continuing, token_ids, num_ids, data):
+def test_sequences_given_no_or_several_ids_continue(continuing, token_ids, num_ids, data):
     sampled, num_sampled_ids = (21, 22, 23, 13, 14), (0, 3, 1, 1)
     assert written(LAST, sampled, continuing, token_ids, (), num_ids, num_sampled_ids) == data
     assert read_all(data, LAST, sampled, num_sampled_ids) == (continuing, token_ids, num_ids, ())
@@ -134,11 +134,11 @@ def test_sequences_that_were_given_none_or_several_go_on_with_these(continuing, 
         (b"\x01\x00\xff\xff\xff\x7f\x00", "entries announced"),
     ],
 )
-def test_bytes_without_meaning_are_refused(data, problem):
+def test_invalid_bytes_are_rejected(data, problem):
     with pytest.raises(MessageError, match=problem):
         read(data)
 
 
-def test_places_of_nothing_are_refused():
+def test_dropped_indices_of_nothing_are_rejected():
     with pytest.raises(MessageError, match=r"dropped places \[0\] of 0"):
         read(b"\x03\x01\x01\x00\x00\x00", (), ())

@@ -163,7 +163,7 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
         ),
     ],
 )
-def test_the_first_difference_is_named(theirs, words):
+def test_first_difference_is_named(theirs, words):
     assert difference(MESSAGE, theirs) == words
 
 
@@ -180,12 +180,12 @@ def test_the_first_difference_is_named(theirs, words):
         ),
     ],
 )
-def test_events_of_the_cache_are_told_apart(mine: Event, theirs: Event, words: str):
+def test_cache_events_are_distinguished(mine: Event, theirs: Event, words: str):
     one, two = (dataclasses.replace(MESSAGE, events=(each,)) for each in (mine, theirs))
     assert difference(one, two) == words
 
 
-def test_a_group_of_several_sequences_names_the_sequence():
+def test_difference_in_group_names_the_sequence():
     two = SequenceGroupMetadataDelta(
         3, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1), SequenceDataDelta(1, (5,), 1, (), 2, 1, 1))
     )
@@ -196,12 +196,12 @@ def test_a_group_of_several_sequences_names_the_sequence():
     assert words == "groups[0].sequences[1].appended_token_ids[0]: 5 on rank 0, 6 on rank 3"
 
 
-def test_a_sampled_id_is_named_before_what_follows_from_it():
+def test_sampled_id_is_named_before_its_consequences():
     theirs = dataclasses.replace(with_plan(num_tokens=3), sampled_token_ids=(11, 5, 31, 32))
     assert difference(MESSAGE, theirs).startswith("sampled_token_ids[1]")
 
 
-def test_a_sequence_that_one_rank_does_not_continue_is_named_before_the_count_that_follows_from_it():
+def test_missing_continuing_sequence_is_named_before_its_count():
     theirs = with_plan(continuing=PLAN.continuing[::2], continuing_token_ids=(11, 31), num_tokens=14)
     words = "continuing[1].request_id: 2 on rank 0, 5 on rank 1 (continuing: 3 entries on rank 0, 2 on rank 1)"
     assert difference(MESSAGE, theirs) == words
@@ -209,7 +209,7 @@ def test_a_sequence_that_one_rank_does_not_continue_is_named_before_the_count_th
     assert difference(MESSAGE, fewer) == "continuing: 3 entries on rank 0, 2 on rank 1"
 
 
-def test_a_long_value_is_cut_short():
+def test_long_value_is_cut_short():
     words = difference(with_request(sampling=SamplingParams(stop=("a" * 5000,))), MESSAGE)
     assert words.startswith("events[0].request.sampling.stop: 1 entries on rank 0, 0 on rank 1")
     other = with_request(sampling=SamplingParams(stop=("b" * 5000,)))
@@ -224,7 +224,7 @@ def test_equal_records_have_no_difference(message):
 
 @given(messages, messages)
 @settings(max_examples=60)
-def test_unequal_records_have_a_difference_seen_from_both_sides(one, two):
+def test_difference_of_unequal_records_is_symmetric(one, two):
     is_equal = record_of(one) == record_of(two)
     forth, back = difference(one, two), first_difference(record_of(two), record_of(one), 1, 0)
     assert (forth is None) == (back is None)

@@ -38,7 +38,7 @@ def digest_of(*found) -> bytes:
 
 @given(messages)
 @settings(max_examples=60)
-def test_what_was_sent_and_decoded_has_the_digest_of_the_original(message):
+def test_decoded_message_has_digest_of_original(message):
     assert digest_of(decode_message(encode_message(message))) == digest_of(message)
 
 
@@ -49,7 +49,7 @@ def test_different_steps_have_different_digests(pair):
     assert (digest_of(first) == digest_of(second)) == (first == second)
 
 
-def test_every_change_of_every_record_counts_and_no_two_count_alike():
+def test_every_record_change_has_its_own_digest():
     digests = [digest_of(changed) for _, changed in [("", FULL_MESSAGE), *CHANGES]]
     for number, (path, changed) in enumerate(CHANGES, start=1):
         for other in range(number):
@@ -91,7 +91,7 @@ def test_every_sampling_parameter_counts(changed):
     assert set(changed) <= set(SAMPLING_KEYS)
 
 
-def test_two_spellings_of_a_list_do_not_run_together():
+def test_list_entries_do_not_run_together():
     one = digest_of(message_with(SamplingParams(stop=("ab", "c"))))
     assert one != digest_of(message_with(SamplingParams(stop=("a", "bc"))))
     plan = dataclasses.replace(FULL_MESSAGE.plan, block_ops=BlockOps(swap_in=((1, 2),)))
@@ -101,7 +101,7 @@ def test_two_spellings_of_a_list_do_not_run_together():
     )
 
 
-def test_moves_and_events_of_different_kinds_do_not_run_together():
+def test_moves_and_events_have_separate_digests():
     """The same numbers under every name, and every event of the cache: no two digests are equal."""
     pair = ((1, 2),)
     moves = [
@@ -117,21 +117,21 @@ def test_moves_and_events_of_different_kinds_do_not_run_together():
     assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 136
 
 
-def test_a_difference_is_remembered_for_ever():
+def test_digest_keeps_an_early_difference_for_ever():
     changed = dataclasses.replace(FULL_MESSAGE, sampled_token_ids=(11, 21, 31, 33))
     rest = [FULL_MESSAGE] * 5
     assert digest_of(changed, *rest) != digest_of(FULL_MESSAGE, *rest)
     assert digest_of(FULL_MESSAGE, *rest) == digest_of(FULL_MESSAGE, *rest)
 
 
-def test_a_chain_begins_where_it_is_told():
+def test_chained_digest_begins_at_its_start_value():
     chain = ChainedDigest(start=bytes([1]) * NUM_DIGEST_BYTES)
     other = ChainedDigest()
     assert chain.update(record_of(FULL_MESSAGE)) != other.update(record_of(FULL_MESSAGE))
     assert len(chain.value) == NUM_DIGEST_BYTES == 16
 
 
-def test_the_digest_is_the_same_in_every_process():
+def test_digest_is_equal_in_every_process():
     """A literal, and another process with another hash seed."""
     code = "import test_digest as t; print(t.digest_of(t.FULL_MESSAGE).hex())"
     found = [

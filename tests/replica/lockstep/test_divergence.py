@@ -111,37 +111,39 @@ EACH_HARMLESS = [pytest.param(name, marks=_tier_of_control(name)) for name in HA
 
 
 @pytest.mark.parametrize("name", EACH_AT_START)
-def test_divergence_at_the_start_is_named_before_anything_is_computed(tmp_path, name):
+def test_divergence_at_start_is_named_before_any_computation(tmp_path, name):
     check_start(run(name, tmp_path), tmp_path, AT_START[name])
 
 
 @pytest.mark.guarantee("Ranks agree before each step; a difference is named, exit 70")
 @pytest.mark.parametrize("name", EACH_IN_A_STEP)
-def test_divergence_in_a_step_ends_every_rank_with_70_and_the_first_field_named(tmp_path, name):
+def test_divergence_in_step_ends_all_ranks_with_70(tmp_path, name):
+    """The first field that differs is named."""
     check_step(run(name, tmp_path), tmp_path, IN_A_STEP[name])
     check_records_show_what_was_named(tmp_path, 2)
 
 
 @pytest.mark.parametrize("name", IN_A_MESSAGE)
-def test_divergence_by_a_lost_or_damaged_message_ends_every_rank_with_70(tmp_path, name):
+def test_divergence_by_lost_message_ends_ranks_with_70(tmp_path, name):
+    """A damaged message ends them too."""
     check_step(run(name, tmp_path), tmp_path, IN_A_MESSAGE[name])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FOUND_BY_EACH_CHECK)
-def test_divergence_at_the_start_is_named_on_four_ranks(tmp_path, name):
+def test_divergence_at_start_is_named_on_four_ranks(tmp_path, name):
     check_start(run(name, tmp_path, num_ranks=4), tmp_path, AT_START[name])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_divergence_in_a_step_ends_four_ranks_with_70(tmp_path, name):
+def test_divergence_in_step_ends_four_ranks_with_70(tmp_path, name):
     check_step(run(name, tmp_path, num_ranks=4), tmp_path, IN_ANY_STEP[name])
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("number", range(NUM_MANY))
-def test_a_hundred_planted_divergences_are_named(tmp_path, number):
+def test_hundred_injected_divergences_are_named(tmp_path, number):
     """Each plant on two and on four ranks; those of a step three times, with other seeds, and so other answers."""
     name, num_ranks, seed = MANY[number]
     if name in AT_START:
@@ -153,7 +155,7 @@ def test_a_hundred_planted_divergences_are_named(tmp_path, number):
 
 
 @pytest.mark.matrix
-def test_a_mask_that_differs_is_named_though_every_rank_samples_the_same(tmp_path):
+def test_differing_mask_is_named_when_samples_agree(tmp_path):
     check_step(run("row_mask", tmp_path, asked=FORM), tmp_path, MASK)
     check_records_show_what_was_named(tmp_path, 2)
 
@@ -162,14 +164,14 @@ def test_a_mask_that_differs_is_named_though_every_rank_samples_the_same(tmp_pat
 
 
 @pytest.mark.stress
-def test_a_mask_that_differs_goes_unnoticed_where_steps_have_no_checksums_of_masks(tmp_path):
+def test_differing_mask_goes_unnoticed_without_mask_checksums(tmp_path):
     job = run("row_mask_without_checksums", tmp_path, asked=FORM)
     assert job.has_struck
     assert job.exit_codes == (0, 0), job.output
     assert not list(tmp_path.rglob("records.*"))
 
 
-def test_without_a_plant_ranks_with_different_hash_seeds_show_no_divergence(tmp_path):
+def test_different_hash_seeds_show_no_divergence(tmp_path):
     job = run("nothing", tmp_path)
     assert job.exit_codes == (0, 0), job.output
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_ROWS
@@ -185,18 +187,18 @@ def test_divergence_goes_unnoticed_without_digests(tmp_path, name):
 
 
 @pytest.mark.matrix
-def test_divergence_by_a_dropped_message_hangs_into_the_timeout_where_messages_are_not_numbered(tmp_path):
+def test_dropped_message_hangs_until_timeout_when_unnumbered(tmp_path):
     job = run("dropped_message_unnumbered", tmp_path, "executor.timeout_s=10")
     assert job.exit_codes == (1, 1), job.output
     assert "error: rank 0 is silent: no message in 10 s" in job.stderr[0]
 
 
-def test_divergence_by_a_repeated_message_is_left_to_the_codec_where_messages_are_not_numbered(tmp_path):
+def test_repeated_message_is_detected_by_codec_when_unnumbered(tmp_path):
     job = run("repeated_message_unnumbered", tmp_path)
     check_step(job, tmp_path, r"rank 1 cannot read rank 0's message: message of step 7 where 8 comes next")
 
 
-def test_divergence_by_a_flipped_bit_goes_unnoticed_without_the_checksum(tmp_path):
+def test_flipped_bit_goes_unnoticed_without_checksum(tmp_path):
     job = run("flipped_bit_unchecked", tmp_path)
     assert job.has_struck
     assert job.exit_codes == (0, 0), job.output
@@ -205,25 +207,25 @@ def test_divergence_by_a_flipped_bit_goes_unnoticed_without_the_checksum(tmp_pat
 # Other shapes of the same.
 
 
-def test_divergence_between_two_comparisons_is_found_by_the_next_one(tmp_path):
+def test_divergence_between_comparisons_is_found_by_next_one(tmp_path):
     job = run("sampled_id", tmp_path, "executor.digest_every=4")
     expected = r"step 8 did not run \(last agreed step 4\): rank 1 diverged from rank 0: this step is equal; an earlier"
     check_step(job, tmp_path, expected)
 
 
-def test_the_job_runs_over_gloo_where_a_rank_cannot_connect(tmp_path):
+def test_job_runs_over_gloo_when_rank_cannot_connect(tmp_path):
     job = run("refused_connection", tmp_path)
     assert job.exit_codes == (0, 0), job.output
     assert "step messages go over gloo, which is slower: rank 1 cannot reach 127.0.0.1:" in job.stderr[0]
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_ROWS
 
 
-def test_divergence_over_gloo_is_named_alike(tmp_path):
+def test_divergence_is_named_over_gloo(tmp_path):
     check_step(run("refused_connection_and_sampled_id", tmp_path), tmp_path, IN_A_STEP["sampled_id"])
     check_records_show_what_was_named(tmp_path, 2)
 
 
-def test_divergence_under_torchrun_lets_every_rank_exit_70_by_itself(tmp_path):
+def test_divergence_under_torchrun_lets_ranks_exit_70(tmp_path):
     """A rank that waits in a collective learns why only when its peer leaves, and is sent SIGTERM at that moment."""
     check_torchrun("dropped_message", tmp_path, 2)
 
@@ -236,12 +238,12 @@ def test_divergence_under_torchrun_lets_every_rank_exit_70_by_itself(tmp_path):
         *(pytest.param(name, marks=pytest.mark.stress) for name in ("seed", "prompt_seed", "dropped_message")),
     ],
 )
-def test_divergence_under_torchrun_lets_four_ranks_exit_70_by_themselves(tmp_path, name):
+def test_divergence_under_torchrun_lets_four_ranks_exit_70(tmp_path, name):
     check_torchrun(name, tmp_path, 4)
 
 
 @pytest.mark.matrix
-def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it_to():
+def test_rank_hanging_in_collective_ends_after_launchers_signal():
     """No handler of Python's runs while native code waits; without a reason to report it leaves with the signal's."""
     source = """
         import os, sys, time

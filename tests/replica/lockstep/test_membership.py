@@ -25,12 +25,13 @@ def said(secrets: list[bytes], change=lambda control: control) -> list[str | Non
         return list(pool.map(take_part, map(change, thread_controls(len(secrets))), secrets))
 
 
-def test_ranks_of_one_run_pass_and_one_alone_asks_nobody():
+def test_ranks_of_one_run_pass_membership_check():
+    """A rank alone asks no other."""
     assert said([ONE] * 4) == [None] * 4
     assert said([OTHER]) == [None]
 
 
-def test_ranks_of_one_run_have_one_name_for_it_and_the_next_run_has_another():
+def test_run_name_is_shared_by_its_ranks():
     def names(size: int) -> list[str]:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(check_members, thread_controls(size), [ONE] * size))
@@ -40,7 +41,7 @@ def test_ranks_of_one_run_have_one_name_for_it_and_the_next_run_has_another():
     assert len({each[0] for each in runs}) == 3
 
 
-def test_a_rank_of_another_run_is_named_by_all_others():
+def test_rank_of_another_run_is_named_by_others():
     first, second, stranger = said([ONE, ONE, OTHER])
     assert first == (
         "rank 2 does not belong to the run of rank 0: TORCHELASTIC_RUN_ID or SPMD_WORKER_SECRET is another there, so "
@@ -64,7 +65,7 @@ class Repeating:
         return self._control.gather(payload)
 
 
-def test_what_another_has_shown_serves_nobody():
+def test_replayed_membership_digest_is_rejected():
     """Neither a digest of an earlier start with the same secret, nor the one of another rank."""
     seen: list[bytes] = []
 
@@ -86,7 +87,8 @@ def test_what_another_has_shown_serves_nobody():
     assert honest is not None
 
 
-def test_the_users_own_secret_and_the_run_id_both_count_and_cannot_be_swapped():
+def test_run_secret_covers_user_secret_and_run_id():
+    """Secret and run id cannot be swapped."""
     given = [{}, {"TORCHELASTIC_RUN_ID": "a"}, {"SPMD_WORKER_SECRET": "a"}, {"SPMD_WORKER_SECRET": "\udcff"}]
     assert len({run_secret(each) for each in given}) == len(given)
     # Each node's agent counts restarts for itself.

@@ -30,7 +30,7 @@ def reader(data: bytes) -> ByteReader:
 
 @given(columns)
 @settings(max_examples=200)
-def test_a_column_comes_back(values):
+def test_column_round_trips(values):
     data = written(ByteWriter.column, values)
     found = reader(data)
     assert found.column(len(values)) == values
@@ -39,14 +39,14 @@ def test_a_column_comes_back(values):
 
 @given(columns)
 @settings(max_examples=100)
-def test_a_counted_column_comes_back_and_has_a_byte_for_each_value(values):
+def test_counted_column_has_a_byte_for_each_value(values):
     data = written(ByteWriter.counted, tuple(values))
     assert reader(data).counted() == tuple(values)
     assert len(data) >= len(values)
 
 
 @given(st.integers(-(2**64), 2**64 - 1))
-def test_a_signed_integer_comes_back(value):
+def test_signed_integer_round_trips(value):
     assert reader(written(ByteWriter.signed, value)).signed() == value
 
 
@@ -66,18 +66,18 @@ def test_a_signed_integer_comes_back(value):
         ([0, 2**32], 1 + 2 * 8),
     ],
 )
-def test_exact_sizes_of_columns(values, num_bytes):
+def test_columns_have_exact_sizes(values, num_bytes):
     assert len(written(ByteWriter.column, values)) == num_bytes
 
 
 @pytest.mark.parametrize("value", [-1, 2**65])
-def test_an_unsigned_integer_out_of_range_is_refused(value):
+def test_unsigned_integer_out_of_range_is_rejected(value):
     with pytest.raises(MessageError, match="does not fit an unsigned integer of 65 bits"):
         ByteWriter().unsigned(value)
 
 
 @pytest.mark.parametrize("values", [[2**63, 0], [-(2**63) - 1], [2**63] * 9, [*range(40), 2**63]])
-def test_a_column_value_of_more_than_64_bits_is_refused(values):
+def test_column_value_beyond_64_bits_is_rejected(values):
     with pytest.raises(MessageError, match="does not fit 64 bits"):
         ByteWriter().column(values)
 
@@ -96,6 +96,6 @@ def test_a_column_value_of_more_than_64_bits_is_refused(values):
         (b"\x01\x01" + b"\xff" * 9 + b"\x01\x00", ByteReader.counted, "least value"),
     ],
 )
-def test_bytes_without_meaning_are_refused(data, read, problem):
+def test_invalid_bytes_are_rejected(data, read, problem):
     with pytest.raises(MessageError, match=problem):
         read(reader(data))

@@ -81,7 +81,7 @@ def read(codec: Codec, data: bytes, num_values: int, is_dense: bool = False) -> 
 
 @given(st.lists(trees, max_size=4))
 @settings(max_examples=60)
-def test_records_come_back_bit_for_bit(values):
+def test_records_round_trip_bit_for_bit(values):
     codec = codec_of(Tree)
     data = written(codec, values)
     found = read(codec, data, len(values))
@@ -117,7 +117,7 @@ def test_different_records_have_different_bytes(pair):
     ],
     ids=str,
 )
-def test_a_list_has_a_byte_for_each_entry(hint, values):
+def test_list_has_a_byte_for_each_entry(hint, values):
     """So that whoever announces many entries has to send them."""
     data = written(codec_of(hint), values, is_dense=True)
     assert len(data) >= len(values)
@@ -143,7 +143,7 @@ def test_a_list_has_a_byte_for_each_entry(hint, values):
     ],
     ids=str,
 )
-def test_exact_sizes(hint, values, num_bytes):
+def test_records_have_exact_sizes(hint, values, num_bytes):
     assert len(written(codec_of(hint), values)) == num_bytes
 
 
@@ -165,33 +165,33 @@ def test_exact_sizes(hint, values, num_bytes):
     ],
     ids=str,
 )
-def test_bytes_without_meaning_are_refused(hint, data, num_values, problem):
+def test_invalid_bytes_are_rejected(hint, data, num_values, problem):
     with pytest.raises(MessageError, match=problem):
         read(codec_of(hint), data, num_values)
 
 
-def test_one_float_does_not_stand_for_a_list_of_them():
+def test_single_float_is_not_read_as_list():
     with pytest.raises(MessageError, match="mode 0"):
         read(codec_of(float), bytes(9), 2, is_dense=True)
 
 
 @pytest.mark.parametrize("hint", [complex, list[int], set[int], Any, int | str, tuple[int | Empty, ...]], ids=str)
-def test_a_type_without_bytes_is_refused_by_name(hint):
+def test_type_without_encoding_is_rejected_by_name(hint):
     with pytest.raises((TypeError, AssertionError)):
         codec_of(hint)
 
 
-def test_a_list_of_records_that_may_take_no_bytes_is_refused():
+def test_list_of_possibly_empty_records_is_rejected():
     with pytest.raises(AssertionError, match="any number of entries in no bytes"):
         codec_of(tuple[Empty, ...])
 
 
-def test_a_value_of_no_class_of_the_union_is_refused():
+def test_value_outside_union_is_rejected():
     with pytest.raises(MessageError, match="Tree has no number: it is none of Leaf, Empty"):
         written(codec_of(Leaf | Empty), [Tree(leaves=())])
 
 
-def test_a_field_that_stays_where_it_is_does_not_travel():
+def test_local_field_is_not_encoded():
     @dataclass(frozen=True)
     class Local:
         a: int
@@ -203,7 +203,7 @@ def test_a_field_that_stays_where_it_is_does_not_travel():
     assert codec.read(ByteReader(data, len(data)), 1) == [Local(3)]
 
 
-def test_the_layout_tells_fields_types_and_defaults_apart():
+def test_layout_distinguishes_fields_types_and_defaults():
     @dataclass(frozen=True)
     class One:
         a: int
@@ -267,7 +267,7 @@ def run_new_event(registration: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_new_event_needs_its_class_and_its_place_in_the_union():
+def test_new_event_needs_only_its_class_and_registration():
     """In a process of its own, which extends `Event` by one line before anything reads it."""
     process = run_new_event(REGISTRATION)
     assert process.stdout.splitlines() == [
@@ -276,7 +276,7 @@ def test_a_new_event_needs_its_class_and_its_place_in_the_union():
     ], process.stderr
 
 
-def test_an_event_that_is_not_in_the_union_is_refused():
+def test_event_outside_union_is_rejected():
     """Negative control."""
     process = run_new_event("")
     assert process.returncode != 0

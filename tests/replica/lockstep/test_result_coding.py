@@ -27,11 +27,11 @@ results = st.builds(
 
 
 @given(results)
-def test_a_result_comes_back_as_it_was(result: StepResult):
+def test_step_result_round_trips(result: StepResult):
     assert decode_result(encode_result(result)) == result
 
 
-def test_every_bit_of_a_log_probability_comes_back():
+def test_log_probability_round_trips_bit_for_bit():
     values = [-0.0, math.nextafter(-1.5, 0.0), -math.inf]
     result = StepResult(3, (7,), tuple({7: Logprob(value, 1)} for value in values))
     back = decode_result(encode_result(result))
@@ -44,7 +44,7 @@ def test_ids_alone_cost_few_bytes():
 
 
 @given(results, st.data())
-def test_other_bytes_are_refused_or_mean_another_result(result: StepResult, data: st.DataObject):
+def test_other_bytes_are_rejected(result: StepResult, data: st.DataObject):
     payload = encode_result(result)
     cut = data.draw(st.integers(0, len(payload) - 1))
     with pytest.raises(MessageError):

@@ -58,7 +58,7 @@ def error_of(raising: type[BaseException], call, *arguments) -> str:
     return str(caught.value)
 
 
-def test_whom_a_message_never_reached_hears_why_and_not_that_it_is_behind():
+def test_follower_hears_abort_reason_when_message_never_came():
     """Rank 1 is gone before rank 2's turn comes, and rank 0's heart beats before it says so."""
     with star(2) as (leader, (gone, left)):
         gone.close()
@@ -68,7 +68,7 @@ def test_whom_a_message_never_reached_hears_why_and_not_that_it_is_behind():
         assert error_of(AbortedError, left.receive) == "rank 1 is gone"
 
 
-def test_the_control_would_be_told_that_it_has_diverged():
+def test_abort_check_detects_heartbeats_on_torn_channel():
     with star(2) as (leader, (gone, left)):
         gone.close()
         error_of(RankFailedError, leader.send, b"step")
@@ -78,7 +78,7 @@ def test_the_control_would_be_told_that_it_has_diverged():
         error_of(LostMessageError, left.receive)
 
 
-def test_a_channel_may_be_closed_in_the_thread_of_its_heart(monkeypatch: pytest.MonkeyPatch):
+def test_channel_can_be_closed_in_its_heartbeat_thread(monkeypatch: pytest.MonkeyPatch):
     """Where garbage is collected in it."""
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
@@ -92,7 +92,7 @@ def test_a_channel_may_be_closed_in_the_thread_of_its_heart(monkeypatch: pytest.
 # What crosses.
 
 
-def test_answers_come_in_rank_order_whatever_order_they_arrive_in():
+def test_answers_come_in_rank_order_whatever_their_arrival():
     with star(3) as (leader, followers):
         for follower in reversed(followers):
             follower.answer(5, f"from {follower.rank}".encode())
@@ -107,7 +107,7 @@ def test_every_follower_receives_every_message_in_order():
             assert [follower.receive() for _ in range(3)] == [b"one", b"", b"three" * 1000]
 
 
-def test_a_message_larger_than_the_sockets_buffers_arrives_whole():
+def test_message_larger_than_socket_buffers_arrives_complete():
     payload = bytes(range(256)) * 20_000
     with star(1) as (leader, [follower]), ThreadPoolExecutor() as pool:
         received = pool.submit(follower.receive)
@@ -115,7 +115,7 @@ def test_a_message_larger_than_the_sockets_buffers_arrives_whole():
         assert received.result(LONG_S) == payload
 
 
-def test_records_are_exchanged_when_rank_0_asks_and_the_verdict_reaches_everybody():
+def test_records_and_diagnosis_are_exchanged_on_request():
     with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
         for follower in followers:
             follower.offer_record(f"record of {follower.rank}".encode)
@@ -139,42 +139,42 @@ def test_silent_ranks_are_named_at_the_timeout():
     assert said == "ranks 1, 3 are silent: no answer to step 4 in 0.3 s"
 
 
-def test_one_silent_rank_is_named_alone():
+def test_silent_rank_is_named_alone():
     with star(2, timeout_s=0.2) as (leader, followers):
         followers[0].answer(4, b"")
         said = error_of(RankFailedError, leader.collect, 4)
     assert said == "rank 2 is silent: no answer to step 4 in 0.2 s"
 
 
-def test_a_rank_that_stops_in_the_middle_of_a_frame_is_silent_too():
+def test_rank_stopping_inside_frame_counts_as_silent():
     with star(1, timeout_s=0.2) as (leader, [follower]):
         follower._connection.sendall(b"\3\4")
         said = error_of(RankFailedError, leader.collect, 4)
     assert said == "rank 1 is silent: no answer to step 4 in 0.2 s"
 
 
-def test_a_dead_rank_is_noticed_at_once_even_while_another_is_silent():
+def test_dead_rank_is_noticed_despite_silent_one():
     with star(3) as (leader, followers):
         followers[2].close()
         said = error_of(RankFailedError, leader.collect, 9)
     assert said == "rank 3 is gone: no answer to step 9 (the connection was closed)"
 
 
-def test_sending_to_a_dead_rank_says_so():
+def test_send_to_dead_rank_raises():
     with star(2) as (leader, followers):
         followers[1].close()
         said = error_of(RankFailedError, leader.send, b"message")
     assert said.startswith("rank 2 is gone")
 
 
-def test_a_follower_notices_a_dead_rank_0_at_once():
+def test_follower_notices_dead_rank_0_at_once():
     with star(1) as (leader, [follower]):
         leader.close()
         said = error_of(RankFailedError, follower.receive)
     assert said == "rank 0 is gone (the connection was closed)"
 
 
-def test_a_silent_rank_0_is_named_at_the_timeout_though_its_heart_beats():
+def test_silent_rank_0_is_named_despite_its_heartbeats():
     with star(1, timeout_s=1.2) as (_, [follower]), at_least(1.1):
         said = error_of(RankFailedError, follower.receive)
     assert said == "rank 0 is silent: no message in 1.2 s"
@@ -184,7 +184,7 @@ def test_a_silent_rank_0_is_named_at_the_timeout_though_its_heart_beats():
 
 
 @pytest.mark.guarantee("A lost message is found before the timeout")
-def test_the_heartbeat_finds_a_lost_message_long_before_the_timeout():
+def test_heartbeat_finds_lost_message_before_timeout():
     with star(1) as (leader, [follower]):
         leader.send(b"first")
         assert follower.receive() == b"first"
@@ -219,7 +219,7 @@ def beat_until_there_is_no_room(leader: TcpLeader, connection: socket.socket) ->
     raise AssertionError("the buffers are not full")
 
 
-def test_heartbeats_that_nobody_reads_between_two_steps_leave_the_connection_whole(small_star):
+def test_unread_heartbeats_between_steps_leave_connection_intact(small_star):
     """An engine that sleeps for hours: part of one was sent, and then a step, which was read as something else."""
     leader, follower, connection = small_star
     beat_until_there_is_no_room(leader, connection)
@@ -231,7 +231,7 @@ def test_heartbeats_that_nobody_reads_between_two_steps_leave_the_connection_who
         assert received.result(LONG_S) == b"step"
 
 
-def test_heartbeats_for_which_there_is_no_room_would_wait(small_star, monkeypatch):
+def test_heartbeat_check_detects_blocking_sends(small_star, monkeypatch):
     """Negative control."""
     leader, _, connection = small_star
     beat_until_there_is_no_room(leader, connection)
@@ -254,7 +254,7 @@ def test_heartbeats_for_which_there_is_no_room_would_wait(small_star, monkeypatc
     raise AssertionError("all have gone")
 
 
-def test_what_is_sent_has_the_whole_timeout_however_long_its_sender_has_waited_before(small_star, monkeypatch):
+def test_send_has_full_timeout_after_a_long_wait(small_star, monkeypatch):
     """A peer that came at the last moment was called gone, where the next message was larger than the buffers."""
     leader, follower, ours = small_star
     # Without its heart, whose frames would be counted.
@@ -282,7 +282,7 @@ def test_what_is_sent_has_the_whole_timeout_however_long_its_sender_has_waited_b
 
 
 @pytest.mark.control("A lost message is found before the timeout")
-def test_without_heartbeats_a_lost_message_costs_the_whole_timeout(monkeypatch):
+def test_lost_message_costs_full_timeout_without_heartbeats(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(step_channel, "_HEARTBEAT_S", LONG_S)
     with star(1, timeout_s=1.6) as (leader, [follower]):
@@ -292,14 +292,14 @@ def test_without_heartbeats_a_lost_message_costs_the_whole_timeout(monkeypatch):
     assert said == "rank 0 is silent: no message in 1.6 s"
 
 
-def test_a_message_after_a_lost_one_is_refused():
+def test_message_after_lost_one_is_rejected():
     with star(1) as (leader, [follower]):
         send_frame(leader._connections[0], FrameKind.MESSAGE, 1, b"second")
         said = error_of(LostMessageError, follower.receive)
     assert said == "message 0 from rank 0 never reached rank 1"
 
 
-def test_a_repeated_message_is_refused():
+def test_repeated_message_is_rejected():
     with star(1) as (leader, [follower]):
         for _ in range(2):
             send_frame(leader._connections[0], FrameKind.MESSAGE, 0, b"first")
@@ -309,14 +309,14 @@ def test_a_repeated_message_is_refused():
 
 
 @pytest.mark.parametrize("step", [6, 8])
-def test_an_answer_to_another_step_is_refused(step: int):
+def test_answer_to_another_step_is_rejected(step: int):
     with star(2) as (leader, followers):
         followers[1].answer(step, b"")
         said = error_of(LostMessageError, leader.collect, 7)
     assert said == f"rank 2 and rank 0 are not at the same step: ANSWER {step} where ANSWER 7 comes next"
 
 
-def test_a_second_answer_to_the_same_step_is_refused():
+def test_second_answer_to_same_step_is_rejected():
     with star(2) as (leader, followers):
         followers[0].answer(7, b"")
         followers[0].answer(7, b"")
@@ -324,7 +324,7 @@ def test_a_second_answer_to_the_same_step_is_refused():
     assert said.startswith("rank 1 and rank 0 are not at the same step")
 
 
-def test_bytes_that_are_no_frame_are_a_damaged_message_on_either_end():
+def test_invalid_frame_is_reported_on_either_end():
     with star(1) as (leader, [follower]):
         leader._connections[0].sendall(b"\xff" * 13)
         assert error_of(LostMessageError, follower.receive).startswith("rank 1 cannot read what rank 0 sent")
@@ -335,7 +335,7 @@ def test_bytes_that_are_no_frame_are_a_damaged_message_on_either_end():
 # A rank that leaves says why.
 
 
-def test_a_ranks_last_words_are_heard_after_it_left():
+def test_abort_reason_arrives_after_rank_left():
     with star(2) as (leader, followers):
         followers[0].answer(3, b"")
         followers[1].abort("rank 2 raised MemoryError at step 3", is_divergence=False)
@@ -345,7 +345,7 @@ def test_a_ranks_last_words_are_heard_after_it_left():
     assert (str(caught.value), caught.value.is_divergence) == ("rank 2 raised MemoryError at step 3", False)
 
 
-def test_last_words_are_found_behind_what_was_not_read_yet():
+def test_abort_reason_is_found_behind_unread_answers():
     """Rank 0 waits in a collective: the answer to the next step lies unread before what the rank says."""
     with star(2) as (leader, followers):
         followers[1].answer(4, b"digest")
@@ -355,7 +355,7 @@ def test_last_words_are_found_behind_what_was_not_read_yet():
         assert followers[0].received_abort() == Abort("the reason", is_divergence=True)
 
 
-def test_a_rank_that_leaves_without_a_word_is_waited_for_a_moment_only(monkeypatch):
+def test_rank_leaving_without_abort_is_awaited_only_briefly(monkeypatch):
     monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.3)
     with star(2) as (leader, followers):
         followers[0].close()
@@ -363,7 +363,7 @@ def test_a_rank_that_leaves_without_a_word_is_waited_for_a_moment_only(monkeypat
         assert followers[1].received_abort() is None
 
 
-def test_aborting_never_raises_whoever_is_gone():
+def test_abort_never_raises_when_peers_are_gone():
     with star(2) as (leader, followers):
         followers[0].close()
         leader.abort("a reason", is_divergence=False)
@@ -391,7 +391,8 @@ def outcome(lockstep: Lockstep, sampled: tuple[int, ...] = (), num_steps: int = 
     return num_steps
 
 
-def test_three_ranks_agree_step_after_step_and_events_come_from_rank_0():
+def test_three_ranks_agree_step_after_step():
+    """Events come from rank 0."""
     with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         plans = [new_scheduler().schedule() for _ in replicas]
@@ -404,7 +405,7 @@ def test_three_ranks_agree_step_after_step_and_events_come_from_rank_0():
         assert len({replica.chain_head for replica in replicas}) == 1
 
 
-def test_an_abort_passes_through_rank_0_to_the_other_followers():
+def test_abort_passes_through_rank_0_to_other_followers():
     with star(3) as (leader, followers), ThreadPoolExecutor() as pool:
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         futures = [pool.submit(outcome, replicas[rank], (), 2) for rank in (0, 1, 3)]
@@ -415,7 +416,7 @@ def test_an_abort_passes_through_rank_0_to_the_other_followers():
     assert [str(each) for each in outcomes] == ["rank 2 raised ValueError at step 1: boom"] * 3
 
 
-def test_a_broken_collective_is_explained_by_what_the_peer_said():
+def test_broken_collective_is_explained_by_peers_abort():
     with star(2) as (leader, followers):
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         followers[0].abort("rank 1 raised KeyError at step 3: 'x'", is_divergence=False)
@@ -426,7 +427,7 @@ def test_a_broken_collective_is_explained_by_what_the_peer_said():
             assert str(explained) == "rank 1 raised KeyError at step 3: 'x'"
 
 
-def test_digests_that_differ_raise_the_same_on_every_rank():
+def test_differing_digests_raise_same_error_on_all_ranks():
     with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         sampled = [(5,), (5,), (6,)]
@@ -441,7 +442,7 @@ def test_digests_that_differ_raise_the_same_on_every_rank():
     )
 
 
-def test_digests_that_differ_are_not_even_sent_with_digests_off():
+def test_digests_are_not_sent_when_switched_off():
     """Negative control."""
     with star(1) as (leader, [follower]), ThreadPoolExecutor() as pool:
         replicas = [Lockstep(leader, digest_every=0), Lockstep(follower, digest_every=0)]
@@ -452,7 +453,7 @@ def test_digests_that_differ_are_not_even_sent_with_digests_off():
 # Over gloo, here over threads.
 
 
-def test_the_channel_over_a_control_group_agrees_and_diverges_alike():
+def test_gloo_channel_agrees_and_diverges_like_tcp():
     controls = thread_controls(3)
     with ThreadPoolExecutor() as pool:
         replicas = [Lockstep(GlooStepChannel(control), digest_every=1) for control in controls]
@@ -470,7 +471,7 @@ def test_the_channel_over_a_control_group_agrees_and_diverges_alike():
 # Leaving.
 
 
-def test_closing_leaves_no_thread_and_no_socket():
+def test_close_leaves_no_thread_and_no_socket():
     before = threading.enumerate()
     with star(2) as (leader, followers):
         assert sum(thread not in before for thread in threading.enumerate()) == 1
@@ -482,7 +483,7 @@ def test_closing_leaves_no_thread_and_no_socket():
         # Again, by the context manager: closing is idempotent.
 
 
-def test_a_leader_that_never_started_can_be_closed():
+def test_leader_that_never_started_can_be_closed():
     ours, theirs = socket.socketpair()
     TcpLeader([ours], LONG_S).close()
     theirs.close()
@@ -503,7 +504,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.mark.parametrize("kind", [0, 9, 255])
-def test_an_unknown_kind_of_frame_is_refused(pair, kind: int):
+def test_unknown_frame_kind_is_rejected(pair, kind: int):
     pair[0].sendall(HEAD.pack(kind, 0, 0))
     with pytest.raises(FrameError, match=f"kind {kind}"):
         receive_frame(pair[1])
@@ -512,14 +513,14 @@ def test_an_unknown_kind_of_frame_is_refused(pair, kind: int):
 @pytest.mark.parametrize(
     ("length", "most"), [(MAX_FRAME_BYTES + 1, MAX_FRAME_BYTES), (2**32 - 1, MAX_FRAME_BYTES), (17, 16)]
 )
-def test_a_length_above_the_bound_is_refused_before_any_of_it_is_read(pair, length: int, most: int):
+def test_too_long_frame_is_rejected_before_reading_it(pair, length: int, most: int):
     pair[0].sendall(HEAD.pack(FrameKind.MESSAGE, 0, length))
     with pytest.raises(FrameError, match=f"length {length}"):
         receive_frame(pair[1], most)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 12, 13, 15])
-def test_a_frame_cut_short_is_a_peer_that_is_gone(pair, num_bytes: int):
+def test_truncated_frame_means_peer_is_gone(pair, num_bytes: int):
     pair[0].sendall((HEAD.pack(FrameKind.ANSWER, 3, 3) + b"abc")[:num_bytes])
     pair[0].close()
     with pytest.raises(PeerGoneError):
@@ -527,14 +528,14 @@ def test_a_frame_cut_short_is_a_peer_that_is_gone(pair, num_bytes: int):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 12, 15])
-def test_a_frame_that_does_not_end_is_a_timeout(pair, num_bytes: int):
+def test_unfinished_frame_is_a_timeout(pair, num_bytes: int):
     pair[0].sendall((HEAD.pack(FrameKind.ANSWER, 3, 3) + b"abc")[:num_bytes])
     with pytest.raises(TimeoutError):
         receive_frame(pair[1])
 
 
 @given(st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
-def test_frames_arrive_as_they_were_sent(kind, number, payload):
+def test_frames_round_trip(kind, number, payload):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         send_frame(ours, kind, number, payload)
@@ -542,7 +543,7 @@ def test_frames_arrive_as_they_were_sent(kind, number, payload):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_frame_or_an_error_of_ours(data):
+def test_arbitrary_bytes_are_frame_or_channel_error(data):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(data)

@@ -46,7 +46,7 @@ DIGEST = bytes(range(NUM_DIGEST_BYTES))
 # The book.
 
 
-def test_a_transfer_counts_only_when_every_rank_has_said_so():
+def test_transfer_counts_when_every_rank_reported_it():
     book = TransferBook(3)
     book.add(0, (1, 2))
     book.add(1, (2,))
@@ -57,7 +57,7 @@ def test_a_transfer_counts_only_when_every_rank_has_said_so():
     assert book.take_complete() == (1,)
 
 
-def test_transfers_come_out_in_the_order_of_completion_and_once():
+def test_transfers_complete_once_and_in_order():
     book = TransferBook(2)
     book.add(0, (1, 2, 3))
     book.add(1, (3, 1))
@@ -67,13 +67,13 @@ def test_transfers_come_out_in_the_order_of_completion_and_once():
     assert book.take_complete() == (2,)
 
 
-def test_a_rank_alone_counts_at_once():
+def test_single_rank_transfer_counts_at_once():
     book = TransferBook(1)
     book.add(0, (4, 5))
     assert book.take_complete() == (4, 5)
 
 
-def test_a_rank_that_finishes_a_transfer_twice_is_a_programmers_error():
+def test_finishing_a_transfer_twice_is_an_assertion_error():
     book = TransferBook(3)
     book.add(1, (7,))
     with pytest.raises(AssertionError, match="rank 1 finished transfer 7 twice"):
@@ -83,7 +83,7 @@ def test_a_rank_that_finishes_a_transfer_twice_is_a_programmers_error():
 
 
 @given(st.integers(1, 4).flatmap(lambda size: st.permutations([(rank, n) for rank in range(size) for n in range(5)])))
-def test_whatever_the_order_a_transfer_counts_with_its_last_rank(reports):
+def test_transfer_counts_with_last_rank_in_any_order(reports):
     num_ranks = 1 + max(rank for rank, _ in reports)
     book, said = TransferBook(num_ranks), dict.fromkeys(range(5), 0)
     for rank, number in reports:
@@ -96,21 +96,21 @@ def test_whatever_the_order_a_transfer_counts_with_its_last_rank(reports):
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple))
-def test_an_answer_comes_back(numbers):
+def test_answer_round_trips(numbers):
     assert unpack_answer(pack_answer(DIGEST, numbers)) == (DIGEST, numbers, "")
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple), st.text(max_size=20))
-def test_an_answer_carries_what_a_handler_raised(numbers, text):
+def test_answer_carries_handler_error(numbers, text):
     assert unpack_answer(pack_answer(DIGEST, numbers, text)) == (DIGEST, numbers, text)
 
 
-def test_without_transfers_an_answer_is_the_digest_and_no_byte_more():
+def test_answer_without_transfers_is_digest_alone():
     assert pack_answer(DIGEST, ()) == DIGEST
 
 
 @pytest.mark.parametrize("numbers", [(), (5,), (5, 2**40)])
-def test_a_damaged_answer_equals_no_digest(numbers):
+def test_damaged_answer_equals_no_digest(numbers):
     answer = pack_answer(DIGEST, numbers)
     cut = [answer[:length] for length in range(len(answer)) if length != NUM_DIGEST_BYTES]
     longer = [answer + bytes(count) for count in range(1, 8)]
@@ -154,28 +154,30 @@ def agree_both_ways(digest_every: int, script: list[dict[int, tuple[int, ...]]],
     return over_tcp
 
 
-def test_what_followers_have_finished_reaches_rank_0_with_their_answers():
+def test_finished_transfers_reach_rank_0_with_answers():
     script = [{1: (1,), 2: (2,), 3: (3,)}, {2: (1, 2), 5: (3,)}, {3: (2,), 4: (1, 3)}]
     assert agree_both_ways(1, script, 6) == [{3: (2,), 4: (1,), 5: (3,)}, {}, {}]
 
 
-def test_where_digests_are_compared_every_third_step_news_waits_for_the_next_comparison():
+def test_transfer_reports_wait_for_next_comparison():
+    """Digests are compared every third step."""
     script = [{1: (1,), 2: (2,), 8: (3,)}, {1: (1,), 4: (2,), 6: (3,)}, {2: (1,), 3: (2,), 7: (3,)}]
     assert agree_both_ways(3, script, 9) == [{3: (1,), 6: (2,), 9: (3,)}, {}, {}]
 
 
-def test_without_digests_no_follower_is_heard_which_is_why_the_configuration_refuses_it():
+def test_followers_are_not_heard_without_digests():
+    """The configuration rejects transfers without digests for this reason."""
     assert agree_both_ways(0, [{1: (1,)}] * 3, 6) == [{}, {}, {}]
 
 
-def test_a_replica_of_one_needs_nobody_else():
+def test_replica_of_one_needs_no_peer():
     lockstep = Lockstep(None, digest_every=1)
     lockstep.agree(StepPlan(1), StepReport(finished_transfers=(4, 5)))
     assert lockstep.take_finished_transfers() == (4, 5)
     assert lockstep.take_finished_transfers() == ()
 
 
-def test_transfers_are_no_part_of_what_replicas_must_agree_on():
+def test_transfers_are_not_part_of_digest():
     """Ranks finish in their own time: the digests, and so the steps, are equal all the same."""
     with star(1) as (leader, followers), ThreadPoolExecutor() as pool:
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
@@ -187,7 +189,7 @@ def test_transfers_are_no_part_of_what_replicas_must_agree_on():
     assert replicas[0].chain_head == replicas[1].chain_head
 
 
-def test_an_answer_of_a_byte_too_many_ends_every_rank(monkeypatch):
+def test_answer_with_extra_byte_ends_every_rank(monkeypatch):
     monkeypatch.setattr(lockstep_module, "pack_answer", lambda *given: pack_answer(*given) + b"x")
     with star(1) as (leader, followers), ThreadPoolExecutor() as pool:
 
@@ -320,14 +322,14 @@ DELAYS = ((0, 2), (1, 0, 3), (0, 0, 0, 5))
 
 
 @pytest.mark.parametrize("digest_every", [1, 3])
-def test_replicas_are_told_of_a_transfer_together_after_its_last_rank(digest_every):
+def test_replicas_apply_transfer_together_after_last_rank(digest_every):
     engines = run_engines(DELAYS, digest_every)
     check_transfers(engines, digest_every)
     last_ranks = [max(range(3), key=lambda r: engines[r].executor.said[n]) for n in engines[0].scheduler.told]
     assert sorted(dict.fromkeys(last_ranks)) == [0, 1, 2]
 
 
-def test_a_rank_s_slowness_delays_what_is_loaded_and_changes_no_token():
+def test_slow_rank_delays_loads_but_changes_no_token():
     slow, fast = run_engines(((0,), (0,), (7,)), 1), run_engines(((0,), (0,), (0,)), 1)
     counters = [engines[0].counters for engines in (slow, fast)]
     assert counters[0].num_steps > counters[1].num_steps
@@ -348,7 +350,7 @@ def believe_the_leader(book: TransferBook, rank: int, numbers: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("believe", [believe_the_first, believe_the_leader])
-def test_a_book_that_believes_one_rank_does_not_pass(monkeypatch, believe: Callable[..., None]):
+def test_transfer_check_detects_book_believing_one_rank(monkeypatch, believe: Callable[..., None]):
     """Negative control: blocks would be used that a rank does not have yet, and nothing else would show it."""
     monkeypatch.setattr(TransferBook, "add", believe)
     engines = run_engines(DELAYS, 1)
@@ -356,7 +358,7 @@ def test_a_book_that_believes_one_rank_does_not_pass(monkeypatch, believe: Calla
         check_transfers(engines, 1)
 
 
-def test_ranks_that_listen_to_their_own_device_diverge(monkeypatch):
+def test_transfer_check_detects_ranks_following_own_device(monkeypatch):
     """Negative control: completion acted on where it is seen, not where every rank is told of it."""
     right = Engine._run_step
 

@@ -44,14 +44,14 @@ def agree(channels: list[LeaderChannel | FollowerChannel], digest_every: int) ->
 
 
 @pytest.mark.parametrize("digest_every", [0, 1, 3])
-def test_rank_0_hears_the_lowest_rank_that_refused_one_step_after_the_event(digest_every: int):
+def test_rank_0_hears_lowest_failed_rank_next_step(digest_every: int):
     expected = ["", "", "rank 1: no", "rank 1: no", "rank 1: no", "", ""]
     with star(2) as (leader, followers):
         assert agree([leader, *followers], digest_every) == expected
     assert agree([GlooStepChannel(control) for control in thread_controls(3)], digest_every) == expected
 
 
-def test_a_replica_of_one_answers_itself():
+def test_replica_of_one_answers_itself():
     lockstep = Lockstep(None, digest_every=0)
     lockstep.agree(StepPlan(1), StepReport(events=(EVENTS[2],)))
     lockstep.agree(StepPlan(2), StepReport(event_problem="rank 0: no"))
@@ -59,18 +59,18 @@ def test_a_replica_of_one_answers_itself():
 
 
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=3), st.text(st.characters(exclude_categories=["Cs"])))
-def test_an_answer_with_words_comes_back(numbers: list[int], problem: str):
+def test_event_answer_round_trips(numbers: list[int], problem: str):
     answer, words = unpack_event_answer(pack_event_answer(pack_answer(DIGEST, numbers), problem))
     assert (unpack_answer(answer), words) == ((DIGEST, tuple(numbers), ""), problem)
 
 
 @pytest.mark.parametrize("length", range(4 + NUM_DIGEST_BYTES))
-def test_an_answer_cut_short_equals_no_digest(length: int):
+def test_truncated_answer_equals_no_digest(length: int):
     damaged = pack_event_answer(pack_answer(DIGEST, ()), "no")[:length]
     assert unpack_answer(unpack_event_answer(damaged)[0])[0] != DIGEST
 
 
-def test_a_rank_that_does_not_say_whether_it_is_ready_ends_all(monkeypatch: pytest.MonkeyPatch):
+def test_missing_event_answer_ends_all_ranks(monkeypatch: pytest.MonkeyPatch):
     """Negative control: silence is not consent."""
     monkeypatch.setattr(lockstep_module, "pack_event_answer", lambda answer, problem: answer)
     with star(2) as (leader, followers), pytest.raises(ReplicaDivergedError):

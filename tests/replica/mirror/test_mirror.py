@@ -80,7 +80,7 @@ def values_of(sequence: MirroredSequence):
     return [getattr(sequence, spec.name) for spec in dataclasses.fields(sequence) if spec.name != "decode_row"]
 
 
-def test_a_snapshot_is_held_and_returned_in_plan_order():
+def test_snapshot_is_held_and_returned_in_plan_order():
     mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
     first, second = mirror.apply(prompt_step())
     assert (first.sequence.request.request_id, first.num_scheduled_tokens, first.num_samples) == (1, 5, 1)
@@ -90,7 +90,7 @@ def test_a_snapshot_is_held_and_returned_in_plan_order():
     assert len(mirror) == 2
 
 
-def test_a_delta_appends_tokens_and_blocks(mirror):
+def test_delta_appends_tokens_and_blocks(mirror):
     first, second = mirror.apply(plan(8, delta(1, NEXT_OF_1), delta(2, NEXT_OF_2)))
     assert first.sequence.token_ids(3, 6) == [103, 104, 50]
     assert first.sequence.num_tokens == 6
@@ -106,31 +106,31 @@ def test_tokens_are_read_across_prompt_and_output(mirror, start, stop, tokens):
     assert mirror._groups[1].sequences[0].token_ids(start, stop) == tokens
 
 
-def test_tokens_outside_the_sequence_are_a_programmers_error(mirror):
+def test_reading_tokens_outside_sequence_is_an_assertion_error(mirror):
     with pytest.raises(AssertionError):
         mirror._groups[1].sequences[0].token_ids(4, 6)
 
 
-def test_a_delta_may_introduce_a_fork(mirror):
+def test_delta_may_introduce_a_fork(mirror):
     _, fork = mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
     assert fork.sequence.request is mirror._groups[1].request
     assert mirror.state()[(1, 1)] == ((60,), (0, 4), 6)
     assert len(mirror) == 2
 
 
-def test_copy_on_write_replaces_the_tail_of_a_table(mirror):
+def test_copy_on_write_replaces_last_block_of_table(mirror):
     mirror.apply(plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=1, appended_block_ids=(9,)))))
     assert mirror.state()[(1, 0)][1] == (0, 9)
 
 
-def test_a_table_may_be_cut_without_anything_appended(mirror):
+def test_table_may_be_cut_without_appending(mirror):
     mirror.apply(plan(8, delta(2, NEXT_OF_2)))
     cut = SequenceDataDelta(0, (7,), 2, (), 6, 1, 1)
     mirror.apply(plan(9, delta(2, cut)))
     assert mirror.state()[(2, 0)] == ((7,), (2, 3), 7)
 
 
-def test_who_was_swapped_out_comes_back_with_its_tokens_and_a_whole_new_table(mirror):
+def test_swapped_sequence_returns_with_tokens_and_new_table(mirror):
     """Nothing is said of it while it is away; then a delta that keeps no block."""
     mirror.apply(plan(8, delta(1, NEXT_OF_1)))
     mirror.apply(plan(9, block_ops=BlockOps(swap_out=((0, 3), (1, 4)))))
@@ -143,14 +143,14 @@ def test_who_was_swapped_out_comes_back_with_its_tokens_and_a_whole_new_table(mi
     assert mirror.state()[(1, 0)] == ((50, 51, 52), (8, 7), 8)
 
 
-def test_a_new_table_may_be_shorter_or_longer_than_the_old_one(mirror):
+def test_new_table_may_have_another_length(mirror):
     mirror.apply(plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(9, 8, 7)))))
     assert mirror.state()[(1, 0)] == ((50,), (9, 8, 7), 6)
     mirror.apply(plan(9, delta(1, SequenceDataDelta(0, (51,), 0, (5, 6), 6, 1, 1))))
     assert mirror.state()[(1, 0)] == ((50, 51), (5, 6), 7)
 
 
-def test_moves_inside_the_device_are_accepted_wherever_the_host_blocks_are(mirror):
+def test_block_moves_are_accepted_for_any_host_blocks(mirror):
     """How many blocks there are beyond the device, the mirror does not know."""
     before = mirror.state()
     far = 10**9
@@ -159,7 +159,7 @@ def test_moves_inside_the_device_are_accepted_wherever_the_host_blocks_are(mirro
     assert mirror.state() == before
 
 
-def test_samples_are_counted_by_how_many_run_not_by_how_many_are_returned():
+def test_sample_count_follows_running_sequences():
     """`best_of`: three run, one is returned."""
     ranked = Request(3, (5,) * 4, SamplingParams(n=1, best_of=3), 0)
     mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
@@ -174,7 +174,7 @@ def test_samples_are_counted_by_how_many_run_not_by_how_many_are_returned():
         mirror.apply(plan(3, four))
 
 
-def test_a_snapshot_replaces_the_sequences_it_lists_and_leaves_the_others(mirror):
+def test_snapshot_replaces_only_the_sequences_it_lists(mirror):
     mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
     whole = snapshot(1, SequenceData(1, (60, 61), (5, 6), 0, 7, 1), n=3)
     mirror.apply(plan(9, whole))
@@ -183,7 +183,7 @@ def test_a_snapshot_replaces_the_sequences_it_lists_and_leaves_the_others(mirror
     assert mirror._groups[1].sequences[0].request is whole.request
 
 
-def test_what_is_finished_is_forgotten_before_the_plan_is_applied(mirror):
+def test_finished_sequences_are_forgotten_before_plan_applies(mirror):
     mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
     next_of_fork = SequenceDataDelta(1, (61,), 2, (), 6, 1, 1)
     mirror.apply(plan(9, delta(1, next_of_fork), finished_sequences=(SequenceKey(1, 0),), finished_request_ids=(2,)))
@@ -194,20 +194,20 @@ def test_what_is_finished_is_forgotten_before_the_plan_is_applied(mirror):
     assert len(mirror) == 0
 
 
-def test_finishing_what_was_never_seen_is_not_an_error(mirror):
+def test_finishing_unknown_sequences_is_no_error(mirror):
     before = mirror.state()
     mirror.apply(plan(8, finished_sequences=(SequenceKey(99, 0), SequenceKey(1, 5)), finished_request_ids=(98,)))
     assert mirror.state() == before
 
 
-def test_a_step_without_groups_changes_only_the_step(mirror):
+def test_step_without_groups_changes_only_the_step(mirror):
     before = mirror.state()
     assert mirror.apply(plan(8)) == ()
     assert mirror.state() == before
     mirror.apply(plan(9, delta(1, NEXT_OF_1)))
 
 
-def test_a_sequence_may_miss_steps(mirror):
+def test_sequence_may_miss_steps(mirror):
     mirror.apply(plan(8, delta(2, NEXT_OF_2)))
     mirror.apply(plan(9, delta(1, NEXT_OF_1)))
     assert mirror.state()[(1, 0)] == ((50,), (0, 1), 6)
@@ -361,7 +361,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_plan_that_does_not_follow_is_refused_and_changes_nothing(mirror, name):
+def test_inconsistent_plan_is_rejected_and_changes_nothing(mirror, name):
     refused, problem = REFUSALS[name]
     before = frozen(mirror)
     with pytest.raises(MirrorError, match=problem):
@@ -372,7 +372,7 @@ def test_a_plan_that_does_not_follow_is_refused_and_changes_nothing(mirror, name
 
 
 @pytest.mark.parametrize("name", [name for name in REFUSALS if "step" not in name])
-def test_a_fault_at_the_end_of_a_plan_undoes_nothing_because_nothing_was_done(mirror, name):
+def test_fault_at_end_of_plan_changes_nothing(mirror, name):
     """The faulty part comes last, after a finish, a snapshot and a delta that are in order."""
     refused, _ = REFUSALS[name]
     mirror.apply(
@@ -396,14 +396,14 @@ def test_a_fault_at_the_end_of_a_plan_undoes_nothing_because_nothing_was_done(mi
     assert frozen(mirror) == before
 
 
-def test_the_first_plan_is_checked_too():
+def test_first_plan_is_checked_too():
     mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
     with pytest.raises(MirrorError, match="does not hold the request"):
         mirror.apply(plan(7, delta(1, NEXT_OF_1)))
     mirror.apply(prompt_step())
 
 
-def test_a_finished_request_is_unknown_afterwards(mirror):
+def test_finished_request_is_unknown_afterwards(mirror):
     mirror.apply(plan(8, finished_request_ids=(1,)))
     with pytest.raises(MirrorError, match="does not hold the request"):
         mirror.apply(plan(9, delta(1, NEXT_OF_1)))

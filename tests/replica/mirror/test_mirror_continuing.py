@@ -56,7 +56,7 @@ FIRST_OF_FORK = delta(1, SequenceDataDelta(1, (60,), 0, (0, 4), 5, 1, 1))
 BOTH = ((KEY_OF_1, 50), (KEY_OF_3, 70))
 
 
-def test_a_sequence_goes_on_with_one_token(mirror):
+def test_sequence_continues_with_one_token(mirror):
     (row,) = mirror.apply(steady(8, (KEY_OF_1, 50)))
     assert (row.sequence.request.request_id, row.num_scheduled_tokens, row.num_samples) == (1, 1, 1)
     assert (row.sequence.num_computed_tokens, row.sequence.num_scheduled_tokens) == (5, 1)
@@ -65,25 +65,25 @@ def test_a_sequence_goes_on_with_one_token(mirror):
     assert mirror.state()[KEY_OF_2] == ((), (2,), 3)
 
 
-def test_a_block_is_taken_by_the_sequence_at_its_place(mirror):
+def test_block_is_appended_to_sequence_at_its_index(mirror):
     mirror.apply(steady(8, *BOTH, blocks=[(1, 9)]))
     assert mirror.state()[KEY_OF_1] == ((50,), (0, 1), 6)
     assert mirror.state()[KEY_OF_3] == ((70,), (5, 9), 5)
 
 
-def test_rows_come_in_plan_order_those_that_go_on_first(mirror):
+def test_rows_come_in_plan_order_continuing_first(mirror):
     rows = mirror.apply(steady(8, *BOTH[::-1], groups=[CHUNK_OF_2], blocks=[(0, 9)]))
     assert [(row.sequence.request.request_id, row.num_scheduled_tokens) for row in rows] == [(3, 1), (1, 1), (2, 3)]
 
 
-def test_a_parent_goes_on_while_its_fork_is_told(mirror):
+def test_parent_continues_while_fork_is_introduced(mirror):
     mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK]))
     mirror.apply(steady(9, (KEY_OF_1, 51), (FORK_OF_1, 61)))
     assert mirror.state()[KEY_OF_1] == ((50, 51), (0, 1), 7)
     assert mirror.state()[FORK_OF_1] == ((60, 61), (0, 4), 7)
 
 
-def test_one_of_a_group_goes_on_while_the_other_is_told_whole(mirror):
+def test_sequence_continues_while_sibling_comes_as_snapshot(mirror):
     mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK]))
     whole = snapshot(1, SequenceData(1, (60, 61), (6, 7), 0, 7, 1), n=3)
     first, second = mirror.apply(steady(9, (KEY_OF_1, 51), groups=[whole]))
@@ -92,7 +92,7 @@ def test_one_of_a_group_goes_on_while_the_other_is_told_whole(mirror):
     assert first.sequence.request is second.sequence.request is whole.request
 
 
-def test_steady_decoding_says_the_same_as_deltas(mirror):
+def test_continuing_decode_equals_deltas(mirror):
     """Golden relation: 20 steps of one sequence, told in either way."""
     other = Mirror(NUM_BLOCKS, BLOCK_SIZE)
     other.apply(plan(7, snapshot(1, SequenceData(0, (), (0, 1), 0, 5, 1), n=3)))
@@ -106,7 +106,7 @@ def test_steady_decoding_says_the_same_as_deltas(mirror):
         assert mirror.state()[KEY_OF_1] == other.state()[KEY_OF_1]
 
 
-def test_who_ended_is_forgotten_while_others_go_on(mirror):
+def test_ended_sequence_is_forgotten_while_others_continue(mirror):
     ended = {"finished_sequences": (KEY_OF_3,), "finished_request_ids": (3,)}
     mirror.apply(steady(8, (KEY_OF_1, 50), **ended))
     assert list(mirror.state()) == [KEY_OF_1, KEY_OF_2]
@@ -204,7 +204,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_plan_that_does_not_follow_is_refused_and_changes_nothing(mirror, name):
+def test_inconsistent_plan_is_rejected_and_changes_nothing(mirror, name):
     refused, problem = REFUSALS[name]
     before = frozen(mirror)
     with pytest.raises(MirrorError, match=problem):
@@ -214,7 +214,7 @@ def test_a_plan_that_does_not_follow_is_refused_and_changes_nothing(mirror, name
     assert mirror.state() == {KEY_OF_1: ((50,), (0, 1), 6), KEY_OF_2: ((), (2, 3), 6), KEY_OF_3: ((70,), (5, 9), 5)}
 
 
-def test_a_block_is_asked_for_with_the_first_token_that_needs_it(mirror):
+def test_block_is_required_with_first_token_needing_it(mirror):
     """5 tokens in 2 blocks of 4 need no third block until the ninth."""
     for number in range(3):
         mirror.apply(steady(8 + number, (KEY_OF_1, 50)))
@@ -225,7 +225,7 @@ def test_a_block_is_asked_for_with_the_first_token_that_needs_it(mirror):
     mirror.apply(steady(11, (KEY_OF_1, 50), blocks=[(0, 9)]))
 
 
-def test_every_small_change_of_a_plan_is_either_refused_whole_or_followed(mirror):
+def test_every_small_plan_change_is_rejected_or_followed(mirror):
     """Nothing but MirrorError comes out, whatever field changes, and never a half-applied plan."""
     before, num_refused = frozen(mirror), 0
     for path, changed in every_change(GOOD, "plan"):
@@ -256,7 +256,7 @@ def uneven(rows, blocks=(), **fields) -> StepPlan:
     return StepPlan(8, **{**changes, **fields})
 
 
-def test_sequences_go_on_with_none_and_several_ids(mirror):
+def test_sequences_continue_with_no_and_several_ids(mirror):
     first, second = mirror.apply(uneven([(KEY_OF_1, ()), (KEY_OF_3, (70, 71, 72, 73, 74))], blocks=[(1, 9), (1, 8)]))
     assert (first.num_scheduled_tokens, first.sequence.num_computed_tokens, first.num_samples) == (1, 4, 1)
     assert (second.num_scheduled_tokens, second.sequence.num_computed_tokens, second.num_samples) == (5, 4, 1)
@@ -277,14 +277,14 @@ def test_sequences_go_on_with_none_and_several_ids(mirror):
         (uneven([(KEY_OF_2, ())]), "lists it computed to 3"),
     ],
 )
-def test_numbers_of_ids_that_do_not_follow_are_refused(mirror, bad, problem):
+def test_inconsistent_id_counts_are_rejected(mirror, bad, problem):
     before = frozen(mirror)
     with pytest.raises(MirrorError, match=problem):
         mirror.apply(bad)
     assert frozen(mirror) == before
 
 
-def test_who_was_given_no_id_may_copy_the_block_of_its_last_token(mirror):
+def test_sequence_without_id_may_copy_its_last_block(mirror):
     """A delta that begins one token back, which nobody else may do."""
     repeats = delta(1, SequenceDataDelta(0, (), 1, (8,), 4, 1, 1))
     with pytest.raises(MirrorError, match="num_computed_tokens is 3, the mirror expects 5"):

@@ -16,7 +16,7 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 
 @pytest.mark.matrix
-def test_the_mirror_holds_what_the_scheduler_holds_in_random_histories():
+def test_mirror_equals_scheduler_in_random_histories():
     seen = seen_in_histories(nums_of_ids=(1,))
     assert seen.pop("continuing by none") == seen.pop("continuing by several") == 0
     # Negative control: the histories reach the states in which a mirror could go wrong.
@@ -24,7 +24,7 @@ def test_the_mirror_holds_what_the_scheduler_holds_in_random_histories():
 
 
 @pytest.mark.matrix
-def test_the_mirror_holds_what_the_scheduler_holds_where_a_step_gives_none_one_or_several_ids():
+def test_mirror_equals_scheduler_for_uneven_id_counts():
     """Ids are made up, so a stop id, or the most tokens, is found in the middle of several."""
     seen = seen_in_histories(nums_of_ids=(0, 1, 1, 3))
     assert min(seen.values()) > 20, seen
@@ -41,20 +41,20 @@ def seen_in_histories(nums_of_ids: tuple[int, ...]) -> dict[str, int]:
     return seen
 
 
-def test_the_mirror_holds_what_the_scheduler_holds_in_short_random_histories():
+def test_mirror_equals_scheduler_in_short_random_histories():
     for seed in range(120):
         run_history(seed, num_steps=4, max_output_tokens=8)
 
 
 @pytest.mark.stress
-def test_ten_thousand_random_histories():
+def test_mirror_equals_scheduler_in_ten_thousand_histories():
     """20 s of processor time."""
     for seed in range(10_000):
         run_history(seed, num_steps=4, max_output_tokens=8)
 
 
 @pytest.mark.parametrize("num_steps", [3, 8, 20])
-def test_a_message_lost_on_the_way_is_noticed_at_the_next_one(num_steps):
+def test_lost_message_is_noticed_at_next_one(num_steps):
     history = History(random.Random(1), chunked=True)
     for _ in range(num_steps):
         history.step(history.random_events())
@@ -78,7 +78,7 @@ FORGETFUL = {
 
 
 @pytest.mark.parametrize("forgotten", ["finished", *FORGETFUL])
-def test_a_mirror_that_forgets_part_of_a_plan_does_not_pass(monkeypatch, forgotten):
+def test_comparison_detects_forgetful_mirror(monkeypatch, forgotten):
     """Negative control of the comparison above."""
     if forgotten == "finished":
         monkeypatch.setattr(Mirror, "_forget", lambda self, plan: None)
@@ -89,7 +89,7 @@ def test_a_mirror_that_forgets_part_of_a_plan_does_not_pass(monkeypatch, forgott
         [run_history(seed, num_steps=25) for seed in range(20)]
 
 
-def test_a_scheduler_that_takes_a_recomputed_sequence_for_known_does_not_pass(monkeypatch):
+def test_comparison_detects_recomputed_sequence_marked_as_known(monkeypatch):
     """Negative control: its new blocks would be told as if the mirror held what it computed."""
     preempt = Allocator.preempt
 

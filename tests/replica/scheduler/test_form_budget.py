@@ -14,7 +14,7 @@ def a_step_takes(monkeypatch: pytest.MonkeyPatch, num_forms: int) -> None:
     monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MOST_FORM_BYTES // num_forms)
 
 
-def test_rows_whose_forms_are_too_many_for_a_step_join_in_the_next(monkeypatch: pytest.MonkeyPatch):
+def test_grammars_beyond_step_budget_wait_for_next_step(monkeypatch: pytest.MonkeyPatch):
     a_step_takes(monkeypatch, 2)
     run = Run()
     for _ in range(3):
@@ -32,7 +32,7 @@ def test_rows_whose_forms_are_too_many_for_a_step_join_in_the_next(monkeypatch: 
     assert len(plain.step()) == 3
 
 
-def test_samples_that_fork_begin_their_forms_one_step_after_the_other(monkeypatch: pytest.MonkeyPatch):
+def test_forking_samples_start_grammars_in_successive_steps(monkeypatch: pytest.MonkeyPatch):
     a_step_takes(monkeypatch, 1)
     run = Run()
     run.admit(4, n=3, **FORM)
@@ -45,7 +45,7 @@ def test_samples_that_fork_begin_their_forms_one_step_after_the_other(monkeypatc
     ]
 
 
-def test_the_end_of_a_prompt_that_came_in_chunks_waits_too(monkeypatch: pytest.MonkeyPatch):
+def test_end_of_chunked_prompt_waits_for_grammar_too(monkeypatch: pytest.MonkeyPatch):
     a_step_takes(monkeypatch, 1)
     run = Run(max_num_batched_tokens=4)
     run.admit(2, n=2, **FORM)
@@ -58,7 +58,7 @@ def test_the_end_of_a_prompt_that_came_in_chunks_waits_too(monkeypatch: pytest.M
     ]
 
 
-def test_the_largest_form_fits_a_step_and_many_small_ones_do_not():
+def test_step_holds_one_maximal_grammar_or_64_small():
     run = Run(max_num_seqs=200, num_blocks=400, max_num_batched_tokens=400)
     run.admit(1, ignore_eos=False, structured_outputs={"regex": "a" * MAX_GRAMMAR_BYTES})
     for _ in range(150):
@@ -68,9 +68,7 @@ def test_the_largest_form_fits_a_step_and_many_small_ones_do_not():
 
 @pytest.mark.parametrize("virtual_engines", [1, 2])
 @pytest.mark.parametrize("num_blocks", [12, 100])
-def test_all_rows_end_however_few_forms_a_step_takes(
-    monkeypatch: pytest.MonkeyPatch, virtual_engines: int, num_blocks: int
-):
+def test_all_rows_end_for_any_grammar_budget(monkeypatch: pytest.MonkeyPatch, virtual_engines: int, num_blocks: int):
     a_step_takes(monkeypatch, 1)
     run = Run(num_blocks=num_blocks, virtual_engines=virtual_engines, max_num_batched_tokens=9)
     for number in range(9):
@@ -80,7 +78,7 @@ def test_all_rows_end_however_few_forms_a_step_takes(
 
 
 @pytest.mark.parametrize(("are_counted", "counts"), [(False, [8, 3, 8, 5, 8, 7]), (True, [2, 3, 4, 5, 6, 7])])
-def test_who_waits_for_a_form_takes_no_share_from_those_that_decode(
+def test_rows_waiting_for_grammar_leave_share_to_decodes(
     monkeypatch: pytest.MonkeyPatch, are_counted: bool, counts: list[int]
 ):
     """With two steps in flight each has half of 16 sequences, of which 7 wait for their forms, one a step. Negative
@@ -110,7 +108,7 @@ def test_who_waits_for_a_form_takes_no_share_from_those_that_decode(
         ),
     ],
 )
-def test_tokens_of_one_who_waits_for_its_form_do_not_take_blocks_that_nobody_counted(
+def test_row_waiting_for_grammar_takes_no_uncounted_blocks(
     monkeypatch: pytest.MonkeyPatch, limits, prompts, num_samples, max_tokens
 ):
     """The step's blocks were counted with its part in it: a later prompt took one more than there were."""

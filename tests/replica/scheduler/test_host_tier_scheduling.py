@@ -34,7 +34,7 @@ def evicted_run(**limits: object) -> Run:
     return run
 
 
-def test_a_request_waits_for_the_transfer_of_its_blocks_and_computes_the_rest():
+def test_request_waits_for_its_transfer_and_computes_rest():
     run = evicted_run()
     run.admit(0, PROMPT, max_tokens=2)
     assert run.step() == []
@@ -51,7 +51,7 @@ def test_a_request_waits_for_the_transfer_of_its_blocks_and_computes_the_rest():
     assert run.scheduler.counters.num_preemptions == 0
 
 
-def test_what_has_not_arrived_in_the_tier_is_not_found_there():
+def test_blocks_not_yet_in_tier_are_not_found():
     run = tiered_run(transfer_steps=3)
     run.admit(0, PROMPT, max_tokens=1)
     run.admit(0, tokens(100, 21), max_tokens=1)
@@ -61,7 +61,7 @@ def test_what_has_not_arrived_in_the_tier_is_not_found_there():
     assert run.scheduler.counters.num_cached_prompt_tokens == 0
 
 
-def test_only_what_is_not_on_the_device_is_brought():
+def test_only_blocks_missing_on_device_are_loaded():
     run = tiered_run()
     run.admit(0, PROMPT, max_tokens=1)
     run.step()
@@ -75,7 +75,7 @@ def test_only_what_is_not_on_the_device_is_brought():
     assert run.steps(3) == [[], [], [Row(2, 0, 12, 1, 1)]]
 
 
-def test_what_the_tier_has_lost_is_computed():
+def test_blocks_evicted_from_tier_are_computed():
     run = evicted_run(num_tier_blocks=3)
     # The tail was stored first, so it is lost first.
     run.admit(0, tokens(200, 5), max_tokens=1)
@@ -86,7 +86,7 @@ def test_what_the_tier_has_lost_is_computed():
     assert run.steps(4) == [[], [], [], [Row(3, 0, 8, 5, 1)]]
 
 
-def test_a_follow_up_brings_an_answer_back():
+def test_follow_up_loads_the_previous_answer():
     run = tiered_run()
     run.admit(0, tokens(1, 6), max_tokens=7)
     run.finish(lambda key, position: 40 + position)
@@ -101,7 +101,7 @@ def test_a_follow_up_brings_an_answer_back():
 # The others.
 
 
-def test_others_go_by_while_a_request_waits_for_its_transfer():
+def test_others_run_while_request_waits_for_transfer():
     run = evicted_run(num_blocks=12)
     run.admit(0, PROMPT, max_tokens=2)
     run.admit(3, max_tokens=5)
@@ -109,7 +109,7 @@ def test_others_go_by_while_a_request_waits_for_its_transfer():
     assert run.step() == [Row(2, 0, 12, 1, 1), Row(3, 0, 5, 1, 1)]
 
 
-def test_a_request_that_waited_for_a_transfer_is_in_its_old_place():
+def test_request_keeps_its_queue_position_after_transfer():
     run = evicted_run(num_blocks=12, max_num_seqs=1)
     run.admit(0, PROMPT, max_tokens=2)
     run.admit(3, max_tokens=4)
@@ -143,7 +143,7 @@ def overtaken(
 
 
 @pytest.mark.parametrize("transfer_steps", [1, 2, 3, 4])
-def test_those_behind_it_do_not_go_by_a_request_again_and_again(transfer_steps: int):
+def test_later_requests_do_not_overtake_repeatedly(transfer_steps: int):
     """They took its room, drove out what was brought when they grew, and went by again while it was brought anew."""
     num_waits, num_others = overtaken(10, transfer_steps, 10, num_tokens=12, num_output_tokens=9)
     assert num_waits == 1
@@ -154,7 +154,7 @@ def test_those_behind_it_do_not_go_by_a_request_again_and_again(transfer_steps: 
     ("num_blocks", "transfer_steps", "num_tier_blocks", "num_tokens", "num_output_tokens"),
     [(12, 2, 2, 12, 13), (10, 3, 4, 7, 13), (8, 6, 40, 11, 17)],
 )
-def test_a_request_does_not_wait_for_the_same_blocks_again_and_again(
+def test_request_waits_for_its_blocks_only_once(
     num_blocks: int, transfer_steps: int, num_tier_blocks: int, num_tokens: int, num_output_tokens: int
 ):
     num_waits, num_others = overtaken(
@@ -163,7 +163,7 @@ def test_a_request_does_not_wait_for_the_same_blocks_again_and_again(
     assert num_waits == 1, f"{num_others} of the 40 behind it ended before it"
 
 
-def test_requests_that_need_the_same_blocks_wait_for_the_same_transfer():
+def test_requests_for_same_blocks_share_one_transfer():
     run = evicted_run(num_blocks=24, max_model_len=96)
     run.admit(0, PROMPT, max_tokens=1)
     run.admit(0, PROMPT, max_tokens=1)
@@ -176,13 +176,13 @@ def test_requests_that_need_the_same_blocks_wait_for_the_same_transfer():
     assert run.steps(2) == [[], [Row(2, 0, 12, 1, 1), Row(3, 0, 12, 1, 1), Row(4, 0, 12, 2, 1)]]
 
 
-def test_a_request_that_wants_the_log_probabilities_of_its_prompt_waits_for_no_transfer():
+def test_prompt_logprobs_request_waits_for_no_transfer():
     run = evicted_run()
     run.admit(0, PROMPT, max_tokens=1, prompt_logprobs=0)
     assert run.step() == [Row(2, 0, 0, 13, 1)]
 
 
-def test_one_that_would_find_no_room_but_for_the_transfer_waits_in_its_place():
+def test_request_without_free_blocks_waits_in_queue():
     """What the transfer brings will be shared, but it is not there yet, so all of it is counted."""
     run = evicted_run()
     run.admit(0, PROMPT, max_tokens=1)
@@ -192,7 +192,7 @@ def test_one_that_would_find_no_room_but_for_the_transfer_waits_in_its_place():
     assert run.steps(3) == [[], [], [Row(2, 0, 12, 1, 1), Row(3, 0, 12, 1, 1)]]
 
 
-def test_nothing_is_brought_where_it_would_leave_less_than_the_watermark():
+def test_load_keeps_the_watermark():
     run = evicted_run(watermark=2)
     run.admit(0, PROMPT, max_tokens=1)
     assert run.step() == []
@@ -202,7 +202,8 @@ def test_nothing_is_brought_where_it_would_leave_less_than_the_watermark():
     assert run.step() == [Row(2, 0, 0, 13, 1)], "alone it may run all the same"
 
 
-def test_one_that_runs_alone_waits_for_the_blocks_that_a_transfer_holds_and_is_not_preempted():
+def test_running_request_waits_for_blocks_of_transfer():
+    """The request runs alone and is not preempted."""
     run = evicted_run(num_blocks=8, transfer_steps=9)
     run.admit(11, max_tokens=12)
     run.step()
@@ -218,7 +219,7 @@ def test_one_that_runs_alone_waits_for_the_blocks_that_a_transfer_holds_and_is_n
     assert run.scheduler.counters.num_preemptions == 0
 
 
-def test_what_gave_way_may_come_back_by_a_transfer():
+def test_preempted_sequence_may_return_by_transfer():
     run = tiered_run(num_blocks=7, max_model_len=28)
     run.admit(0, tokens(1, 12), max_tokens=3)
     run.admit(0, tokens(100, 16), max_tokens=4)
@@ -235,7 +236,7 @@ def test_what_gave_way_may_come_back_by_a_transfer():
 # What ends or is forgotten meanwhile.
 
 
-def test_an_abort_while_a_transfer_is_under_way_leaves_its_blocks_to_be_found():
+def test_abort_during_transfer_leaves_blocks_findable():
     run = evicted_run()
     run.admit(0, PROMPT)
     run.step()
@@ -249,7 +250,7 @@ def test_an_abort_while_a_transfer_is_under_way_leaves_its_blocks_to_be_found():
     assert run.step() == [Row(3, 0, 12, 1, 1)]
 
 
-def test_an_abort_of_one_of_two_that_wait_leaves_the_other_waiting():
+def test_abort_of_one_waiter_leaves_other_waiting():
     run = evicted_run(num_blocks=24, max_model_len=96)
     for _ in range(2):
         run.admit(0, PROMPT, max_tokens=1)
@@ -263,7 +264,7 @@ FORGETTING = pytest.mark.parametrize("forget", [Run.reset_prefix_cache, lambda r
 
 
 @FORGETTING
-def test_what_is_brought_while_everything_is_forgotten_is_found_by_nobody(forget):
+def test_blocks_loading_during_reset_are_not_found(forget):
     run = evicted_run()
     run.admit(0, PROMPT, max_tokens=1)
     run.step()
@@ -279,7 +280,8 @@ def test_what_is_brought_while_everything_is_forgotten_is_found_by_nobody(forget
 
 
 @FORGETTING
-def test_what_is_in_the_tier_or_on_its_way_there_when_everything_is_forgotten_is_found_by_nobody(forget):
+def test_tier_blocks_are_not_found_after_reset(forget):
+    """Blocks on their way to the tier are not found either."""
     run = evicted_run()
     forget(run)
     run.admit(0, PROMPT, max_tokens=1)
@@ -296,7 +298,7 @@ def test_what_is_in_the_tier_or_on_its_way_there_when_everything_is_forgotten_is
 # A tier that is full.
 
 
-def test_nothing_is_stored_while_every_place_is_reserved_and_nothing_hangs():
+def test_fully_reserved_tier_stores_nothing_and_never_hangs():
     run = evicted_run(num_blocks=12, num_tier_blocks=3, transfer_steps=6)
     run.admit(0, PROMPT, max_tokens=1)
     run.admit(0, tokens(200, 5), max_tokens=1)
@@ -312,9 +314,7 @@ def test_nothing_is_stored_while_every_place_is_reserved_and_nothing_hangs():
 
 @pytest.mark.parametrize("transfer_steps", [0, 1, 7])
 @pytest.mark.parametrize("num_tier_blocks", [1, 2, 5, 30])
-def test_whatever_the_tier_holds_everything_ends_with_the_tokens_of_a_run_that_had_room(
-    num_tier_blocks: int, transfer_steps: int
-):
+def test_run_with_any_tier_equals_uninterrupted_run(num_tier_blocks: int, transfer_steps: int):
     outputs = []
     for limits in ({"num_blocks": 200}, {"num_blocks": 9, "num_tier_blocks": num_tier_blocks}):
         run = Run(caching=True, max_model_len=36, transfer_steps=transfer_steps, **limits)
@@ -333,7 +333,7 @@ def test_whatever_the_tier_holds_everything_ends_with_the_tokens_of_a_run_that_h
 # Negative controls.
 
 
-def test_the_tests_see_blocks_that_are_used_before_the_transfer_has_finished(monkeypatch: pytest.MonkeyPatch):
+def test_content_check_detects_use_before_transfer_finished(monkeypatch: pytest.MonkeyPatch):
     finish, take = Transfers.finish, CacheManager.take_block_ops
 
     def finishes_at_once(self):
@@ -354,7 +354,7 @@ def test_the_tests_see_blocks_that_are_used_before_the_transfer_has_finished(mon
         run.step()
 
 
-def test_the_tests_see_a_request_that_loses_its_place(monkeypatch: pytest.MonkeyPatch):
+def test_queue_check_detects_lost_queue_position(monkeypatch: pytest.MonkeyPatch):
     give_back = WaitingQueue.give_back
     monkeypatch.setattr(
         WaitingQueue,
@@ -362,4 +362,4 @@ def test_the_tests_see_a_request_that_loses_its_place(monkeypatch: pytest.Monkey
         lambda self, sequence: self._arrived.append(sequence) if self._arrived else give_back(self, sequence),
     )
     with pytest.raises(AssertionError):
-        test_a_request_that_waited_for_a_transfer_is_in_its_old_place()
+        test_request_keeps_its_queue_position_after_transfer()

@@ -14,7 +14,7 @@ from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.step import StepResult
 
 
-def test_a_request_that_wants_the_log_probabilities_of_its_prompt_computes_it():
+def test_prompt_logprobs_request_computes_its_prompt():
     run = asked_once(tokens(1, 9))
     run.admit(0, tokens(1, 9), max_tokens=1, prompt_logprobs=0)
     run.admit(0, tokens(1, 9), max_tokens=1)
@@ -22,14 +22,14 @@ def test_a_request_that_wants_the_log_probabilities_of_its_prompt_computes_it():
     assert [run.ended[index].num_cached_tokens for index in range(3)] == [0, 0, 8]
 
 
-def test_what_it_computed_is_found_by_others():
+def test_blocks_of_prompt_logprobs_request_are_found():
     run = cached_run()
     run.admit(0, tokens(1, 9), max_tokens=1, prompt_logprobs=0)
     run.admit(0, tokens(1, 9), max_tokens=1)
     assert run.step() == [Row(0, 0, 0, 9, 1), Row(1, 0, 8, 1, 1)]
 
 
-def test_its_log_probabilities_come_again_after_it_gave_way():
+def test_prompt_logprobs_come_again_after_preemption():
     run = cached_run(num_blocks=7, max_model_len=28)
     run.admit(0, tokens(1, 12), prompt_logprobs=0, max_tokens=3)
     run.admit(0, tokens(100, 16), max_tokens=2)
@@ -44,7 +44,7 @@ def test_its_log_probabilities_come_again_after_it_gave_way():
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (0, 13)
 
 
-def test_after_a_reset_nothing_of_before_is_found():
+def test_old_blocks_are_not_found_after_reset():
     run = asked_once(tokens(1, 13))
     run.reset_prefix_cache()
     assert run.cache.num_cached_blocks == 0
@@ -66,7 +66,7 @@ FORGETTING = pytest.mark.parametrize("forget", [reset, new_weights])
 
 
 @FORGETTING
-def test_who_runs_goes_on_and_is_found_by_nobody_any_more(forget):
+def test_running_sequence_is_not_found_after_reset(forget):
     run = cached_run()
     run.admit(0, tokens(1, 6), max_tokens=13)
     run.steps(4)
@@ -82,7 +82,7 @@ def test_who_runs_goes_on_and_is_found_by_nobody_any_more(forget):
 
 
 @FORGETTING
-def test_a_prompt_in_the_middle_of_which_everything_is_forgotten_is_found_by_nobody(forget):
+def test_prompt_chunked_across_reset_is_not_found(forget):
     run = cached_run(max_num_batched_tokens=8)
     run.admit(0, tokens(1, 16), max_tokens=3)
     run.step()
@@ -94,7 +94,7 @@ def test_a_prompt_in_the_middle_of_which_everything_is_forgotten_is_found_by_nob
 
 
 @FORGETTING
-def test_samples_that_fork_after_everything_is_forgotten_are_found_by_nobody(forget):
+def test_samples_forked_after_reset_are_not_found(forget):
     run = cached_run(max_num_batched_tokens=8)
     run.admit(0, tokens(1, 16), n=2, max_tokens=9)
     run.step()
@@ -104,7 +104,7 @@ def test_samples_that_fork_after_everything_is_forgotten_are_found_by_nobody(for
 
 
 @FORGETTING
-def test_who_waits_when_everything_is_forgotten_is_found_afterwards(forget):
+def test_request_waiting_during_reset_is_found_afterwards(forget):
     run = cached_run(max_num_seqs=1)
     run.admit(0, tokens(1, 9), max_tokens=2)
     run.admit(0, tokens(1, 9), max_tokens=1)
@@ -115,7 +115,8 @@ def test_who_waits_when_everything_is_forgotten_is_found_afterwards(forget):
 
 
 @FORGETTING
-def test_who_gave_way_before_everything_was_forgotten_is_computed_whole_and_found_afterwards(forget):
+def test_sequence_preempted_before_reset_recomputes_everything(forget):
+    """The recomputed sequence is found afterwards."""
     run = cached_run(num_blocks=7, max_model_len=28)
     run.admit(0, tokens(1, 12), max_tokens=3)
     run.admit(0, tokens(100, 16), max_tokens=2)
@@ -129,7 +130,7 @@ def test_who_gave_way_before_everything_was_forgotten_is_computed_whole_and_foun
     assert run.step() == [Row(2, 0, 8, 4, 1)]
 
 
-def test_old_weights_that_come_back_find_nothing_of_theirs():
+def test_restored_weight_version_finds_no_old_blocks():
     run = asked_once(tokens(1, 13))
     for version in (1, 0):
         run.set_weight_version(version)
@@ -137,7 +138,7 @@ def test_old_weights_that_come_back_find_nothing_of_theirs():
         assert [row.first for row in run.step()] == [0]
 
 
-def test_other_weights_are_other_names_whatever_was_forgotten(monkeypatch: pytest.MonkeyPatch):
+def test_weight_version_changes_block_hashes_without_reset(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CacheManager, "reset_prefix_cache", lambda self: None)
     run = asked_once(tokens(1, 13))
     run.set_weight_version(1)
@@ -149,7 +150,7 @@ def test_other_weights_are_other_names_whatever_was_forgotten(monkeypatch: pytes
 
 
 @pytest.mark.control("Nothing computed with old weights is found")
-def test_the_contents_see_old_weights_that_are_found(monkeypatch: pytest.MonkeyPatch, control):
+def test_contents_check_detects_found_old_weights(monkeypatch: pytest.MonkeyPatch, control):
     monkeypatch.setattr(residency_module, "root_hash", lambda weight_version, rope_regime, cache_salt: bytes(16))
     monkeypatch.setattr(CacheManager, "reset_prefix_cache", lambda self: None)
     run = asked_once(tokens(1, 13))
@@ -159,7 +160,7 @@ def test_the_contents_see_old_weights_that_are_found(monkeypatch: pytest.MonkeyP
         run.step()
 
 
-def test_the_contents_see_one_who_runs_through_a_reset_and_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_contents_check_detects_sequence_found_across_reset(monkeypatch: pytest.MonkeyPatch):
     def keeps_names(self, groups):
         self._cache.reset_prefix_cache()
         for group in groups:

@@ -18,7 +18,7 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_the_same_prompt_again_finds_its_full_blocks_but_for_the_last_token(length: int):
+def test_repeated_prompt_finds_full_blocks_before_last_token(length: int):
     run = asked_once(tokens(1, length))
     run.admit(0, tokens(1, length), max_tokens=1)
     num_found = (length - 1) // 4 * 4
@@ -32,26 +32,26 @@ def test_the_same_prompt_again_finds_its_full_blocks_but_for_the_last_token(leng
 
 
 @pytest.mark.parametrize(("num_same", "num_found"), [(1, 0), (3, 0), (4, 4), (7, 4), (8, 8), (11, 8), (12, 12)])
-def test_a_prompt_that_begins_alike_finds_whole_blocks_up_to_the_difference(num_same: int, num_found: int):
+def test_prompt_finds_full_blocks_up_to_difference(num_same: int, num_found: int):
     run = asked_once(tokens(1, 16))
     run.admit(0, tokens(1, num_same) + tokens(100, 16 - num_same), max_tokens=1)
     assert run.step() == [Row(1, 0, num_found, 16 - num_found, 1)]
 
 
-def test_a_prompt_that_begins_otherwise_finds_nothing_of_what_follows():
+def test_prompt_with_other_beginning_finds_nothing():
     run = asked_once(tokens(1, 16))
     run.admit(0, (99, *tokens(2, 15)), max_tokens=1)
     assert run.step() == [Row(1, 0, 0, 16, 1)]
 
 
-def test_a_prompt_that_is_wholly_there_computes_its_last_block():
+def test_fully_cached_prompt_computes_its_last_block():
     run = asked_once(tokens(1, 8), max_tokens=6)
     run.admit(0, tokens(1, 8), max_tokens=2)
     assert run.steps(2) == [[Row(1, 0, 4, 4, 1)], [Row(1, 0, 8, 1, 1)]]
     assert run.cache.num_used_blocks == 0
 
 
-def test_nothing_is_found_without_the_cache():
+def test_prompt_finds_nothing_without_the_cache():
     run = Run(caching=False)
     for _ in range(3):
         run.admit(0, tokens(1, 9), max_tokens=1)
@@ -62,7 +62,7 @@ def test_nothing_is_found_without_the_cache():
     assert run.cache.num_cached_blocks == 0
 
 
-def test_tokens_that_are_found_are_known_once_a_request_has_begun():
+def test_cached_token_count_is_known_once_request_starts():
     run = cached_run(max_num_seqs=1)
     run.admit(0, tokens(1, 9))
     run.admit(0, tokens(1, 9))
@@ -72,7 +72,7 @@ def test_tokens_that_are_found_are_known_once_a_request_has_begun():
     assert run.abort(1).num_cached_tokens is None
 
 
-def test_a_request_of_several_samples_finds_its_prompt_once():
+def test_request_with_several_samples_finds_prompt_once():
     run = asked_once(tokens(1, 10))
     run.admit(0, tokens(1, 10), n=3, max_tokens=2)
     assert run.steps(2) == [[Row(1, 0, 8, 2, 3)], [Row(1, sample, 10, 1, 1) for sample in range(3)]]
@@ -82,7 +82,7 @@ def test_a_request_of_several_samples_finds_its_prompt_once():
 # Within one step.
 
 
-def test_requests_of_one_step_share_what_the_first_of_them_computes():
+def test_requests_of_one_step_share_first_ones_blocks():
     run = cached_run()
     run.admit(0, tokens(1, 10), max_tokens=3)
     run.admit(0, tokens(1, 10), max_tokens=3)
@@ -99,7 +99,7 @@ def test_requests_of_one_step_share_what_the_first_of_them_computes():
     assert run.cache.num_used_blocks == 4
 
 
-def test_requests_of_one_step_find_their_past_and_go_on_alone():
+def test_requests_of_one_step_share_prefix_then_diverge():
     run = cached_run()
     for _ in range(3):
         run.admit(0, tokens(1, 10), max_tokens=3)
@@ -111,14 +111,14 @@ def test_requests_of_one_step_find_their_past_and_go_on_alone():
     assert [run.tokens(request)[0][2:] for request in range(3)] == [[50], [51], [52]]
 
 
-def test_the_budget_counts_only_what_is_computed():
+def test_budget_counts_only_computed_tokens():
     run = cached_run(max_num_batched_tokens=14)
     for _ in range(3):
         run.admit(0, tokens(1, 10), max_tokens=1)
     assert run.step() == [Row(0, 0, 0, 10, 1), Row(1, 0, 8, 2, 1), Row(2, 0, 8, 2, 1)]
 
 
-def test_a_chunk_is_found_by_the_next_request_as_far_as_it_goes():
+def test_next_request_finds_chunk_computed_so_far():
     run = cached_run(max_num_batched_tokens=10)
     run.admit(0, tokens(1, 16), max_tokens=2)
     run.admit(0, tokens(1, 16), max_tokens=1)
@@ -129,13 +129,13 @@ def test_a_chunk_is_found_by_the_next_request_as_far_as_it_goes():
     ]
 
 
-def test_chunks_go_on_from_what_was_found():
+def test_chunks_continue_from_cached_prefix():
     run = asked_once(tokens(1, 9), max_num_batched_tokens=8)
     run.admit(0, tokens(1, 28), max_tokens=1)
     assert run.steps(3) == [[Row(1, 0, 8, 8, 0)], [Row(1, 0, 16, 8, 0)], [Row(1, 0, 24, 4, 1)]]
 
 
-def test_without_chunks_a_prompt_fits_by_what_is_left_to_compute():
+def test_unchunked_prompt_fits_by_its_uncached_tokens():
     run = asked_once(tokens(1, 17), max_num_batched_tokens=20, chunked=False)
     run.admit(0, tokens(200, 14), max_tokens=1)
     run.admit(0, tokens(1, 20), max_tokens=1)
@@ -143,7 +143,7 @@ def test_without_chunks_a_prompt_fits_by_what_is_left_to_compute():
     assert run.steps(2) == [[Row(1, 0, 0, 14, 1), Row(2, 0, 16, 4, 1)], [Row(3, 0, 20, 3, 1)]]
 
 
-def test_rows_of_one_step_find_a_block_that_a_later_group_of_the_plan_computes():
+def test_rows_find_blocks_of_later_group_in_step():
     """Sample 1 of request 0 comes back behind request 1, whose prompt it shares, and is told before it."""
     run = cached_run(num_blocks=8, max_model_len=32)
     run.admit(0, tokens(1, 8), n=2)
@@ -159,7 +159,7 @@ def test_rows_of_one_step_find_a_block_that_a_later_group_of_the_plan_computes()
 # What was sampled is found too.
 
 
-def test_a_follow_up_finds_the_answer_before_it():
+def test_follow_up_finds_the_previous_answer():
     run = cached_run()
     run.admit(0, tokens(1, 6), max_tokens=7)
     run.finish(lambda key, position: 40 + position)
@@ -168,7 +168,7 @@ def test_a_follow_up_finds_the_answer_before_it():
     assert run.step() == [Row(1, 0, 12, 4, 1)], "12 of 13 tokens were computed: nobody asked what follows the last"
 
 
-def test_a_follow_up_to_one_sample_finds_that_sample():
+def test_follow_up_to_one_sample_finds_that_sample():
     run = cached_run()
     run.admit(0, tokens(1, 6), max_tokens=8, n=2)
     run.finish(lambda key, position: 40 + position + 100 * key.sample_index)
@@ -177,7 +177,7 @@ def test_a_follow_up_to_one_sample_finds_that_sample():
     assert run.step() == [Row(1, 0, 12, 2, 1), Row(2, 0, 12, 2, 1)]
 
 
-def test_a_request_that_runs_is_found_as_far_as_it_is_computed():
+def test_running_request_is_found_up_to_computed_tokens():
     run = cached_run()
     run.admit(0, tokens(1, 6), max_tokens=20)
     run.steps(4)
@@ -188,7 +188,7 @@ def test_a_request_that_runs_is_found_as_far_as_it_is_computed():
 # Room.
 
 
-def test_what_is_found_needs_no_room_while_others_hold_it():
+def test_shared_cached_blocks_need_no_free_blocks():
     run = cached_run(num_blocks=5)
     run.admit(0, tokens(1, 13), max_tokens=3)
     run.step()
@@ -196,7 +196,7 @@ def test_what_is_found_needs_no_room_while_others_hold_it():
     assert run.step() == [Row(0, 0, 13, 1, 1), Row(1, 0, 12, 1, 1)], "one block is free and one is needed"
 
 
-def test_what_is_found_in_free_blocks_is_not_room_for_the_rest():
+def test_cached_free_blocks_do_not_count_as_free():
     run = asked_once(tokens(1, 13), num_blocks=6)
     run.admit(0, tokens(100, 9), max_tokens=2)
     run.admit(0, tokens(1, 13), max_tokens=1)
@@ -205,7 +205,7 @@ def test_what_is_found_in_free_blocks_is_not_room_for_the_rest():
     assert run.steps(2) == [[Row(1, 0, 9, 1, 1)], [Row(2, 0, 12, 1, 1)]]
 
 
-def test_the_tail_of_what_was_found_is_lost_before_its_head():
+def test_prefix_tail_is_evicted_before_its_head():
     run = asked_once(tokens(1, 21), num_blocks=6)
     run.admit(0, tokens(100, 9), max_tokens=1)
     run.step()
@@ -216,7 +216,7 @@ def test_the_tail_of_what_was_found_is_lost_before_its_head():
 # What was preempted is found again.
 
 
-def test_what_gave_way_finds_what_is_left_of_its_own_blocks():
+def test_preempted_sequence_reuses_its_cached_blocks():
     run = cached_run(num_blocks=7, max_model_len=28)
     run.admit(0, tokens(1, 12), max_tokens=3)
     run.admit(0, tokens(100, 16), max_tokens=2)
@@ -230,7 +230,7 @@ def test_what_gave_way_finds_what_is_left_of_its_own_blocks():
     assert run.ended[0].num_cached_tokens == 0, "what it found was its own"
 
 
-def test_what_gave_way_and_is_found_whole_lost_nothing():
+def test_preempted_sequence_loses_nothing_when_fully_cached():
     run = cached_run(num_blocks=8, max_model_len=28)
     run.admit(0, tokens(1, 12), max_tokens=3)
     run.admit(0, tokens(100, 16), max_tokens=2)
@@ -241,7 +241,7 @@ def test_what_gave_way_and_is_found_whole_lost_nothing():
     assert (counters.num_preemptions, counters.num_recomputed_tokens) == (1, 0)
 
 
-def test_the_tests_see_a_prompt_that_is_found_to_its_last_token(monkeypatch: pytest.MonkeyPatch):
+def test_block_check_detects_prompt_cached_to_last_token(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Allocator, "_findable", lambda self, sequence: self._hashes(sequence, 2) or [])
     with pytest.raises(AssertionError):
-        test_a_prompt_that_is_wholly_there_computes_its_last_block()
+        test_fully_cached_prompt_computes_its_last_block()

@@ -19,7 +19,7 @@ from spmd_worker.replica.sequence.sequence import FinishReason, SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 
-def test_the_first_plan_introduces_each_request_with_its_blocks():
+def test_first_plan_introduces_requests_with_their_blocks():
     run = Run()
     run.admit(5, max_tokens=3)
     run.admit(3)
@@ -36,7 +36,7 @@ def test_the_first_plan_introduces_each_request_with_its_blocks():
     assert run.cache.num_free_blocks == 97
 
 
-def test_nothing_to_do_is_an_empty_plan_and_steps_are_counted():
+def test_idle_scheduler_gives_numbered_empty_plans():
     run = Run()
     assert run.scheduler.schedule() == StepPlan(step=1)
     assert run.scheduler.schedule() == StepPlan(step=2)
@@ -44,7 +44,7 @@ def test_nothing_to_do_is_an_empty_plan_and_steps_are_counted():
     assert not run.scheduler.has_unfinished
 
 
-def test_a_request_is_computed_then_decoded_token_by_token_and_gives_its_blocks_back():
+def test_request_is_prefilled_decoded_and_freed():
     run = Run()
     run.admit(6, max_tokens=3)
     assert run.steps(4) == [[Row(0, 0, 0, 6, 1)], [Row(0, 0, 6, 1, 1)], [Row(0, 0, 7, 1, 1)], []]
@@ -57,7 +57,7 @@ def test_a_request_is_computed_then_decoded_token_by_token_and_gives_its_blocks_
     assert len(run.mirror) == 0
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_samples_at_its_end():
+def test_long_prompt_is_chunked_and_samples_at_end():
     run = Run(max_num_batched_tokens=8)
     run.admit(20, max_tokens=2)
     assert run.steps(4) == [
@@ -68,7 +68,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_samples_at_its_end():
     ]
 
 
-def test_decoding_goes_first_and_prompts_take_what_is_left_of_the_budget():
+def test_decodes_go_before_prompts_in_token_budget():
     run = Run(max_num_batched_tokens=8)
     run.admit(3)
     run.step()
@@ -81,7 +81,7 @@ def test_decoding_goes_first_and_prompts_take_what_is_left_of_the_budget():
     ]
 
 
-def test_without_chunks_a_prompt_waits_for_a_step_that_holds_it_whole():
+def test_unchunked_prompt_waits_for_step_that_fits_it():
     run = Run(max_num_batched_tokens=8, chunked=False)
     run.admit(3, max_tokens=3)
     run.step()
@@ -89,7 +89,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_holds_it_whole():
     assert run.steps(3) == [[Row(0, 0, 3, 1, 1)], [Row(0, 0, 4, 1, 1)], [Row(1, 0, 0, 8, 1)]]
 
 
-def test_a_request_that_does_not_fit_keeps_later_ones_waiting():
+def test_unfit_request_keeps_later_ones_waiting():
     run = Run(num_blocks=4)
     run.admit(10, max_tokens=2)
     run.admit(9, max_tokens=2)
@@ -99,7 +99,7 @@ def test_a_request_that_does_not_fit_keeps_later_ones_waiting():
     assert run.step() == [Row(1, 0, 0, 9, 1), Row(2, 0, 0, 1, 1)]
 
 
-def test_a_prompt_joins_only_where_the_whole_of_it_has_room():
+def test_prompt_is_admitted_only_with_all_its_blocks():
     run = Run(num_blocks=4, max_num_batched_tokens=8)
     run.admit(6)
     run.step()
@@ -114,7 +114,7 @@ def test_no_more_sequences_run_than_allowed():
     assert [[row.request for row in rows] for rows in run.steps(4)] == [[0, 1], [0, 1], [1, 2], []]
 
 
-def test_the_watermark_is_left_to_those_who_run_but_not_to_an_empty_engine():
+def test_watermark_applies_unless_engine_is_empty():
     run = Run(num_blocks=10, watermark=4)
     run.admit(16, max_tokens=2)
     run.admit(12)
@@ -136,7 +136,7 @@ def preempted_run() -> Run:
     return run
 
 
-def test_of_equals_the_last_in_service_order_gives_way_and_keeps_its_place():
+def test_tie_preempts_latest_sequence_and_keeps_its_position():
     run = preempted_run()
     assert run.running() == [(0, 0), (1, 0)]
     assert run.waiting() == [(2, 0), (3, 0)], "before the one that came later, which might have fitted"
@@ -145,13 +145,13 @@ def test_of_equals_the_last_in_service_order_gives_way_and_keeps_its_place():
     assert run.cache.num_free_blocks == 0, "request 1 took the block of request 2"
 
 
-def test_a_preempted_request_waits_until_all_of_it_has_room():
+def test_preempted_request_waits_for_all_its_blocks():
     run = preempted_run()
     assert [row.request for row in run.step()] == [0, 1]
     assert run.waiting() == [(2, 0), (3, 0)]
 
 
-def test_a_preempted_request_is_computed_again_with_the_tokens_it_had():
+def test_preempted_request_is_recomputed_with_its_tokens():
     run = preempted_run()
     run.abort(1)
     assert run.step() == [Row(0, 0, 5, 1, 1), Row(2, 0, 0, 5, 1)]
@@ -160,7 +160,7 @@ def test_a_preempted_request_is_computed_again_with_the_tokens_it_had():
     assert run.tokens(2) == [[9] * 8]
 
 
-def test_a_request_that_is_behind_all_others_gives_way_itself():
+def test_last_request_in_order_preempts_itself():
     run = Run(num_blocks=4)
     run.admit(8, max_tokens=4)
     run.admit(7)
@@ -171,7 +171,7 @@ def test_a_request_that_is_behind_all_others_gives_way_itself():
     assert [len(tokens) for request in (0, 1) for tokens in run.tokens(request)] == [4, 8]
 
 
-def test_a_half_computed_prompt_can_be_preempted_and_starts_again():
+def test_half_computed_prompt_restarts_after_preemption():
     run = Run(num_blocks=6, max_num_batched_tokens=12)
     run.admit(8, max_tokens=12)
     run.step()
@@ -187,7 +187,7 @@ def test_a_half_computed_prompt_can_be_preempted_and_starts_again():
     assert [len(tokens) for request in (0, 1) for tokens in run.tokens(request)] == [16, 2]
 
 
-def test_n_samples_are_drawn_from_one_prompt_and_then_run_on_their_own():
+def test_samples_share_one_prompt_then_run_separately():
     run = Run()
     run.admit(6, n=3, max_tokens=3)
     assert run.step(lambda key, position: 10 + key.sample_index) == [Row(0, 0, 0, 6, 3)]
@@ -203,7 +203,7 @@ def test_n_samples_are_drawn_from_one_prompt_and_then_run_on_their_own():
     assert run.cache.num_used_blocks == 0
 
 
-def test_samples_fork_without_copies_where_the_prompt_fills_its_blocks():
+def test_fork_at_full_blocks_copies_nothing():
     run = Run()
     run.admit(8, n=3)
     run.steps(2)
@@ -211,7 +211,7 @@ def test_samples_fork_without_copies_where_the_prompt_fills_its_blocks():
     assert run.cache.num_used_blocks == 2 + 3
 
 
-def test_a_request_for_n_samples_counts_n_sequences_from_the_start():
+def test_unforked_request_counts_all_its_samples():
     run = Run(max_num_seqs=4)
     run.admit(6, n=3, max_tokens=2)
     run.admit(6, n=2, max_tokens=2)
@@ -225,7 +225,7 @@ def test_a_request_for_n_samples_counts_n_sequences_from_the_start():
     ]
 
 
-def test_forks_that_are_preempted_are_computed_again_on_their_own():
+def test_preempted_forks_are_recomputed_separately():
     run = Run(num_blocks=6, max_model_len=24)
     run.admit(6, n=4, max_tokens=10)
     run.finish(lambda key, position: 10 * position + key.sample_index)
@@ -233,7 +233,7 @@ def test_forks_that_are_preempted_are_computed_again_on_their_own():
     assert run.tokens(0) == [[10 * position + sample for position in range(6, 16)] for sample in range(4)]
 
 
-def test_samples_that_end_early_leave_the_others_running():
+def test_early_finished_samples_leave_others_running():
     run = Run()
     run.admit(4, n=3, max_tokens=5, stop_token_ids=[7])
     run.step(lambda key, position: 7 if key.sample_index == 1 else 9)
@@ -244,7 +244,7 @@ def test_samples_that_end_early_leave_the_others_running():
     assert reasons == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]
 
 
-def test_an_abort_while_waiting():
+def test_abort_removes_waiting_request():
     run = Run(max_num_seqs=1)
     run.admit(4)
     run.admit(4)
@@ -258,7 +258,7 @@ def test_an_abort_while_waiting():
     assert run.tokens(1) == [[]]
 
 
-def test_an_abort_before_the_first_plan():
+def test_abort_before_first_plan_ends_request():
     run = Run()
     run.admit(4)
     assert run.abort(0) is not None
@@ -266,7 +266,7 @@ def test_an_abort_before_the_first_plan():
     assert run.last_plan.finished_request_ids == (0,)
 
 
-def test_an_abort_in_the_middle_of_a_prompt():
+def test_abort_inside_prompt_frees_its_blocks():
     run = Run(max_num_batched_tokens=8)
     run.admit(20)
     run.step()
@@ -277,7 +277,7 @@ def test_an_abort_in_the_middle_of_a_prompt():
     assert len(run.mirror) == 0
 
 
-def test_an_abort_while_decoding_keeps_what_was_sampled():
+def test_abort_while_decoding_keeps_sampled_tokens():
     run = Run()
     run.admit(4)
     run.admit(4)
@@ -287,7 +287,7 @@ def test_an_abort_while_decoding_keeps_what_was_sampled():
     assert run.step() == [Row(1, 0, 6, 1, 1)]
 
 
-def test_an_abort_while_preempted():
+def test_abort_removes_preempted_request():
     run = preempted_run()
     run.abort(2)
     assert run.waiting() == [(3, 0)]
@@ -296,7 +296,8 @@ def test_an_abort_while_preempted():
     assert run.cache.num_used_blocks == 0
 
 
-def test_an_abort_of_forks_of_which_one_has_ended_and_one_is_preempted():
+def test_abort_ends_forks_in_different_states():
+    """One sample has ended and one is preempted."""
     run = Run(num_blocks=5, max_model_len=16)
     run.admit(7, n=3, max_tokens=9, stop_token_ids=[7])
     run.step(lambda key, position: 7 if key.sample_index == 0 else 9)
@@ -309,7 +310,7 @@ def test_an_abort_of_forks_of_which_one_has_ended_and_one_is_preempted():
     assert run.waiting() == run.running() == []
 
 
-def test_an_abort_of_what_is_unknown_or_has_ended_is_no_error():
+def test_abort_of_unknown_or_ended_request_is_ignored():
     run = Run()
     assert run.abort(17) is None
     run.admit(4, max_tokens=1)
@@ -318,7 +319,7 @@ def test_an_abort_of_what_is_unknown_or_has_ended_is_no_error():
     assert run.ended[0].sequences[0].finish_reason is FinishReason.LENGTH
 
 
-def test_what_was_sampled_for_a_request_that_is_aborted_meanwhile_is_dropped():
+def test_tokens_sampled_for_aborted_request_are_dropped():
     run = Run()
     run.admit(4, n=2)
     run.admit(4)
@@ -343,7 +344,7 @@ def test_counters_add_up():
     assert counters.num_computed_tokens == once + counters.num_recomputed_tokens
 
 
-def test_prompt_logprobs_arrive_chunk_by_chunk_and_again_after_a_preemption():
+def test_prompt_logprobs_arrive_by_chunk_and_after_preemption():
     run = Run(max_num_batched_tokens=4, max_num_seqs=2)
     run.admit(6, prompt_logprobs=0, max_tokens=2)
     entries = [None, *({token: Logprob(-float(token), 1)} for token in range(1, 6))]
@@ -357,7 +358,7 @@ def test_prompt_logprobs_arrive_chunk_by_chunk_and_again_after_a_preemption():
     assert group.prompt_logprobs == [None, *again, *entries[4:]]
 
 
-def test_logprobs_are_kept_and_summed_for_each_sample():
+def test_logprobs_are_kept_and_summed_per_sample():
     run = Run()
     run.admit(4, n=2, logprobs=0, max_tokens=2)
     run.admit(4, max_tokens=1)
@@ -370,13 +371,13 @@ def test_logprobs_are_kept_and_summed_for_each_sample():
     assert [len(sequence.logprobs) for sequence in group.sequences] == [2, 2]
 
 
-def test_the_tests_see_a_victim_that_is_not_the_last(monkeypatch: pytest.MonkeyPatch):
+def test_victim_check_detects_victim_that_is_not_last(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planner_module, "choose_victim", lambda sequences: sequences[-2 % len(sequences)])
     with pytest.raises(AssertionError):
         preempted_run()
 
 
-def test_check_integrity_sees_blocks_that_are_lost(monkeypatch: pytest.MonkeyPatch):
+def test_integrity_check_detects_lost_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CacheManager, "release", lambda self, table: table.block_ids.clear())
     run = Run()
     run.admit(4, max_tokens=2)
@@ -413,7 +414,7 @@ def test_sequences_continue_by_none_one_or_several_ids():
     assert outputs == [[1, 2, 3], [11, 12, 13], [21, 22, 23, 24, 25, 26]]
 
 
-def test_who_is_given_no_id_computes_its_last_token_again():
+def test_sequence_without_new_id_recomputes_its_last_token():
     run = Run()
     run.admit(4)
     give(run, (7,))
@@ -423,7 +424,7 @@ def test_who_is_given_no_id_computes_its_last_token_again():
     assert run.mirror.state()[0, 0][2] == run.scheduler.running[0].num_computed_tokens == 5
 
 
-def test_several_ids_take_the_blocks_that_they_reach_into():
+def test_several_ids_allocate_all_blocks_they_reach():
     run = Run()
     run.admit(4, max_tokens=20)
     give(run, tuple(range(9)))
@@ -432,7 +433,7 @@ def test_several_ids_take_the_blocks_that_they_reach_into():
     assert [index for index, _ in plan.continuing_blocks] == [0, 0, 0]
 
 
-def test_more_ids_than_a_step_may_compute_are_computed_in_chunks():
+def test_ids_beyond_token_budget_are_computed_in_chunks():
     run = Run(max_num_batched_tokens=4, max_num_seqs=2)
     run.admit(4, max_tokens=20)
     give(run, tuple(range(6)))
@@ -453,7 +454,7 @@ def test_more_ids_than_a_step_may_compute_are_computed_in_chunks():
         ({"stop_token_ids": [14], "max_tokens": 4}, [11, 12, 12, 13], FinishReason.LENGTH),
     ],
 )
-def test_a_stop_condition_cuts_in_the_middle_of_the_ids(sampling, output, reason):
+def test_stop_condition_cuts_inside_the_ids_of_step(sampling, output, reason):
     run = Run()
     run.admit(4, **sampling)
     run.admit(4)
@@ -466,7 +467,7 @@ def test_a_stop_condition_cuts_in_the_middle_of_the_ids(sampling, output, reason
     assert (plan.finished_request_ids, plan.continuing, plan.continuing_token_ids) == ((0,), ((1, 0),), (1, 2, 3))
 
 
-def test_forks_are_given_ids_of_their_own():
+def test_forks_receive_their_own_ids():
     run = Run()
     run.admit(5, n=3)
     give(run, (1, 2), (), (31,))
@@ -476,7 +477,7 @@ def test_forks_are_given_ids_of_their_own():
     assert outputs == {0: [1, 2, 3, 4], 1: [21, 22], 2: [31, 32, 33]}
 
 
-def test_log_probabilities_go_with_the_ids_that_are_kept():
+def test_logprobs_follow_the_ids_that_are_kept():
     run = Run()
     run.admit(4, logprobs=0, max_tokens=2)
     run.admit(4)

@@ -97,14 +97,14 @@ def keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]
 
 @settings(max_examples=150)
 @given(limits, operations)
-def test_any_history_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
+def test_any_history_keeps_integrity_and_ends(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)
 
 
 @pytest.mark.stress
 @settings(max_examples=1_000)
 @given(limits, operations)
-def test_any_of_many_more_histories_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
+def test_many_more_histories_keep_integrity_and_end(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)
 
 
@@ -117,7 +117,7 @@ def by_position(key, position):
     return 1 + position * 7 % 5
 
 
-def test_these_histories_reach_what_could_go_wrong():
+def test_random_histories_reach_critical_states():
     plain, cached = Run(**CROWDED), Run(**CACHED)
     random_history(1, plain)
     assert plain.scheduler.counters.num_preemptions > 10
@@ -135,7 +135,7 @@ def test_these_histories_reach_what_could_go_wrong():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_without_the_cache_decisions_do_not_depend_on_token_values(seed: int):
+def test_decisions_ignore_token_values_without_cache(seed: int):
     """Requests ignore the end of sequence, so the values differ and the counts do not."""
     first, second = Run(**CROWDED), Run(**CROWDED)
     assert random_history(seed, first) == random_history(seed, second, by_position, lambda token: token * 3 % 50)
@@ -145,7 +145,7 @@ def test_without_the_cache_decisions_do_not_depend_on_token_values(seed: int):
 
 @pytest.mark.parametrize("settings", [CACHED, TIERED])
 @pytest.mark.parametrize("seed", range(5))
-def test_with_the_cache_decisions_depend_only_on_which_tokens_are_equal(seed: int, settings: dict[str, Any]):
+def test_decisions_depend_only_on_token_equality_with_cache(seed: int, settings: dict[str, Any]):
     first, second = Run(**settings), Run(**settings)
     history = random_history(seed, first, by_position)
     assert history == random_history(seed, second, by_position, lambda token: 1000 - token)
@@ -154,7 +154,7 @@ def test_with_the_cache_decisions_depend_only_on_which_tokens_are_equal(seed: in
 
 
 @pytest.mark.parametrize("settings", [CACHED, TIERED])
-def test_the_comparison_sees_tokens_that_become_equal(settings: dict[str, Any]):
+def test_comparison_detects_tokens_that_become_equal(settings: dict[str, Any]):
     """Negative control: this renaming is no bijection."""
     histories = [
         random_history(0, Run(**settings), by_position, rename)
@@ -164,9 +164,7 @@ def test_the_comparison_sees_tokens_that_become_equal(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize("settings", [CROWDED, CACHED])
-def test_the_comparison_sees_a_decision_that_looks_at_a_token(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-):
+def test_comparison_detects_decision_that_reads_a_token(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]):
     may_join = Planner._may_join
 
     def joins_beside_even_tokens(self, *args):
@@ -179,7 +177,7 @@ def test_the_comparison_sees_a_decision_that_looks_at_a_token(
     assert histories[0] != histories[1]
 
 
-def test_the_hash_seed_of_the_process_changes_nothing():
+def test_decisions_are_equal_for_any_hash_seed():
     script = (
         "import hashlib, sys; sys.path[:0] = sys.argv[1:]\n"
         "from histories import random_history\n"
@@ -208,7 +206,7 @@ def test_the_hash_seed_of_the_process_changes_nothing():
     assert printed[0][3] != printed[1][3]
 
 
-def test_the_property_sees_a_scheduler_that_starves(monkeypatch: pytest.MonkeyPatch):
+def test_property_detects_starving_scheduler(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a watermark that is kept even by an empty engine never lets the longest request in."""
     has_room = Allocator.has_room
     monkeypatch.setattr(
@@ -250,9 +248,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("owner", "name", "fault"), FAULTS)
-def test_the_histories_see_contents_that_are_not_where_they_should_be(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, fault
-):
+def test_histories_detect_misplaced_block_contents(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, fault):
     """Negative control of the rows that find their past."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     with pytest.raises(AssertionError, match="position"):

@@ -22,14 +22,14 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
         (2, True, True, False, True),
     ],
 )
-def test_a_step_ends_when_its_turn_has_come_or_nobody_waits(
+def test_step_ends_when_due_or_nothing_waits(
     num_in_flight: int, is_full: bool, has_unfinished: bool, is_closed: bool, must_end: bool
 ):
     scheduler: Any = SimpleNamespace(has_unfinished=has_unfinished, waits_for_ids=False)
     assert must_end_oldest(num_in_flight, is_full, (ResetPrefixCache(),), scheduler, is_closed) is must_end
 
 
-def test_the_oldest_ends_where_nothing_can_go_on_without_its_ids():
+def test_oldest_step_ends_when_its_ids_are_needed():
     scheduler: Any = SimpleNamespace(has_unfinished=True, waits_for_ids=True)
     assert must_end_oldest(1, False, (), scheduler, False)
     assert not must_end_oldest(0, False, (), scheduler, False)
@@ -42,7 +42,7 @@ def test_no_step_is_in_flight_when_workers_change(event: Any):
     assert not must_end_oldest(0, False, (event,), scheduler, False)
 
 
-def test_results_come_before_events_and_both_may_end_groups():
+def test_results_come_before_events_and_both_end_groups():
     told: list[Any] = []
 
     def apply(result: StepResult) -> list[Any]:

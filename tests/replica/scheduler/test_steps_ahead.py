@@ -31,7 +31,7 @@ def ends_at(end: int):
     return lambda key, position: EOS if position == end else PLAIN_TOKEN
 
 
-def test_a_sequence_goes_on_while_its_token_is_being_sampled():
+def test_sequence_continues_while_its_token_is_being_sampled():
     run = Run(ahead=1)
     run.admit(3, max_tokens=4)
     rows = run.steps(4)
@@ -42,7 +42,7 @@ def test_a_sequence_goes_on_while_its_token_is_being_sampled():
     assert run.scheduler.counters.num_computed_tokens == 6
 
 
-def test_two_steps_are_decided_before_the_first_is_applied():
+def test_two_steps_are_scheduled_before_first_is_applied():
     """Negative control: with no step ahead the first is applied at once."""
     applied = []
     for ahead in (0, 1):
@@ -55,7 +55,7 @@ def test_two_steps_are_decided_before_the_first_is_applied():
     assert applied == [1, 2, 0, 1]
 
 
-def test_what_is_sampled_behind_the_end_is_dropped():
+def test_tokens_sampled_after_the_end_are_dropped():
     run = Run(ahead=1, caching=True)
     run.admit(6, ignore_eos=False, max_tokens=9)
     run.admit(6, max_tokens=9)
@@ -71,7 +71,7 @@ def test_what_is_sampled_behind_the_end_is_dropped():
 
 
 @pytest.mark.parametrize("form", [None, "penalty", "bad words", "form"])
-def test_who_needs_the_token_for_the_next_one_waits_for_it(form: str | None):
+def test_sequence_waits_when_next_step_needs_its_token(form: str | None):
     given = {
         None: {},
         "penalty": {"presence_penalty": 0.5},
@@ -94,7 +94,7 @@ def test_who_needs_the_token_for_the_next_one_waits_for_it(form: str | None):
     assert run.tokens(0) == run.tokens(1) == [[PLAIN_TOKEN] * 4]
 
 
-def test_no_empty_step_is_decided_where_nobody_can_go_on():
+def test_empty_step_is_not_scheduled_when_all_wait():
     """Negative control: without the rule every other step computes nothing."""
     run = Run(ahead=1)
     run.admit(3, max_tokens=5, presence_penalty=0.5)
@@ -107,7 +107,7 @@ def test_no_empty_step_is_decided_where_nobody_can_go_on():
         assert [len(run.step()) for _ in range(5)] == [1, 0, 1, 0, 1]
 
 
-def test_forks_are_made_before_they_go_ahead():
+def test_forks_are_made_before_they_run_ahead():
     run = Run(ahead=1)
     run.admit(3, n=3, max_tokens=4)
     assert run.step() == [Row(0, 0, 0, 3, 3)]
@@ -118,7 +118,7 @@ def test_forks_are_made_before_they_go_ahead():
     ]
 
 
-def test_where_blocks_do_not_suffice_nobody_goes_ahead_and_all_are_answered():
+def test_sequences_never_run_ahead_when_blocks_are_short():
     run = Run(ahead=1, num_blocks=7, max_model_len=24)
     for _ in range(2):
         run.admit(3, max_tokens=20)
@@ -128,7 +128,7 @@ def test_where_blocks_do_not_suffice_nobody_goes_ahead_and_all_are_answered():
         assert run.tokens(request) == [[1 + 50 * request + position for position in range(3, 23)]]
 
 
-def test_an_aborted_sequence_that_has_gone_ahead_leaves_nothing():
+def test_aborted_sequence_ahead_leaves_nothing():
     run = Run(ahead=1, caching=True)
     for _ in range(3):
         run.admit(5)
@@ -141,7 +141,7 @@ def test_an_aborted_sequence_that_has_gone_ahead_leaves_nothing():
     assert run.cache.num_used_blocks == len(run.mirror) == 0
 
 
-def test_a_sequence_without_an_id_ends_though_it_has_gone_ahead():
+def test_sequence_without_id_ends_though_ahead():
     run = Run(ahead=1, caching=True)
     run.admit(3)
     run.admit(3)
@@ -156,7 +156,7 @@ CROWDED = {"num_blocks": 9, "max_num_batched_tokens": 16, "max_model_len": 24, "
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_answers_are_those_of_one_step_at_a_time(seed: int, caching: bool):
+def test_answers_equal_those_of_single_steps(seed: int, caching: bool):
     """Some end by a token that nobody knows before."""
     runs = [Run(preemption="auto", ahead=ahead, caching=caching, **CROWDED) for ahead in (0, 1)]
     for run in runs:
@@ -175,11 +175,11 @@ def test_answers_are_those_of_one_step_at_a_time(seed: int, caching: bool):
     assert first == other
 
 
-def test_the_tests_see_a_sequence_that_goes_ahead_beyond_its_last_token(monkeypatch: pytest.MonkeyPatch):
+def test_step_test_detects_sequence_ahead_of_last_token(monkeypatch: pytest.MonkeyPatch):
     right = StopChecker.most_output_tokens
     monkeypatch.setattr(StopChecker, "most_output_tokens", lambda self, request: right(self, request) + 1)
     with pytest.raises(AssertionError):
-        test_a_sequence_goes_on_while_its_token_is_being_sampled()
+        test_sequence_continues_while_its_token_is_being_sampled()
 
 
 # The workers' mirror.
@@ -203,7 +203,7 @@ def outputs(mirror: Mirror) -> list[int]:
     return list(token_ids)
 
 
-def test_an_id_is_put_where_it_belongs_whenever_it_is_read():
+def test_late_id_reaches_its_own_position():
     before, after = mirrored(), mirrored()
     before.take_sampled(1, SampledIds((7,)))
     before.apply(ahead(2))
@@ -221,7 +221,7 @@ def test_an_id_is_put_where_it_belongs_whenever_it_is_read():
         assert outputs(mirror) == [7, 8, 9, NOT_READ]
 
 
-def test_a_plan_goes_ahead_of_nothing_but_what_the_step_before_samples():
+def test_plan_ahead_needs_sample_of_previous_step():
     mirror = mirrored()
     mirror.apply(StepPlan(2))
     with pytest.raises(MirrorError, match="ahead of its id, the mirror expects one that the step before samples"):
@@ -280,9 +280,7 @@ OTHER_PLANS = {
 
 
 @pytest.mark.parametrize("changes", OTHER_PLANS.values(), ids=OTHER_PLANS)
-def test_a_plan_that_looks_like_the_last_one_is_refused_for_what_it_would_be_refused_for(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
-):
+def test_repeated_looking_plan_is_rejected_for_same_reason(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]):
     said, states = [], []
     for _ in range(2):
         mirror = decoding_mirror()
@@ -298,7 +296,7 @@ def test_a_plan_that_looks_like_the_last_one_is_refused_for_what_it_would_be_ref
     assert states[0] == states[1]
 
 
-def test_a_plan_that_only_goes_on_is_not_looked_at_closely():
+def test_purely_continuing_plan_skips_full_check():
     mirror = decoding_mirror()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlanCheck, "check", None)

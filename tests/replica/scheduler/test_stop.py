@@ -77,7 +77,7 @@ def test_ids_and_lengths_end_a_sequence(tokens, sampling, reason, stop_reason):
     assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
 
 
-def test_the_models_length_ends_a_sequence_whatever_it_asked_for():
+def test_model_length_ends_sequence_whatever_it_asked():
     assert ending([5, 5], max_model_len=5, num_prompt_tokens=3).finish_reason is FinishReason.LENGTH
     assert ending([5], max_model_len=5, num_prompt_tokens=3, min_tokens=40).finish_reason is None
     assert ending([5, 5], max_model_len=5, num_prompt_tokens=3, min_tokens=40).finish_reason is FinishReason.LENGTH
@@ -107,35 +107,35 @@ def test_the_models_length_ends_a_sequence_whatever_it_asked_for():
         ([4, 5, 4, 1], {"stop": "XY", "min_tokens": 3}, "XYXa", None),
     ],
 )
-def test_stop_strings_end_a_sequence_also_across_token_boundaries(tokens, sampling, text, stop_reason):
+def test_stop_strings_end_sequence_across_token_boundaries(tokens, sampling, text, stop_reason):
     sequence = ending(tokens, ignore_eos=True, **sampling)
     assert (sequence.text, sequence.stop_reason) == (text, stop_reason)
     assert sequence.finish_reason is (FinishReason.STOP if stop_reason else None)
 
 
-def test_a_token_with_more_text_than_the_stop_string_is_cut():
+def test_token_longer_than_stop_string_is_cut():
     assert ending([9], stop="t", ignore_eos=True).text == "s"
     assert ending([9], stop="t", include_stop_str_in_output=True, ignore_eos=True).text == "st"
 
 
-def test_half_a_character_is_searched_once_it_is_whole():
+def test_partial_character_is_searched_once_complete():
     sequence = ending([1, HELD_BACK, 5], stop="?Y", ignore_eos=True)
     assert (sequence.text, sequence.stop_reason) == ("a", "?Y")
 
 
-def test_what_was_held_back_joins_the_text_at_the_end():
+def test_held_back_text_joins_at_the_end():
     assert ending([1, HELD_BACK, EOS], stop="never").text == "a?"
     assert ending([1, HELD_BACK], stop="never", max_tokens=2).text == "a?"
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
-def test_the_text_of_a_token_that_ends_a_sequence_is_treated_as_a_stop_strings(include: bool, text: str):
+def test_text_of_stop_token_follows_stop_string_rule(include: bool, text: str):
     """It was part of the text whatever was asked for; vLLM leaves it out."""
     sequence = ending([1, 2], stop="never", stop_token_ids=[2], include_stop_str_in_output=include)
     assert (sequence.text, sequence.stop_reason) == (text, 2)
 
 
-def test_an_id_that_ends_a_sequence_goes_before_a_stop_string_in_the_same_token():
+def test_stop_token_precedes_stop_string_in_same_token():
     sequence = ending([1, 4], stop="X", stop_token_ids=[4])
     assert (sequence.text, sequence.stop_reason) == ("a", 4)
 
@@ -147,7 +147,7 @@ def test_sequences_without_stop_strings_are_not_decoded():
     assert sequence.text is None
 
 
-def test_samples_of_one_request_are_decoded_apart():
+def test_samples_of_one_request_are_decoded_separately():
     run = Run(new_decoder=lambda sequence: FakeDecoder())
     run.admit(4, n=2, stop="XY", max_tokens=10)
     run.step(lambda key, position: [4, 5][key.sample_index])
@@ -159,7 +159,7 @@ def test_samples_of_one_request_are_decoded_apart():
     assert (second.output_token_ids, second.text, second.stop_reason) == ([5, 4, 5], "Y", "XY")
 
 
-def test_an_aborted_request_keeps_its_text():
+def test_aborted_request_keeps_its_text():
     run = Run(new_decoder=lambda sequence: FakeDecoder())
     run.admit(4, stop="XY", max_tokens=10)
     run.step(1)
@@ -179,16 +179,16 @@ def test_an_aborted_request_keeps_its_text():
         ("", ("x",), 0, None),
     ],
 )
-def test_only_matches_that_end_in_new_text_are_found(text, stops, searched, expected):
+def test_matches_are_found_only_in_new_text(text, stops, searched, expected):
     assert first_match(text, stops, searched) == expected
 
 
 @pytest.mark.control("Stop strings, also across tokens")
-def test_the_tests_see_a_search_that_begins_at_the_new_text(monkeypatch: pytest.MonkeyPatch, control):
+def test_stop_test_detects_search_from_new_text(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: then a stop string across a token boundary is missed."""
     monkeypatch.setattr(stop, "first_match", lambda text, stops, old: first_match(text[old:], stops, 0))
     with control():
-        test_stop_strings_end_a_sequence_also_across_token_boundaries([1, 4, 5], {"stop": "XY"}, "a", "XY")
+        test_stop_strings_end_sequence_across_token_boundaries([1, 4, 5], {"stop": "XY"}, "a", "XY")
 
 
 NEWLINE = "<0x0A>"
@@ -214,7 +214,7 @@ NEWLINE = "<0x0A>"
         (["▁a", NEWLINE, "<0xE2>", "▁b"], {"min_tokens": 3}, None),
     ],
 )
-def test_a_stop_string_of_fallback_bytes_ends_a_sequence_at_once(tmp_path, tokens, sampling, expected):
+def test_stop_string_of_fallback_bytes_ends_sequence_immediately(tmp_path, tokens, sampling, expected):
     """SentencePiece spells a newline so, and the decoder holds it until it knows how the run ends."""
     tokenizer = Tokenizer.open(write_llama_style(tmp_path))
     ids = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>"])}

@@ -35,7 +35,7 @@ def full_run(num_host_blocks: int = 40, **limits: object) -> Run:
     return run
 
 
-def test_a_sequence_of_which_nothing_is_computed_is_not_copied_to_the_host():
+def test_uncomputed_sequence_is_not_copied_to_host():
     """Its prompt has one token, which gave it no id and is computed again."""
     run = swapping_run(2)
     run.admit(1)
@@ -48,7 +48,7 @@ def test_a_sequence_of_which_nothing_is_computed_is_not_copied_to_the_host():
     run.scheduler.check_integrity()
 
 
-def test_a_sequence_is_swapped_out_waits_and_is_swapped_in_as_a_delta_with_its_whole_table():
+def test_swapped_sequence_returns_as_delta_with_full_table():
     run = full_run()
     assert run.last_plan.block_ops == BlockOps(swap_out=((0, 0),))
     assert run.swapped() == [(0, 0)]
@@ -70,7 +70,7 @@ def test_a_sequence_is_swapped_out_waits_and_is_swapped_in_as_a_delta_with_its_w
     assert run.tokens(0) == [[9] * 8]
 
 
-def test_one_that_is_known_longer_comes_back_as_a_delta_too():
+def test_longer_known_sequence_returns_as_delta_too():
     run = swapping_run(7)
     run.admit(4, max_tokens=9)
     run.admit(16, max_tokens=7)
@@ -83,7 +83,7 @@ def test_one_that_is_known_longer_comes_back_as_a_delta_too():
     assert run.last_plan.block_ops == BlockOps(swap_in=((0, 1), (1, 2)))
 
 
-def test_a_half_computed_prompt_goes_on_where_it_was():
+def test_half_computed_prompt_continues_after_swap():
     run = swapping_run(8, max_num_batched_tokens=4)
     run.admit(12, max_tokens=6)
     run.steps(3)
@@ -94,7 +94,7 @@ def test_a_half_computed_prompt_goes_on_where_it_was():
     assert run.steps(2) == [[Row(1, 0, 12, 3, 1)], [Row(1, 0, 15, 1, 1)]]
 
 
-def test_it_comes_back_when_the_whole_of_it_has_room_and_the_watermark_is_left():
+def test_swapped_sequence_returns_when_it_fits_above_watermark():
     run = swapping_run(11, watermark=2)
     for length in (4, 16, 8, 8):
         run.admit(length)
@@ -108,7 +108,7 @@ def test_it_comes_back_when_the_whole_of_it_has_room_and_the_watermark_is_left()
     assert run.step() == [Row(0, 0, 4, 1, 1), Row(1, 0, 18, 1, 1)]
 
 
-def test_nobody_who_came_later_overtakes_one_that_is_on_the_host():
+def test_later_requests_never_overtake_swapped_sequence():
     run = full_run()
     run.admit(1, max_tokens=1)
     assert run.steps(2) == [[Row(1, 0, 17, 1, 1)], [Row(1, 0, 18, 1, 1)]]
@@ -131,7 +131,7 @@ def crowd(num_host_blocks: int) -> Run:
 
 
 @pytest.mark.parametrize(("num_host_blocks", "swapped"), [(0, []), (1, [(0, 0)]), (5, [(0, 0)]), (6, [(0, 0), (1, 0)])])
-def test_what_finds_no_place_on_the_host_is_computed_again(num_host_blocks: int, swapped: list[tuple[int, int]]):
+def test_sequence_is_recomputed_when_host_is_full(num_host_blocks: int, swapped: list[tuple[int, int]]):
     run = crowd(num_host_blocks)
     assert run.swapped() == swapped
     counters = run.scheduler.counters
@@ -146,9 +146,7 @@ def test_what_finds_no_place_on_the_host_is_computed_again(num_host_blocks: int,
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("preemption", ["auto", "swap", "recompute"])
 @pytest.mark.parametrize("num_host_blocks", [0, 1, 4, 9, 40])
-def test_whatever_the_host_holds_everything_ends_with_the_tokens_of_a_run_that_had_room(
-    num_host_blocks: int, preemption: str, caching: bool
-):
+def test_run_with_any_host_space_equals_uninterrupted_run(num_host_blocks: int, preemption: str, caching: bool):
     outputs, counters = [], []
     for num_blocks, mode in ((200, "recompute"), (9, preemption)):
         run = swapping_run(num_blocks, num_host_blocks, preemption=mode, max_model_len=36, caching=caching)
@@ -183,14 +181,14 @@ def twice_swapped(caching: bool) -> list[BlockOps]:
     return [*moves, run.last_plan.block_ops]
 
 
-def test_without_names_every_block_is_copied_every_time():
+def test_every_block_is_copied_each_time_without_hashes():
     way_out, way_in, second_way_out = twice_swapped(caching=False)
     assert way_out == BlockOps(swap_out=((0, 0), (1, 1)))
     assert way_in == BlockOps(swap_in=((0, 2), (1, 3)))
     assert [source for source, _ in second_way_out.swap_out] == [2, 3, 4]
 
 
-def test_a_second_way_out_copies_only_what_is_new():
+def test_second_swap_out_copies_only_new_blocks():
     way_out, way_in, second_way_out = twice_swapped(caching=True)
     assert way_out == BlockOps(swap_out=((0, 0), (1, 1)))
     # Request 1 has taken the tail of what was on the device; the head is there still.
@@ -198,7 +196,7 @@ def test_a_second_way_out_copies_only_what_is_new():
     assert [host_block for _, host_block in second_way_out.swap_out] == [2]
 
 
-def test_what_is_still_on_the_device_does_not_move_at_all():
+def test_blocks_still_on_device_are_not_copied():
     run = swapping_run(7, caching=True)
     run.admit(0, tokens(1, 8))
     run.admit(0, tokens(100, 16), max_tokens=2)
@@ -224,12 +222,12 @@ def test_what_is_still_on_the_device_does_not_move_at_all():
         ("auto", 1e9, False),
     ],
 )
-def test_auto_takes_the_cheaper_way(mode: str, block_copy_tokens: float, prefers_swap: bool):
+def test_auto_preemption_takes_the_cheaper_way(mode: str, block_copy_tokens: float, prefers_swap: bool):
     """Nine tokens in three blocks; of equals computing again is the way that needs no host."""
     assert PreemptionPolicy(mode, block_copy_tokens).prefers_swap(9, 3) is prefers_swap
 
 
-def test_in_one_step_auto_swaps_one_and_computes_another_again():
+def test_auto_preemption_swaps_and_recomputes_in_one_step():
     run = swapping_run(12, preemption="auto", block_copy_tokens=3.0)
     for length in (4, 5, 16, 20):
         run.admit(length)
@@ -244,7 +242,7 @@ def test_in_one_step_auto_swaps_one_and_computes_another_again():
 
 
 @pytest.mark.parametrize(("block_copy_tokens", "num_swapped"), [(0.5, 2), (4.1, 0)])
-def test_the_price_of_a_copy_decides_in_a_run(block_copy_tokens: float, num_swapped: int):
+def test_copy_cost_decides_preemption_in_run(block_copy_tokens: float, num_swapped: int):
     run = swapping_run(12, preemption="auto", block_copy_tokens=block_copy_tokens)
     for length in (4, 20, 24):
         run.admit(length)
@@ -260,7 +258,7 @@ def values(key, position):
     return 10 * position + key.sample_index
 
 
-def test_a_sample_on_the_host_waits_while_its_siblings_run_and_comes_back_alone():
+def test_swapped_sample_waits_for_space_and_returns_alone():
     run = swapping_run(5)
     run.admit(8, n=4, max_tokens=4)
     assert run.step(values) == [Row(0, 0, 0, 8, 4)]
@@ -276,7 +274,7 @@ def test_a_sample_on_the_host_waits_while_its_siblings_run_and_comes_back_alone(
     assert run.tokens(0) == [[10 * position + sample for position in range(8, 12)] for sample in range(4)]
 
 
-def test_samples_that_come_back_share_the_prompt_with_their_siblings_again():
+def test_returning_samples_share_prompt_with_siblings_again():
     run = swapping_run(8, caching=True)
     run.admit(0, tokens(1, 8), n=4)
     run.admit(0, tokens(100, 12))
@@ -297,7 +295,7 @@ def test_samples_that_come_back_share_the_prompt_with_their_siblings_again():
 # What ends or is forgotten while it is on the host.
 
 
-def test_an_abort_on_the_host_gives_the_host_blocks_back():
+def test_abort_of_swapped_sequence_frees_host_blocks():
     run = full_run()
     group = run.abort(0)
     assert group.sequences[0].finish_reason is FinishReason.ABORT
@@ -308,7 +306,7 @@ def test_an_abort_on_the_host_gives_the_host_blocks_back():
     assert run.scheduler.counters.num_swapped_in == 0
 
 
-def test_an_abort_of_a_group_of_which_one_sample_is_on_the_host():
+def test_abort_of_group_frees_its_swapped_sample():
     run = swapping_run(5)
     run.admit(8, n=4)
     run.steps(2)
@@ -319,7 +317,7 @@ def test_an_abort_of_a_group_of_which_one_sample_is_on_the_host():
 
 
 @pytest.mark.parametrize("forget", [Run.reset_prefix_cache, lambda run: run.set_weight_version(3)])
-def test_one_that_is_on_the_host_when_everything_is_forgotten_goes_on_and_is_found_by_nobody(forget):
+def test_sequence_swapped_across_reset_continues_but_is_unfindable(forget):
     run = swapping_run(7, caching=True)
     run.admit(0, tokens(1, 8), max_tokens=6)
     run.admit(0, tokens(100, 16), max_tokens=2)
@@ -335,7 +333,7 @@ def test_one_that_is_on_the_host_when_everything_is_forgotten_goes_on_and_is_fou
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_what_the_host_kept_is_forgotten_too(is_reset: bool):
+def test_host_copy_is_forgotten_at_reset(is_reset: bool):
     """What came back leaves its copy on the host for the next preemption of the same; after a reset for nobody."""
     run = swapping_run(7, caching=True)
     for _ in range(2):
@@ -353,21 +351,21 @@ def test_what_the_host_kept_is_forgotten_too(is_reset: bool):
 # Negative controls.
 
 
-def test_the_tests_see_a_sequence_whose_host_blocks_are_lost(monkeypatch: pytest.MonkeyPatch):
+def test_integrity_check_detects_lost_host_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CacheManager, "release_host", lambda self, host_table: host_table.block_ids.clear())
     run = full_run()
     with pytest.raises(AssertionError, match="host block 0 counts 1 owners, 0 tables list it"):
         run.abort(0)
 
 
-def test_the_tests_see_a_full_host_that_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_swap_check_detects_use_of_full_host(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SwapSpace, "has_room", lambda self, *args: True)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 of 0 are free"):
         crowd(0)
 
 
-def test_the_tests_see_a_sequence_that_keeps_its_old_blocks(monkeypatch: pytest.MonkeyPatch):
+def test_swap_check_detects_sequence_keeping_old_blocks(monkeypatch: pytest.MonkeyPatch):
     """A delta that kept what the mirrors knew would name blocks that others have now."""
     monkeypatch.setattr(planner_module, "TableChange", lambda first, block_ids: TableChange(1, block_ids[1:]))
     with pytest.raises(AssertionError):
-        test_a_sequence_is_swapped_out_waits_and_is_swapped_in_as_a_delta_with_its_whole_table()
+        test_swapped_sequence_returns_as_delta_with_full_table()

@@ -39,14 +39,14 @@ def overtaken(num_tier_blocks: int) -> tuple[int, int]:
     return num_loads, sum(each > request for each in run.ended)
 
 
-def test_a_request_that_loads_keeps_the_room_it_was_promised():
+def test_loading_request_keeps_its_reserved_blocks():
     num_loads, num_later = overtaken(num_tier_blocks=32)
     assert num_loads == 1
     assert num_later <= 3
     assert overtaken(num_tier_blocks=0) == (0, num_later), "as many as without a tier"
 
 
-def test_without_the_promise_it_starves(monkeypatch: pytest.MonkeyPatch):
+def test_loading_request_starves_without_reservation(monkeypatch: pytest.MonkeyPatch):
     """Negative control: room that is not kept, and waiting as often as something could be loaded."""
     monkeypatch.setattr(Planner, "_set_watermark", lambda *_: None)
     monkeypatch.setattr(Sequence, "has_loaded", property(lambda _: False, lambda *_: None))

@@ -34,29 +34,29 @@ def full_run() -> Run:
     return started(Run(num_blocks=5, max_model_len=20), 4, 16)
 
 
-def test_the_least_computed_work_gives_way_though_it_arrived_first():
+def test_least_computed_sequence_is_preempted_though_first():
     run = full_run()
     assert run.step() == [Row(1, 0, 16, 1, 1)]
     assert (run.running(), run.waiting()) == ([(1, 0)], [(0, 0)])
 
 
-def test_the_tests_see_a_victim_that_is_the_last_that_arrived(monkeypatch: pytest.MonkeyPatch):
+def test_victim_check_detects_preemption_of_latest_arrival(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planner_module, "choose_victim", lambda running: running[-1])
     with pytest.raises(AssertionError):
-        test_the_least_computed_work_gives_way_though_it_arrived_first()
+        test_least_computed_sequence_is_preempted_though_first()
 
 
 @pytest.mark.parametrize(
     ("computed", "expected"),
     [((7,), 0), ((5, 9), 0), ((9, 5), 1), ((9, 5, 7), 1), ((5, 5), 1), ((5, 5, 9), 1), ((9, 5, 5, 9, 6), 2)],
 )
-def test_of_equals_the_last_in_service_order_gives_way(computed: tuple[int, ...], expected: int):
+def test_tie_preempts_the_latest_sequence(computed: tuple[int, ...], expected: int):
     requests = [Request(index, (1,) * 10, SamplingParams(), index) for index in range(len(computed))]
     running = [Sequence(request, 0, num_computed_tokens=count) for request, count in zip(requests, computed)]
     assert choose_victim(running) is running[expected]
 
 
-def test_of_equals_in_a_run_the_last_in_service_order_gives_way():
+def test_tie_in_run_preempts_the_latest_sequence():
     run = started(Run(num_blocks=6), 4, 4, 16)
     assert run.step() == [Row(2, 0, 16, 1, 1)], "one block is missing after the first of the two is gone"
     assert run.waiting() == [(0, 0), (1, 0)]
@@ -76,14 +76,14 @@ def beside_a_half_computed_prompt(**sampling: object) -> Run:
     return run
 
 
-def test_a_half_computed_prompt_gives_way_like_any_other():
+def test_half_computed_prompt_is_preempted_like_any_other():
     run = beside_a_half_computed_prompt()
     assert run.step() == [Row(0, 0, 16, 1, 1)], "16 computed tokens stay, 12 go"
     assert run.waiting() == [(1, 0)]
     assert run.steps(2) == [[Row(1, 0, 0, 4, 0)], [Row(1, 0, 4, 4, 0)]]
 
 
-def test_only_as_many_are_preempted_as_the_step_needs():
+def test_only_as_many_as_needed_are_preempted():
     run = started(Run(num_blocks=6), 4, 4, 16)
     run.admit(1)
     run.step()
@@ -91,7 +91,7 @@ def test_only_as_many_are_preempted_as_the_step_needs():
     assert [group.num_preemptions for group in run.scheduler.queues.groups.values()] == [1, 1, 0, 0]
 
 
-def test_nobody_gives_way_for_tokens_that_the_budget_leaves_for_later():
+def test_preemption_ignores_tokens_beyond_step_budget():
     """Two half-computed prompts want four blocks between them, but this step computes two blocks of the first."""
     requests = [Request(index, (1,) * 8, SamplingParams(), index) for index in range(2)]
     running = [Sequence(request, 0, status=SequenceStatus.RUNNING) for request in requests]
@@ -102,7 +102,7 @@ def test_nobody_gives_way_for_tokens_that_the_budget_leaves_for_later():
     assert run.scheduler.running == running
 
 
-def test_who_gave_way_comes_back_before_those_who_arrived_later():
+def test_preempted_request_returns_before_later_arrivals():
     run = full_run()
     run.admit(1, max_tokens=1)
     assert run.step() == [Row(1, 0, 16, 1, 1)]
@@ -117,7 +117,7 @@ def crowd() -> Run:
     return started(Run(num_blocks=12, max_model_len=48), 4, 20, 24)
 
 
-def test_after_a_preemption_nobody_joins_in_that_step():
+def test_preemption_step_admits_nothing():
     run = crowd()
     assert run.step() == [Row(2, 0, 24, 1, 1)]
     assert run.waiting() == [(0, 0), (1, 0)]
@@ -125,14 +125,14 @@ def test_after_a_preemption_nobody_joins_in_that_step():
     assert run.step() == [Row(0, 0, 0, 5, 1), Row(2, 0, 25, 1, 1)]
 
 
-def test_the_tests_see_one_that_joins_in_the_step_in_which_it_gave_way(monkeypatch: pytest.MonkeyPatch):
+def test_admission_check_detects_victim_readmitted_in_same_step(monkeypatch: pytest.MonkeyPatch):
     make_room = Planner._make_room
     monkeypatch.setattr(Planner, "_make_room", lambda self, *given: make_room(self, *given) and False)
     with pytest.raises(AssertionError):
-        test_after_a_preemption_nobody_joins_in_that_step()
+        test_preemption_step_admits_nothing()
 
 
-def test_a_lone_sequence_never_gives_way():
+def test_lone_sequence_is_never_preempted():
     run = Run(num_blocks=5, max_model_len=20)
     run.admit(4, max_tokens=16)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_a_lone_sequence_never_gives_way():
     assert alone.scheduler.counters.num_preemptions == 0
 
 
-def test_what_gave_way_is_counted_as_recomputed_when_it_is_computed_again():
+def test_preempted_tokens_count_as_recomputed_when_computed_again():
     run = full_run()
     run.step()
     counters = run.scheduler.counters
@@ -195,14 +195,14 @@ def play_watched(limits: dict[str, Any], operations: list[Operation]) -> None:
 
 @settings(max_examples=50)
 @given(limits, operations)
-def test_the_most_computed_work_never_gives_way_while_others_run(limits: dict[str, Any], operations: list[Operation]):
+def test_most_computed_sequence_is_never_preempted(limits: dict[str, Any], operations: list[Operation]):
     play_watched(limits, operations)
 
 
 @pytest.mark.stress
 @settings(max_examples=1_000)
 @given(limits, operations)
-def test_it_never_gives_way_in_many_more_histories(limits: dict[str, Any], operations: list[Operation]):
+def test_most_computed_sequence_survives_many_more_histories(limits: dict[str, Any], operations: list[Operation]):
     play_watched(limits, operations)
 
 
@@ -211,7 +211,7 @@ def test_it_never_gives_way_in_many_more_histories(limits: dict[str, Any], opera
     [lambda running: running[-1], lambda running: min(running, key=lambda each: each.num_computed_tokens)],
     ids=["the last", "of equals the first"],
 )
-def test_the_property_sees_other_victims(monkeypatch: pytest.MonkeyPatch, choose):
+def test_property_detects_other_victims(monkeypatch: pytest.MonkeyPatch, choose):
     monkeypatch.setattr(planner_module, "choose_victim", choose)
     run = WatchedRun(num_blocks=9, max_model_len=24)
     for length in (4, 12, 4, 8, 4, 10):
@@ -229,7 +229,7 @@ def test_the_property_sees_other_victims(monkeypatch: pytest.MonkeyPatch, choose
 # What is left free, so that those who run are not preempted at once.
 
 
-def test_who_joins_leaves_a_block_for_each_that_runs():
+def test_admission_leaves_a_block_for_each_running_sequence():
     run = Run(num_blocks=6, watermark_per_sequence=1, max_model_len=24)
     for _ in range(4):
         run.admit(4)
@@ -243,7 +243,7 @@ def test_who_joins_leaves_a_block_for_each_that_runs():
     assert run.scheduler.counters.num_preemptions == 1
 
 
-def test_who_joins_leaves_a_block_for_each_sample_that_will_run():
+def test_admission_leaves_a_block_for_each_future_sample():
     run = Run(num_blocks=8, watermark_per_sequence=1, max_model_len=32)
     run.admit(4, n=3)
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_who_joins_leaves_a_block_for_each_sample_that_will_run():
 
 
 @pytest.mark.parametrize("samples", [{"n": 3}, {"n": 1, "best_of": 3}, {"n": 3, "best_of": 3}])
-def test_a_group_that_has_not_forked_counts_all_its_samples(samples: dict[str, int]):
+def test_unforked_group_counts_all_its_samples(samples: dict[str, int]):
     run = Run(max_num_seqs=4, max_num_batched_tokens=8)
     run.admit(12, max_tokens=2, **samples)
     run.admit(2, n=2, max_tokens=1)
@@ -267,7 +267,7 @@ def test_a_group_that_has_not_forked_counts_all_its_samples(samples: dict[str, i
     assert run.step() == [Row(1, 0, 0, 2, 2), Row(2, 0, 0, 1, 1)]
 
 
-def test_the_tests_see_a_group_that_counts_one_until_it_forks(monkeypatch: pytest.MonkeyPatch):
+def test_count_check_detects_group_counted_once_until_fork(monkeypatch: pytest.MonkeyPatch):
     width = Queues.width
     calls: list[Sequence] = []
 
@@ -277,11 +277,11 @@ def test_the_tests_see_a_group_that_counts_one_until_it_forks(monkeypatch: pytes
 
     monkeypatch.setattr(Queues, "width", narrow)
     with pytest.raises(AssertionError):
-        test_a_group_that_has_not_forked_counts_all_its_samples({"n": 3})
+        test_unforked_group_counts_all_its_samples({"n": 3})
     assert calls
 
 
-def test_a_group_that_gave_way_before_it_forked_counts_all_its_samples_again():
+def test_preempted_unforked_group_counts_all_its_samples():
     run = beside_a_half_computed_prompt(n=2)
     run.admit(1, n=2, max_tokens=1)
     assert run.steps(4) == [[Row(0, 0, 16, 1, 1)], *[[Row(1, 0, first, 4, 0)] for first in (0, 4, 8)]]
@@ -290,7 +290,7 @@ def test_a_group_that_gave_way_before_it_forked_counts_all_its_samples_again():
     assert run.step() == [Row(2, 0, 0, 1, 2)]
 
 
-def test_a_sample_that_comes_back_after_the_fork_counts_one():
+def test_returning_sample_counts_once_after_fork():
     run = Run(num_blocks=8, max_num_seqs=3, max_model_len=32)
     run.admit(8, n=2)
     run.admit(16)

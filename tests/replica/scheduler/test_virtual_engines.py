@@ -30,7 +30,7 @@ def by_place(key, position):
     return 1 + 50 * key.request_id + 10 * key.sample_index + position
 
 
-def test_two_steps_under_way_have_half_of_the_decoding_sequences_each():
+def test_two_steps_in_flight_halve_decoding_sequences():
     run = started(6, 2)
     # The first tokens are being sampled.
     assert run.step() == []
@@ -46,19 +46,19 @@ def test_shares_even_out_when_sequences_end():
     assert [len(run.step()) for _ in range(6)] == [2, 1, 2, 1, 2, 1]
 
 
-def test_three_steps_under_way_have_a_third_each():
+def test_three_steps_in_flight_have_a_third_each():
     run = started(6, 3)
     run.steps(2)
     assert [requests_of(run.step()) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
 
-def test_the_pieces_of_a_prompt_follow_one_another_without_waiting():
+def test_chunks_of_prompt_follow_without_waiting():
     run = Run(virtual_engines=2, max_num_batched_tokens=8)
     run.admit(20)
     assert [run.step() for _ in range(3)] == [[(0, 0, 0, 8, 0)], [(0, 0, 8, 8, 0)], [(0, 0, 16, 4, 1)]]
 
 
-def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_is_not_preempted():
+def test_sequence_in_flight_neither_continues_nor_is_preempted():
     run = started(2, 2, num_blocks=7, max_model_len=24)
     # Both fill their blocks together; one has to be preempted while the other's token is in flight.
     run.finish(by_place)
@@ -83,9 +83,7 @@ def count_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("is_counted", "num_counted"), [(False, 16), (True, 20)])
-def test_tokens_that_come_for_an_aborted_request_are_counted_nowhere(
-    monkeypatch: pytest.MonkeyPatch, is_counted: bool, num_counted: int
-):
+def test_tokens_of_aborted_request_are_not_counted(monkeypatch: pytest.MonkeyPatch, is_counted: bool, num_counted: int):
     """Negative control: with those of the 4 samples that were aborted it is 20."""
     if is_counted:
         count_as_they_come(monkeypatch)
@@ -103,7 +101,7 @@ def test_tokens_that_come_for_an_aborted_request_are_counted_nowhere(
 
 
 @pytest.mark.parametrize(("is_counted", "num_counted"), [(False, 5), (True, 12)])
-def test_several_tokens_at_once_that_come_for_an_aborted_request_are_counted_nowhere(
+def test_several_tokens_of_aborted_request_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, is_counted: bool, num_counted: int
 ):
     if is_counted:
@@ -135,7 +133,7 @@ def has_right_outputs(run: Run) -> bool:
     return all(right)
 
 
-def test_a_victim_whose_token_is_under_way_would_be_answered_twice(monkeypatch: pytest.MonkeyPatch):
+def test_output_check_detects_victim_in_flight(monkeypatch: pytest.MonkeyPatch):
     limits = {"virtual_engines": 4, "max_model_len": 24, "max_num_batched_tokens": 16}
     runs = [Run(num_blocks=num_blocks, **limits) for num_blocks in range(9, 20)]
     assert all(map(has_right_outputs, runs))
@@ -150,7 +148,7 @@ def test_a_victim_whose_token_is_under_way_would_be_answered_twice(monkeypatch: 
 
 @pytest.mark.parametrize("virtual_engines", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(8))
-def test_answers_are_those_of_one_step_at_a_time(seed: int, virtual_engines: int):
+def test_answers_equal_those_of_single_steps(seed: int, virtual_engines: int):
     crowded = {"num_blocks": 9, "max_num_batched_tokens": 16, "max_model_len": 24, "num_host_blocks": 4}
     runs = [Run(preemption="auto", virtual_engines=each, **crowded) for each in (1, virtual_engines)]
     for run in runs:

@@ -111,7 +111,7 @@ def is_plain(value: Any) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "name", "needed"), FIELDS)
-def test_field_takes_plain_values_or_says_why_not(kind: Any, name: str, needed: dict[str, Any]):
+def test_field_takes_plain_values_or_explains_error(kind: Any, name: str, needed: dict[str, Any]):
     kept_as_given = ("extra_args", "output_kind", "disable_fallback", "backend", *NOT_READ)
     words: list[str] = []
     for value in EVERY:
@@ -130,7 +130,7 @@ NOT_READ = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.typ
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(SamplingParams) if "int" in str(spec.type)])
-def test_whole_number_of_any_kind_is_that_number(name: str):
+def test_integer_of_any_kind_equals_that_number(name: str):
     """`seed` of an IntEnum once was looked for in a range, number after number, for ever."""
     values: list[Any] = [Numbers.ONE, OwnInt(1), numpy.int64(1), numpy.uint8(1), numpy.array(1), torch.tensor(1)]
     for value in values:
@@ -148,7 +148,7 @@ def test_whole_number_of_any_kind_is_that_number(name: str):
         assert is_plain(getattr(SamplingParams(**{name: given}), name))
 
 
-def test_seed_beyond_its_bits_is_refused_at_once():
+def test_seed_beyond_64_bits_is_rejected_at_once():
     for seed in (Numbers.HUGE, OwnInt(2**64), OwnInt(-(2**63) - 1), 10**5000):
         with pytest.raises(ValueError, match="must fit 64 bits"):
             SamplingParams(seed=seed)
@@ -163,7 +163,7 @@ def test_assigned_number_is_plain_too():
 
 
 @pytest.mark.parametrize("value", [*Texts, *NamedTexts, OwnText("x"), numpy.str_("x")], ids=repr)
-def test_text_of_any_kind_is_what_it_stands_for(value: str):
+def test_text_of_any_kind_equals_plain_text(value: str):
     plain = str.__str__(value)
     assert SamplingParams(stop=value).stop == (plain,)
     assert [type(each) for each in SamplingParams(stop=[value], bad_words=[value]).stop] == [str]
@@ -181,7 +181,7 @@ def test_configured_number_fits_64_bits():
         compose_run(REPOSITORY / "conf", [f"seed={'9' * 5000}"])
 
 
-def test_token_ids_of_any_kind():
+def test_token_ids_of_any_kind_become_plain_integers():
     ids = as_token_ids([Numbers.SOME, numpy.int64(2), torch.tensor(3), OwnInt(4), numpy.uint16(5)])
     assert ids == (7, 2, 3, 4, 5)
     assert [type(each) for each in ids] == [int] * 5
@@ -202,7 +202,7 @@ def test_token_ids_of_any_kind():
             as_token_ids([wrong])
 
 
-def test_other_numbers_of_calls():
+def test_call_arguments_of_any_kind_become_plain_integers():
     assert whole_number("version", Numbers.SOME) == 7
     assert as_request_ids([Numbers.SOME, numpy.int64(2), Numbers.LARGE]) == [7, 2, 2**40]
     assert checked_level(OwnInt(2)) == 2
@@ -219,7 +219,7 @@ def test_other_numbers_of_calls():
 
 
 @pytest.mark.parametrize("value", EVERY, ids=lambda value: type(value).__name__)
-def test_each_value_is_of_one_kind_at_most(value: Any):
+def test_every_value_is_of_at_most_one_kind(value: Any):
     """Negative control of the helpers: what one takes, an unrelated one refuses, and nothing raises."""
     found = [plain(value) for plain in (plain_int, plain_bool, plain_text)]
     assert sum(each is not None for each in found) <= 1

@@ -31,12 +31,12 @@ REQUEST = Request(1, (2, 3), SamplingParams(), 2**64 - 1)
         (lambda: SamplingParams(stop="\udcff"), "UTF-8"),
     ],
 )
-def test_a_field_that_has_no_bytes_is_refused(make, problem):
+def test_field_without_encoding_is_rejected(make, problem):
     with pytest.raises(ValueError, match=problem):
         make()
 
 
-def test_what_is_right_is_taken():
+def test_valid_fields_are_accepted():
     assert REQUEST.stream == 2**64 - 1
     assert SamplingParams(seed=2**64 - 1, max_tokens=None, stop="é").stop == ("é",)
     assert Abort(-(2**63)).request_id == -(2**63)

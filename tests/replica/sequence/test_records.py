@@ -24,28 +24,28 @@ def coded(event: Event) -> Event:
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
-def test_an_event_of_another_type_is_refused_when_it_is_made(value: object):
+def test_event_of_another_type_is_rejected_at_construction(value: object):
     for event in (Abort, SetWeightVersion):
         with pytest.raises(TypeError, match=rf" is a {type(value).__name__}: give a whole number"):
             event(value)
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70])
-def test_a_number_without_room_is_refused_when_its_event_is_made(number: int):
+def test_number_beyond_64_bits_is_rejected_at_construction(number: int):
     with pytest.raises(ValueError, match=f"version={number} must fit 64 bits"):
         SetWeightVersion(number)
     with pytest.raises(ValueError, match=f"request_id={number} must fit 64 bits"):
         Abort(RequestId(number))
 
 
-def test_every_number_that_an_event_takes_can_be_coded():
+def test_every_valid_event_number_can_be_encoded():
     for number in (0, -1, 2**63 - 1, -(2**63), np.int64(5), torch.tensor(6)):
         event = SetWeightVersion(number)
         assert type(event.version) is int
         assert coded(event) == event
 
 
-def test_token_ids_are_pythons_own_numbers_in_a_tuple():
+def test_token_ids_are_plain_integers_in_a_tuple():
     ids = as_token_ids([np.int32(3), 4, 2**63 - 1, -(2**63)])
     assert ids == (3, 4, 2**63 - 1, -(2**63))
     assert [type(each) for each in ids] == [int] * 4
@@ -67,12 +67,12 @@ def test_token_ids_are_pythons_own_numbers_in_a_tuple():
         ([5, 2**63], ValueError, r"prompt_token_ids\[1\]=9223372036854775808 must fit 64 bits"),
     ],
 )
-def test_a_prompt_of_anything_else_makes_no_request(values: object, error: type[Exception], message: str):
+def test_invalid_prompt_makes_no_request(values: object, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         Request(RequestId(0), values, SamplingParams(), 0)
 
 
-def test_a_request_needs_sampling_params():
+def test_request_needs_sampling_params():
     with pytest.raises(TypeError, match="sampling is a dict: give SamplingParams"):
         Request(RequestId(0), (1,), {"temperature": 0}, 0)
 
@@ -86,13 +86,13 @@ def test_a_request_needs_sampling_params():
         ({"stop": ["ok", "\ud800"]}, r"stop: '\ud800' holds half of a surrogate pair, which UTF-8 cannot say"),
     ],
 )
-def test_sampling_parameters_that_no_message_could_carry_are_refused(sampling: dict[str, object], message: str):
+def test_sampling_parameters_beyond_message_range_are_rejected(sampling: dict[str, object], message: str):
     with pytest.raises(ValueError) as refused:
         SamplingParams(**sampling)
     assert str(refused.value) == message
 
 
-def test_the_largest_sampling_parameters_can_be_coded():
+def test_extreme_sampling_parameters_can_be_encoded():
     """Negative control of the bounds: they are the message's own."""
     largest = SamplingParams(
         top_k=2**63 - 1, max_tokens=2**63 - 1, min_tokens=2**63 - 1, seed=2**64 - 1, stop="\U0010ffff"

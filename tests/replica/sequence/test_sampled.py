@@ -40,7 +40,8 @@ def plan_of(num_snapshot_samples: int, num_delta_samples: int) -> StepPlan:
         (StepPlan(3), ()),
     ],
 )
-def test_a_step_samples_for_who_continues_then_for_rows_and_their_forks_in_plan_order(plan, expected):
+def test_sampling_order_follows_the_plan(plan, expected):
+    """Sequences that continue come first, then rows and their forks in the plan's order."""
     assert sampling_keys(plan) == expected
     assert num_sampling(plan) == len(expected)
 
@@ -51,7 +52,7 @@ def test_claimed_samples_are_counted_without_being_made():
 
 
 @given(rows)
-def test_ids_are_shared_out_as_they_were_put_together(given_rows):
+def test_ids_are_split_as_they_were_joined(given_rows):
     ids = SampledIds.of(given_rows)
     assert ids.rows() == given_rows
     assert ids.num_sequences == len(given_rows)
@@ -60,7 +61,7 @@ def test_ids_are_shared_out_as_they_were_put_together(given_rows):
 
 
 @given(rows, rows, st.integers(0, 6))
-def test_parts_make_the_same_whole(given_rows, others, num_first):
+def test_parts_of_sampled_ids_join_to_the_original(given_rows, others, num_first):
     ids = SampledIds.of(given_rows)
     assert ids.first(num_first).joined(ids.after(num_first)) == ids
     assert ids.first(num_first).rows() == given_rows[:num_first]
@@ -69,13 +70,13 @@ def test_parts_make_the_same_whole(given_rows, others, num_first):
     assert ids.without([num_first]) == SampledIds.of(kept)
 
 
-def test_nothing_for_nobody_and_nothing_for_somebody_are_two_things():
+def test_empty_ids_differ_from_one_empty_row():
     assert SampledIds.of([]) == SampledIds()
     assert SampledIds.of([()]) == SampledIds((), (0,))
     assert SampledIds.of([(), (3,)]).without([0]) == SampledIds((3,))
 
 
 @pytest.mark.parametrize("num_ids", [(1, 1), (4,), (-1, 4)])
-def test_numbers_that_do_not_share_out_the_ids_are_refused(num_ids):
+def test_inconsistent_id_counts_are_rejected(num_ids):
     with pytest.raises(ValueError, match=r"StepResult\.num_token_ids shares out"):
         StepResult(1, (5, 6, 7), num_token_ids=num_ids)

@@ -31,7 +31,7 @@ from spmd_worker.replica.sequence.taken_params import spellings, taken_params, t
         ({"best_of": 2, "temperature": 0.0}, 2, True),
     ],
 )
-def test_best_of_says_how_many_samples_run(given: dict[str, object], num_sequences: int, is_ranked: bool):
+def test_best_of_sets_number_of_running_samples(given: dict[str, object], num_sequences: int, is_ranked: bool):
     sampling = SamplingParams(**given)
     assert (sampling.num_sequences, sampling.is_ranked) == (num_sequences, is_ranked)
 
@@ -48,7 +48,7 @@ def test_best_of_says_how_many_samples_run(given: dict[str, object], num_sequenc
         ({"prompt_logprobs": 0}, False),
     ],
 )
-def test_log_probabilities_of_samples_are_needed_to_be_returned_or_to_rank(given: dict[str, object], is_needed: bool):
+def test_logprobs_are_needed_to_be_returned_or_ranked(given: dict[str, object], is_needed: bool):
     assert SamplingParams(**given).needs_logprobs == is_needed
 
 
@@ -67,19 +67,19 @@ def test_log_probabilities_of_samples_are_needed_to_be_returned_or_to_rank(given
         ({"n": 0, "best_of": 2}, "n=0 must be from 1 to 1024"),
     ],
 )
-def test_a_best_of_that_cannot_be_is_refused_with_the_way_out(given: dict[str, object], message: str):
+def test_invalid_best_of_is_rejected_with_way_out(given: dict[str, object], message: str):
     with pytest.raises(ValueError) as error_result:
         SamplingParams(**given)
     assert str(error_result.value) == message
 
 
 @pytest.mark.parametrize("value", [0, -1])
-def test_a_best_of_of_no_samples_is_below_every_n(value: int):
+def test_best_of_below_one_is_below_every_n(value: int):
     with pytest.raises(ValueError, match=f"best_of={value} must be at least n=1"):
         SamplingParams(best_of=value)
 
 
-def test_best_of_is_a_key_of_rows_beside_n():
+def test_best_of_is_a_row_key():
     assert SAMPLING_KEYS[:2] == ("n", "best_of")
 
 
@@ -98,7 +98,7 @@ VLLM_FIELDS = (
 
 
 @pytest.mark.parametrize("name", VLLM_FIELDS)
-def test_every_field_of_vllm_is_there_to_be_asked_for(name: str):
+def test_every_field_of_vllm_is_a_parameter(name: str):
     assert name in inspect.signature(SamplingParams).parameters
     assert name in SamplingParams.__struct_fields__
     assert hasattr(SamplingParams, name)
@@ -116,7 +116,8 @@ def test_fields_are_assigned_as_the_constructor_takes_them():
         params.stopp = ["a"]  # type: ignore[attr-defined]  # no such field, which is the point
 
 
-def test_a_request_takes_a_frozen_copy_and_the_callers_goes_on_being_assignable():
+def test_request_freezes_a_copy_of_its_parameters():
+    """The caller's own stay assignable."""
     params = SamplingParams(extra_args={"a": 1}, output_kind=RequestOutputKind.DELTA, max_tokens=3)
     request = Request(0, (1,), params, 0)
     params.max_tokens = 4
@@ -129,7 +130,7 @@ def test_a_request_takes_a_frozen_copy_and_the_callers_goes_on_being_assignable(
     assert changeable == SamplingParams(max_tokens=5)
 
 
-def test_what_was_assigned_is_checked_when_it_is_taken():
+def test_assigned_values_are_checked_when_parameters_are_used():
     params = SamplingParams(max_tokens=4)
     params.min_tokens = 9
     for take in (params.frozen, params.clone, lambda: Request(0, (1,), params, 0)):
@@ -149,14 +150,14 @@ def test_copies_are_equal_and_assignable(copied):
         assert source.n == 1
 
 
-def test_a_clone_shares_nothing_that_can_change():
+def test_clone_shares_no_mutable_value():
     params = SamplingParams(extra_args={"a": [1]})
     params.clone().extra_args["a"].append(2)
     assert params.extra_args == {"a": [1]}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_says_the_reason_and_takes_what_asks_for_nothing(name: str):
+def test_unsupported_parameter_says_reason_unless_it_asks_nothing(name: str):
     asked = {"regex": "a+"}
     with pytest.raises(ValueError) as error_result:
         SamplingParams(**{name: asked})
@@ -169,7 +170,7 @@ def test_what_is_refused_says_the_reason_and_takes_what_asks_for_nothing(name: s
         assert SamplingParams(**{name: nothing}).frozen() == SamplingParams()
 
 
-def test_what_stays_here_is_no_key_of_a_row_and_does_not_travel():
+def test_local_fields_are_neither_row_keys_nor_encoded():
     local = {*WITHOUT_EFFECT, *REFUSED, "output_kind", "guided_decoding"}
     assert not local & {*SAMPLING_KEYS}
     assert {*local, *SAMPLING_KEYS} == {*SamplingParams.__struct_fields__}
@@ -177,7 +178,7 @@ def test_what_stays_here_is_no_key_of_a_row_and_does_not_travel():
     assert params.frozen() == SamplingParams()
 
 
-def test_another_librarys_output_kind_is_taken_by_its_name():
+def test_foreign_output_kind_is_matched_by_name():
     theirs = enum.Enum("RequestOutputKind", {"CUMULATIVE": "a", "DELTA": "b", "FINAL_ONLY": "c"})
     assert SamplingParams(output_kind=theirs.DELTA).output_kind is RequestOutputKind.DELTA
     for wrong in (3, True, "DELTA", None):
@@ -185,7 +186,7 @@ def test_another_librarys_output_kind_is_taken_by_its_name():
             SamplingParams(output_kind=wrong)
 
 
-def test_none_is_the_default_where_parameters_are_optional():
+def test_none_means_default_for_optional_parameters():
     made = SamplingParams.from_optional(n=None, temperature=0.5, max_tokens=None, stop=None)
     assert made == SamplingParams(temperature=0.5)
 
@@ -207,7 +208,7 @@ def test_none_is_the_default_where_parameters_are_optional():
         ({"flat_logprobs": None}, "flat_logprobs=None must be true or false"),
     ],
 )
-def test_a_value_that_breaks_a_rule_is_named(given: dict[str, object], message: str):
+def test_value_that_breaks_a_rule_is_named(given: dict[str, object], message: str):
     with pytest.raises(ValueError) as error_result:
         SamplingParams(**given)
     assert str(error_result.value).startswith(message)
@@ -221,7 +222,7 @@ class Letters:
         return [99] if text == " c" else [ord(each) for each in text if each != "~"]
 
 
-def test_a_bad_word_is_forbidden_as_it_is_spelled_at_the_beginning_and_inside_a_text():
+def test_bad_word_is_forbidden_at_start_and_inside():
     assert spellings("c", Letters()) == [(ord("c"),)]
     assert spellings(" dog", Letters()) == [tuple(map(ord, "dog"))]
     assert spellings("c", type("Other", (Letters,), {"encode": lambda *_, **__: [1]})()) == [(1,)]
@@ -231,7 +232,7 @@ def test_a_bad_word_is_forbidden_as_it_is_spelled_at_the_beginning_and_inside_a_
         spellings("c", None)
 
 
-def test_what_is_taken_is_in_token_ids_alone():
+def test_resolved_parameters_are_in_token_ids_alone():
     params = SamplingParams(bad_words=["ab", "z"], bad_words_ids=[[4]], truncate_prompt_tokens=3)
     taken = taken_params(params, Letters(), 122)
     # z is token 122, which a model of 122 tokens has not.
@@ -240,7 +241,7 @@ def test_what_is_taken_is_in_token_ids_alone():
 
 
 @pytest.mark.parametrize(("length", "expected"), [(None, 9), (3, 3), (9, 9), (90, 9), (-1, 4)])
-def test_a_prompt_keeps_its_last_tokens(length: int | None, expected: int):
+def test_prompt_keeps_its_last_tokens(length: int | None, expected: int):
     prompt = tuple(range(9))
     sampling = SamplingParams(truncate_prompt_tokens=length, max_tokens=6)
     assert truncated_prompt(prompt, sampling, 10) == prompt[9 - expected :]

@@ -14,7 +14,7 @@ from spmd_worker.replica.sequence.structured_outputs import MAX_GRAMMAR_BYTES
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"const": "é"}}, "required": ["z"]}
 
 
-def test_a_schema_is_kept_as_compact_text_in_its_own_order():
+def test_schema_is_kept_as_compact_ordered_text():
     kept = '{"type":"object","properties":{"z":{"type":"integer"},"a":{"const":"é"}},"required":["z"]}'
     for given in (SCHEMA, json.dumps(SCHEMA, indent=2), SimpleNamespace(model_json_schema=lambda: SCHEMA)):
         assert StructuredOutputsParams(json=given).json == kept
@@ -22,7 +22,7 @@ def test_a_schema_is_kept_as_compact_text_in_its_own_order():
     assert StructuredOutputsParams(json={}).kind == "json"
 
 
-def test_closed_objects_have_no_other_properties_unless_the_schema_says():
+def test_closed_objects_reject_other_properties_unless_schema_says():
     inner = {"type": "object", "properties": {"additionalProperties": {"properties": {}}}}
     schema = {
         "properties": {"a": inner, "b": {"properties": {}, "additionalProperties": True}},
@@ -38,7 +38,7 @@ def test_closed_objects_have_no_other_properties_unless_the_schema_says():
 
 @pytest.mark.parametrize("key", ["$defs", "definitions", "patternProperties", "dependentSchemas", "properties"])
 @pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "properties", "plain"])
-def test_what_a_schema_calls_its_own_parts_does_not_keep_them_open(key: str, name: str):
+def test_names_of_schema_parts_never_keep_them_open(key: str, name: str):
     schema = {key: {name: {"properties": {"a": {"type": "string"}}}}}
     closed = json.loads(StructuredOutputsParams(json=schema, disable_additional_properties=True).json)
     assert closed[key] == {name: {"properties": {"a": {"type": "string"}}, "additionalProperties": False}}
@@ -67,14 +67,14 @@ def test_what_a_schema_calls_its_own_parts_does_not_keep_them_open(key: str, nam
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_with_the_parameters_name(given, words):
+def test_errors_name_the_structured_outputs_parameter(given, words):
     with pytest.raises(ValueError) as error_result:
         SamplingParams(structured_outputs=given)
     assert str(error_result.value).startswith("structured_outputs: ")
     assert words in str(error_result.value)
 
 
-def test_parameters_take_records_mappings_and_other_libraries_objects():
+def test_parameters_accept_records_mappings_and_other_libraries_objects():
     form = StructuredOutputsParams(choice=("yes", "no"))
     theirs = SimpleNamespace(choice=["yes", "no", "yes"], json=None, regex=None, backend="auto", _more=1)
     for given in (form, {"choice": ["yes", "no"]}, theirs, GuidedDecodingParams.from_optional(choice=["yes", "no"])):
@@ -86,7 +86,7 @@ def test_parameters_take_records_mappings_and_other_libraries_objects():
         SamplingParams(structured_outputs=3)
 
 
-def test_the_older_name_that_is_assigned_counts_when_a_request_takes_it():
+def test_assigned_guided_decoding_counts_when_request_is_made():
     params = SamplingParams()
     params.guided_decoding = {"regex": "a"}
     assert params.frozen().structured_outputs == StructuredOutputsParams(regex="a")
@@ -96,13 +96,13 @@ def test_the_older_name_that_is_assigned_counts_when_a_request_takes_it():
 
 
 @pytest.mark.parametrize("nothing", [None, False, {}])
-def test_nothing_asks_for_nothing(nothing):
+def test_empty_value_asks_for_nothing(nothing):
     assert SamplingParams(structured_outputs=nothing, guided_decoding=nothing) == SamplingParams()
     assert StructuredOutputsParams.from_optional(json=None, regex=None, json_object=False) is None
 
 
 @pytest.mark.parametrize("empty", [{}, [], "", False, 0], ids=str)
-def test_an_empty_structural_tag_asks_for_nothing(empty: object):
+def test_empty_structural_tag_asks_for_nothing(empty: object):
     """Kept as it came, an empty mapping or list cannot be hashed: one such row ended its job where its form was looked
     up among those that are compiled.
     """
@@ -114,12 +114,12 @@ def test_an_empty_structural_tag_asks_for_nothing(empty: object):
     assert hash(StructuredOutputsParams(regex="a+", backend={}, disable_fallback=[])) == hash(plain)
 
 
-def test_a_form_must_be_able_to_end():
+def test_ignore_eos_is_rejected_with_structured_outputs():
     with pytest.raises(ValueError, match="ignore_eos=True with structured_outputs"):
         SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"})
 
 
-def test_a_form_travels_with_its_parameters_and_names_itself_by_its_text():
+def test_structured_output_is_encoded_with_its_text():
     params = SamplingParams(
         structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True, backend="auto")
     ).frozen()
