@@ -30,7 +30,7 @@ def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [None, ConfigError("seed=x"), OSError("no disk"), ZeroDivisionError("boom")])
-def test_a_rank_alone_leaves_the_handlers_as_they_were(error: Exception | None, capsys: pytest.CaptureFixture[str]):
+def test_single_rank_leaves_signal_handlers_as_they_were(error: Exception | None, capsys: pytest.CaptureFixture[str]):
     """After an error they stayed: a signal, later, ended the program of whoever had called, for a job that was over."""
     seen = []
 

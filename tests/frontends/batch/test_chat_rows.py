@@ -63,7 +63,7 @@ class Chat:
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_MODELS))
-def test_a_call_written_by_hand_comes_back_as_openai_has_it(name: str, tmp_path: Path):
+def test_handwritten_call_has_openai_shape(name: str, tmp_path: Path):
     chat = Chat(tmp_path, name)
     text = CHAT_MODELS[name].call
     row = chat.row(tools=TOOLS, n=2)
@@ -86,7 +86,7 @@ def test_a_call_written_by_hand_comes_back_as_openai_has_it(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_MODELS))
-def test_what_breaks_a_call_or_is_not_asked_for_stays_content(name: str, tmp_path: Path):
+def test_broken_or_unrequested_call_stays_content(name: str, tmp_path: Path):
     chat = Chat(tmp_path, name)
     text = CHAT_MODELS[name].call
     broken = text.replace('{"a": 1}', '{"a": 1')
@@ -104,7 +104,7 @@ def test_what_breaks_a_call_or_is_not_asked_for_stays_content(name: str, tmp_pat
         assert '"a": 1' in (choice.message.content or "")
 
 
-def test_an_answer_that_is_cut_off_has_no_call_that_was_not_whole(tmp_path: Path):
+def test_truncated_answer_has_no_incomplete_call(tmp_path: Path):
     chat = Chat(tmp_path, "mistral")
     row = chat.row(tools=TOOLS, stop=["}"])
     assert isinstance(row, EncodedRow), row
@@ -117,7 +117,7 @@ def test_an_answer_that_is_cut_off_has_no_call_that_was_not_whole(tmp_path: Path
     assert choice.finish_reason == "length"
 
 
-def test_what_is_special_and_no_marker_stays_out_of_the_content(tmp_path: Path):
+def test_special_token_that_marks_nothing_leaves_content(tmp_path: Path):
     chat = Chat(tmp_path, "mistral")
     row = chat.row(tools=TOOLS)
     assert isinstance(row, EncodedRow), row
@@ -125,7 +125,7 @@ def test_what_is_special_and_no_marker_stays_out_of_the_content(tmp_path: Path):
     assert choice.message.content == "hello x"
 
 
-def test_tools_that_the_template_does_not_read_are_an_error_row(tmp_path: Path):
+def test_tools_are_error_row_when_template_ignores_them(tmp_path: Path):
     chat = Chat(tmp_path, "hermes")
     chat.format = ChatFormat()
     row = chat.row(tools=TOOLS)
@@ -146,7 +146,7 @@ def test_tools_that_the_template_does_not_read_are_an_error_row(tmp_path: Path):
 
 @pytest.mark.finding(number="A1")
 @pytest.mark.parametrize("shape", ["chat", "plain"])
-def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path, shape: str):
+def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path, shape: str):
     folder = write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"])
     own, theirs = Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     limits = RequestLimits(own.vocab_size, 4096, has_tokenizer=True)
@@ -167,7 +167,7 @@ def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path, shape: str
 
 
 @pytest.mark.finding(number="A2")
-def test_tools_choose_the_template_that_is_for_them(tmp_path: Path):
+def test_tools_choose_their_own_template(tmp_path: Path):
     chat = Chat(tmp_path, "hermes")
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "tool_use", "template": config["chat_template"]}, {"name": "default", "template": "plain"}]
@@ -181,7 +181,7 @@ def test_tools_choose_the_template_that_is_for_them(tmp_path: Path):
     assert without.prompt == "plain"
 
 
-def test_calls_that_come_back_are_objects_to_the_template(tmp_path: Path):
+def test_returned_calls_are_objects_for_the_template(tmp_path: Path):
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     row = Chat(tmp_path, "hermes").row(messages=[*USER, {"role": "assistant", "content": None, "tool_calls": [call]}])
     assert isinstance(row, EncodedRow), row
@@ -252,7 +252,7 @@ def check_call(call: Any) -> None:
 
 
 @pytest.mark.guarantee("Required calls and JSON formats are kept to")
-def test_a_call_that_is_required_is_made(answers: dict[str, Any]):
+def test_required_call_is_made(answers: dict[str, Any]):
     for name, most in (("required", 50), ("one", 1)):
         ended = [choice for choice in choices(answers, name) if choice.finish_reason != "length"]
         assert ended
@@ -266,7 +266,7 @@ def test_a_call_that_is_required_is_made(answers: dict[str, Any]):
     }
 
 
-def test_a_named_function_is_called_and_the_answer_stops(answers: dict[str, Any]):
+def test_named_function_is_called_and_answer_stops(answers: dict[str, Any]):
     ended = [choice for choice in choices(answers, "named") if choice.finish_reason != "length"]
     assert ended
     for choice in ended:
@@ -277,7 +277,7 @@ def test_a_named_function_is_called_and_the_answer_stops(answers: dict[str, Any]
 
 
 @pytest.mark.guarantee("Required calls and JSON formats are kept to")
-def test_an_answer_has_the_schema_it_was_asked_for(answers: dict[str, Any]):
+def test_answer_has_the_requested_schema(answers: dict[str, Any]):
     for choice in choices(answers, "schema"):
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
         assert is_person(json.loads(choice.message.content))
@@ -290,7 +290,7 @@ def test_an_answer_has_the_schema_it_was_asked_for(answers: dict[str, Any]):
 
 
 @pytest.mark.control("Required calls and JSON formats are kept to")
-def test_without_a_form_such_a_model_makes_no_call_and_no_json(answers: dict[str, Any]):
+def test_model_makes_no_call_or_json_without_grammar(answers: dict[str, Any]):
     """The control."""
     for name in ("auto", "none", "text"):
         for choice in choices(answers, name):
@@ -299,7 +299,7 @@ def test_without_a_form_such_a_model_makes_no_call_and_no_json(answers: dict[str
                 json.loads(choice.message.content)
 
 
-def test_what_no_answer_can_have_is_an_error_row_in_words(answers: dict[str, Any]):
+def test_unanswerable_request_is_error_row_with_reason(answers: dict[str, Any]):
     for name, code, words in (
         ("bad tool", "invalid_value", "tools[0].function.parameters="),
         ("bad schema", "grammar_refused", "response_format: json"),

@@ -142,7 +142,7 @@ def test_two_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
 
 
 @pytest.mark.matrix
-def test_two_replicas_of_two_ranks_write_the_bytes_of_one_replica(tmp_path: Path, alone: Path):
+def test_two_replicas_of_two_ranks_equal_one_replica(tmp_path: Path, alone: Path):
     """Log-probabilities of two ranks may differ from one rank's in the last bits, so two ranks are the measure. How
     rows are read and shared out is no affair of a replica's ranks: the jobs about that are the other tests'.
     """
@@ -204,7 +204,7 @@ sys.exit(launch.main(arguments))
         pytest.param("kill", 0, id="rank-0-is-killed", marks=pytest.mark.matrix),
     ],
 )
-def test_one_replicas_end_is_everybodys_in_seconds_and_named(tmp_path: Path, fault: str, culprit: int):
+def test_end_of_one_replica_ends_all_with_name(tmp_path: Path, fault: str, culprit: int):
     write_inputs(tmp_path)
     (tmp_path / "mixed.out.jsonl").write_text("older\n")
     arguments = [*overrides_of(tmp_path, "mixed"), "parallel.data_parallel_size=2", "executor.timeout_s=600"]
@@ -219,7 +219,7 @@ def test_one_replicas_end_is_everybodys_in_seconds_and_named(tmp_path: Path, fau
 
 
 @pytest.mark.matrix
-def test_ranks_wait_for_rows_for_longer_than_the_timeout(tmp_path: Path):
+def test_ranks_wait_for_rows_beyond_the_timeout(tmp_path: Path):
     """Standard input comes late, after twice the timeout. All layouts at once: they wait."""
     script, rows = tmp_path / "late.py", tmp_path / "rows.jsonl"
     script.write_text(LATE)

@@ -24,12 +24,12 @@ def bits(values: list[float]) -> bytes:
 @example([0.0, -0.0, 1.0, -1.0, 0.1, -0.1, 0.3, 1e-5, 1e-13, 9.9999998e-14, 1e6, 999999.94, 16777216.0, 3.4e38, 1e-45])
 @example([0.5, 0.25, 2.0**-20, 2.0**-40, 2.0**19, 2.0**20, 0.49999997, 9.99999e-05, 0.001, 0.00099999999])
 @settings(max_examples=50)
-def test_any_float32_is_spelled_as_by_itself(vector: list[float]):
+def test_float32_list_is_written_like_single_numbers(vector: list[float]):
     assert bits(shortest_decimals(vector)) == bits(one_by_one(vector))
     assert shortest_text(vector) == json.dumps(one_by_one(vector))
 
 
-def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
+def test_numbers_like_vectors_are_written_like_single_numbers():
     chance = np.random.default_rng(5)
     values = np.concatenate(
         [
@@ -49,7 +49,7 @@ def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
     assert [float(f"{each:.9g}") for each in values[:6000]] != one_by_one(values[:6000].tolist())
 
 
-def test_decimals_are_read_to_the_last_bit_and_only_where_there_are_as_many_as_asked_for():
+def test_decimals_are_read_exactly_when_count_matches():
     chance = np.random.default_rng(7)
     values = chance.integers(0, 2**32, 5000, dtype=np.uint32).view(np.float32)
     values = values[np.isfinite(values)]
@@ -63,11 +63,11 @@ def test_decimals_are_read_to_the_last_bit_and_only_where_there_are_as_many_as_a
     assert read_decimals(shortest_text(neighbour.tolist())[1:-1].encode(), 1) != values[:1], "the control"
 
 
-def test_what_is_no_finite_number_is_left_to_numpy():
+def test_non_finite_numbers_are_left_to_numpy():
     assert shortest_text([1.0, float("inf"), float("nan")]) == "[1.0, inf, nan]"
 
 
-def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():
+def test_vector_is_extracted_as_json_reads_it():
     chance = np.random.default_rng(6)
     vectors = (chance.standard_normal((4, 6)) * 10.0 ** chance.integers(-9, 3, (4, 6))).astype(np.float32)
     usage = {"prompt_tokens": 3, "total_tokens": 3}
@@ -91,7 +91,7 @@ def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():
         assert parquet_row(7, json.dumps(two).encode(), ("embedding", 6))["embedding"] is None
 
 
-def test_the_numbers_of_a_line_stand_where_their_marks_were_unless_a_row_has_the_mark_too():
+def test_marks_are_replaced_unless_row_contains_them():
     vectors = [[0.25, -0.125], [1e-7]]
     for name, fills in (("a", True), ("\0numbers", True), ("\0numbers\0", False)):
         numbers = SpelledNumbers()

@@ -34,9 +34,7 @@ def run(folder: Path, name: str, **settings: Any) -> None:
 
 
 @pytest.mark.matrix
-def test_pairs_are_ranked_and_what_the_log_holds_is_computed_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_are_ranked_and_replayed_from_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = "hello " * 200
     asked = [
         openai("rank", "rerank", query=TEXTS[0], documents=TEXTS[1:]),
@@ -62,9 +60,7 @@ def test_pairs_are_ranked_and_what_the_log_holds_is_computed_again(
 
 
 @pytest.mark.matrix
-def test_a_job_of_embeddings_has_the_same_bytes_in_other_steps_and_after_it_was_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embedding_job_has_equal_bytes_resumed_or_rebatched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [openai(str(number), "embeddings", input=[TEXTS[number % 3] * (1 + number % 7)]) for number in range(60)]
     rows = answered(tmp_path, "modern_dense", asked)
     folder = tmp_path / "other"

@@ -54,7 +54,7 @@ class Rows:
 
 
 @pytest.mark.parametrize(("form_bytes", "counts"), [(FORM_BYTES, [4, 4, 2]), (0, [10, 0, 0])])
-def test_a_job_takes_some_forms_between_two_steps(form_bytes: int, counts: list[int]):
+def test_job_admits_limited_grammars_between_two_steps(form_bytes: int, counts: list[int]):
     rows, runner, found = Rows(10), Runner(form_bytes), []
     for _ in counts:
         before = len(runner.admitted)
@@ -88,9 +88,7 @@ def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: in
 
 
 @pytest.mark.parametrize(("form_bytes", "steps"), [(FORM_BYTES, [4, 4, 2]), (0, [10])])
-def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, form_bytes: int, steps: list[int]
-):
+def test_replica_keeps_fetched_rows_for_next_step(monkeypatch: pytest.MonkeyPatch, form_bytes: int, steps: list[int]):
     runner = Runner(form_bytes)
     work = replica_work(monkeypatch, runner)
     while not work.has_ended:
@@ -99,7 +97,7 @@ def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
     assert [row.index for row in runner.admitted] == list(range(10))
 
 
-def test_a_replica_pauses_only_where_it_was_given_no_row(monkeypatch: pytest.MonkeyPatch):
+def test_replica_pauses_only_when_given_no_row(monkeypatch: pytest.MonkeyPatch):
     """It paused after each chunk whose rows were all refused, also with more of it to admit."""
     runner, num_admitted_at_pauses = Runner(FORM_BYTES, refuses=True), []
 
@@ -155,7 +153,7 @@ def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s
 
 
 @pytest.mark.finding(number="B1")
-def test_a_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
+def test_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
     rows, refused = SlowRows(monkeypatch, 10, 0.3), []
     window, turn = RowWindow(rows, refused.append), Turn(300.0)
     window.read_on(lambda: turn.is_over)
@@ -163,7 +161,7 @@ def test_a_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.finding(number="B1")
-def test_a_replica_admits_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
+def test_replica_admits_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
     runner, rows = Runner(0), SlowRows(monkeypatch, 0, 0.3)
 
     def admit(row: Any) -> None:

@@ -153,13 +153,13 @@ def hypothetical(count: int, number: int) -> list[bytes]:
 
 @pytest.mark.guarantee("A bad row is an error row, the job goes on")
 @pytest.mark.matrix
-def test_fuzzed_rows_get_one_object_each_in_order_and_the_job_ends_well(tmp_path: Path):
+def test_fuzzed_rows_get_one_ordered_object_each(tmp_path: Path):
     check_rows(tmp_path, 2_000, 1)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("number", range(NUM_JOBS))
-def test_a_hundred_thousand_fuzzed_rows_in_ten_jobs_do(tmp_path: Path, number: int):
+def test_hundred_thousand_fuzzed_rows_get_one_object_each(tmp_path: Path, number: int):
     codes = check_rows(tmp_path, 10_000, NUM_JOBS * SEED + number)
     print(f"\nROWS of seed {SEED}, job {number}: 10,000 rows, {dict(codes.most_common())}", end="")
 
@@ -232,7 +232,7 @@ ANSWERS = [
     ],
     ids=["exchanged", "instead of another", "twice", "lost", "neither answer nor error"],
 )
-def test_the_check_sees_answers_that_are_not_one_a_row_in_order(broken: list[bytes], control):
+def test_row_check_detects_answers_not_one_per_row(broken: list[bytes], control):
     """Negative control."""
     assert codes_of([b"{}"] * 3, ANSWERS) == {"well": 2, "bad_json": 1}
     with control():

@@ -27,21 +27,21 @@ def rows_of(name):
     return [json.loads(line) for _, line in RowReader.of(str(name))]
 
 
-def test_compressed_files_are_read_as_what_they_hold(tmp_path):
+def test_compressed_files_are_read_as_their_content(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(CONTENT))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(CONTENT))
     assert rows_of(tmp_path / "a.jsonl.gz") == rows_of(tmp_path / "a.jsonl.zst") == ROWS
     assert RowReader.of(str(tmp_path / "a.jsonl.zst")).count() == 5
 
 
-def test_a_compressed_file_may_have_several_parts(tmp_path):
+def test_compressed_file_may_have_several_parts(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(CONTENT[:30]) + gzip.compress(CONTENT[30:]))
     (tmp_path / "a.zst").write_bytes(zstandard.compress(CONTENT[:30]) + zstandard.compress(CONTENT[30:]))
     assert rows_of(tmp_path / "a.gz") == rows_of(tmp_path / "a.zst") == ROWS
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_large_files_of_many_pieces(tmp_path, suffix):
+def test_multi_part_files_of_many_chunks_are_read(tmp_path, suffix):
     content = b"".join(json.dumps({"prompt": os.urandom(40).hex()}).encode() + b"\n" for _ in range(5000))
     pack = gzip.compress if suffix == "gz" else zstandard.compress
     (tmp_path / f"a.{suffix}").write_bytes(pack(content) + pack(content))
@@ -49,7 +49,7 @@ def test_large_files_of_many_pieces(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_file_cut_off_anywhere_is_an_error_and_never_fewer_rows(tmp_path, suffix):
+def test_file_cut_anywhere_is_error_never_fewer_rows(tmp_path, suffix):
     whole = (gzip.compress if suffix == "gz" else zstandard.compress)(CONTENT)
     path = tmp_path / f"a.{suffix}"
     for length in range(1, len(whole)):
@@ -59,13 +59,13 @@ def test_a_file_cut_off_anywhere_is_an_error_and_never_fewer_rows(tmp_path, suff
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_file_that_is_not_compressed_is_an_error_that_says_so(tmp_path, suffix):
+def test_uncompressed_file_is_reported_as_damaged(tmp_path, suffix):
     (tmp_path / f"a.{suffix}").write_bytes(CONTENT)
     with pytest.raises(OSError, match="is damaged"):
         rows_of(tmp_path / f"a.{suffix}")
 
 
-def test_a_pattern_reads_all_files_in_order_of_their_names_and_numbers_rows_on(tmp_path):
+def test_pattern_reads_files_by_name_and_numbers_on(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf"3"\n"4"')
     (tmp_path / "a.jsonl").write_bytes(b'"0"\n\n"1"')
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'"2"'))
@@ -75,19 +75,19 @@ def test_a_pattern_reads_all_files_in_order_of_their_names_and_numbers_rows_on(t
     assert reader.count() == 5
 
 
-def test_a_name_with_brackets_is_a_file_where_there_is_one(tmp_path):
+def test_existing_name_with_brackets_is_a_file(tmp_path):
     (tmp_path / "a[1].jsonl").write_bytes(b"0")
     assert list(RowReader.of(str(tmp_path / "a[1].jsonl"))) == [(0, b"0")]
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_input_without_a_file_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="matches no file"):
         RowReader.of(str(tmp_path / "*.jsonl"))
     with pytest.raises(ConfigError, match="is not a file"):
         RowReader.of(str(tmp_path))
 
 
-def test_parquet_rows_are_objects_without_what_is_null(tmp_path):
+def test_parquet_rows_are_objects_without_null_values(tmp_path):
     rows = [
         {"prompt": "é", "max_tokens": 3, "logit_bias": None, "stop": ["a"]},
         {"prompt": None, "messages": [{"role": "user", "content": "x", "name": None}], "temperature": 0.5},
@@ -152,7 +152,7 @@ def test_frames_of_pandas_are_rows_without_their_index(tmp_path, frame, options,
 
 
 @pytest.mark.finding(number="D13")
-def test_columns_beside_a_frames_index_are_keys(tmp_path, caplog):
+def test_columns_next_to_frame_index_are_keys(tmp_path, caplog):
     """As in JSONL: one that no row has is an error row; and what is left out is said once."""
     FILTERED.assign(topic="x").to_parquet(tmp_path / "a.parquet")
     with caplog.at_level("INFO", logger="spmd_worker"):
@@ -168,7 +168,7 @@ def test_columns_beside_a_frames_index_are_keys(tmp_path, caplog):
 
 
 @pytest.mark.finding(number="D13")
-def test_columns_of_one_name_are_refused(tmp_path):
+def test_columns_with_one_name_are_rejected(tmp_path):
     """A row would have the last of them."""
     strings = pyarrow.array(["a"])
     inner = pyarrow.StructArray.from_arrays([strings, strings], names=["role", "role"])
@@ -182,14 +182,14 @@ def test_columns_of_one_name_are_refused(tmp_path):
             rows_of(tmp_path / "a.parquet")
 
 
-def test_columns_that_json_cannot_hold_are_refused_by_name(tmp_path):
+def test_columns_outside_json_are_rejected_by_name(tmp_path):
     table = pyarrow.table({"prompt": ["a"], "extra": pyarrow.array([{"when": b"x"}])})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"column extra.when has type binary.*cast it"):
         rows_of(tmp_path / "a.parquet")
 
 
-def test_what_is_no_parquet_file_is_refused(tmp_path):
+def test_non_parquet_file_is_rejected(tmp_path):
     (tmp_path / "a.parquet").write_bytes(CONTENT)
     with pytest.raises(ConfigError, match="is no Parquet file"):
         rows_of(tmp_path / "a.parquet")
@@ -198,7 +198,7 @@ def test_what_is_no_parquet_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "package", "extra"), [("a.zst", "zstandard", "zstd"), ("a.parquet", "pyarrow", "parquet")]
 )
-def test_without_its_package_a_format_is_refused_with_the_way_to_get_it(tmp_path, monkeypatch, name, package, extra):
+def test_format_without_its_package_is_rejected_with_remedy(tmp_path, monkeypatch, name, package, extra):
     (tmp_path / name).write_bytes(b"")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"job.input=.*{name} needs {package}.*spmd-worker\[{extra}\]"):
@@ -224,7 +224,7 @@ TEXT = "x" * 100_000
 
 
 @pytest.mark.parametrize("shape", ["text", "list", "struct"])
-def test_a_text_that_a_dictionary_repeats_takes_the_memory_of_a_few_rows(tmp_path, monkeypatch, shape):
+def test_repeated_dictionary_text_takes_memory_of_few_rows(tmp_path, monkeypatch, shape):
     """1,000 rows of 100 kB in a file of some hundred bytes: a batch of them would be 100 MB."""
     column = dictionary_of(TEXT, 1000)
     if shape == "list":
@@ -242,7 +242,7 @@ def test_a_text_that_a_dictionary_repeats_takes_the_memory_of_a_few_rows(tmp_pat
     assert peak_bytes_of(tmp_path / "a.parquet", 50) > 50 << 20
 
 
-def test_a_row_that_is_longer_than_a_line_may_be_is_never_put_together(tmp_path):
+def test_row_longer_than_line_limit_is_never_assembled(tmp_path):
     """One row of 100,000 times the same 100 kB: 10 GB."""
     column = pyarrow.ListArray.from_arrays([0, 1, 100_000], dictionary_of(TEXT, 100_000))
     pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
@@ -252,7 +252,7 @@ def test_a_row_that_is_longer_than_a_line_may_be_is_never_put_together(tmp_path)
     assert lines[1] == b" " * ((1 << 20) + 1)
 
 
-def test_rows_of_more_values_than_a_line_has_bytes_are_refused_before_they_are_read(tmp_path):
+def test_rows_with_too_many_values_are_rejected_unread(tmp_path):
     column = pyarrow.ListArray.from_arrays([0, 5000], pyarrow.array([1] * 5000, pyarrow.int8()))
     pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
     reader = RowReader((tmp_path / "a.parquet",), max_line_bytes=4000)
@@ -260,7 +260,7 @@ def test_rows_of_more_values_than_a_line_has_bytes_are_refused_before_they_are_r
         list(reader)
 
 
-def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
+def test_big_row_group_is_read_row_by_row(tmp_path, monkeypatch):
     monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
     texts = [f"{number:06}" + "x" * 100_000 for number in range(200)]
     table = pyarrow.table({"prompt": texts})
@@ -272,7 +272,7 @@ def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
     assert peak_bytes_of(tmp_path / "a.parquet", 200) > 20 << 20
 
 
-def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatch):
+def test_row_group_bigger_than_declared_is_rejected(tmp_path, monkeypatch):
     texts = [f"{number:06}" + "x" * 100_000 for number in range(100)]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), tmp_path / "a.parquet", use_dictionary=False)
     reader = input_files.ParquetRows(tmp_path / "a.parquet", 1 << 20)
@@ -285,7 +285,7 @@ def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["a small group", "row by row"])
 @pytest.mark.parametrize("shape", ["text", "list"])
-def test_a_text_that_is_not_utf_8_is_that_rows_error_alone(tmp_path, monkeypatch, shape, is_large):
+def test_invalid_utf_8_is_error_of_its_row(tmp_path, monkeypatch, shape, is_large):
     """Writers of Parquet do not look."""
     if is_large:
         monkeypatch.setattr(input_files, "_GROUP_BYTES", 1)
@@ -300,7 +300,7 @@ def test_a_text_that_is_not_utf_8_is_that_rows_error_alone(tmp_path, monkeypatch
     assert row.code == "invalid_utf8"
 
 
-def test_a_damaged_page_is_an_error_that_names_the_file(tmp_path):
+def test_damaged_page_is_error_naming_the_file(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"{number}" * 50 for number in range(100)]}), path)
     content = bytearray(path.read_bytes())
@@ -330,7 +330,8 @@ def test_blank_lines_are_skipped_by_the_buffer(tmp_path, monkeypatch, suffix, bl
     assert len(calls) > 370_000
 
 
-def test_a_blank_line_that_is_too_long_is_a_row_among_others_that_are_none(tmp_path):
+def test_too_long_blank_line_is_a_row(tmp_path):
+    """Other blank lines are not rows."""
     (tmp_path / "a.jsonl").write_bytes(b"\n\n" + b" " * 20 + b"\n\n" + b" " * 8 + b"\n1\n")
     lines = [line for _, line in RowReader((tmp_path / "a.jsonl",), max_line_bytes=8)]
     assert lines == [b" " * 9, b"1"]

@@ -90,7 +90,7 @@ def after_rows(monkeypatch: pytest.MonkeyPatch, num_rows: int, action: Callable[
     monkeypatch.setattr(JobOutput, "take", counted)
 
 
-def test_a_job_that_has_ended_has_left_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ended_job_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The scan's takes its time to leave."""
     scan = InputScan._run
     monkeypatch.setattr(InputScan, "_run", lambda self: (scan(self), time.sleep(0.3)))
@@ -132,9 +132,7 @@ def end_job(config: RunConfig, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("resume", ["auto", "force"])
-def test_a_run_that_goes_on_reads_no_row_before_the_input_is_known_to_be_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
-):
+def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str):
     (tmp_path / "rows.jsonl").write_text(content())
     config = config_of(tmp_path)
     end_job(config, 3)
@@ -176,7 +174,7 @@ def test_a_run_that_goes_on_reads_no_row_before_the_input_is_known_to_be_the_sam
     assert admitted
 
 
-def test_a_run_that_ended_before_its_input_was_known_goes_on(tmp_path: Path, slow_scan: threading.Event):
+def test_run_ended_before_input_scan_can_resume(tmp_path: Path, slow_scan: threading.Event):
     (tmp_path / "rows.jsonl").write_text(content())
     config = config_of(tmp_path)
     end_job(config, 3)
@@ -187,7 +185,7 @@ def test_a_run_that_ended_before_its_input_was_known_goes_on(tmp_path: Path, slo
     assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == 3
 
 
-def test_what_the_scan_raises_ends_the_job(tmp_path: Path):
+def test_scan_error_ends_the_job(tmp_path: Path):
     (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
     with pytest.raises(OSError, match="is damaged or cut off"):
         run(config_of(tmp_path, "rows.jsonl.gz"))
@@ -241,7 +239,7 @@ def write_fifo(path: Path, data: bytes) -> threading.Thread:
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.jsonl.gz"])
-def test_a_fifo_is_read_once_as_standard_input_is(tmp_path: Path, name: str):
+def test_fifo_is_read_once_like_standard_input(tmp_path: Path, name: str):
     data = content().encode()
     thread = write_fifo(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
     run(config_of(tmp_path, name))
@@ -251,7 +249,7 @@ def test_a_fifo_is_read_once_as_standard_input_is(tmp_path: Path, name: str):
     assert manifest(tmp_path)["num_rows"] is None
 
 
-def test_what_is_a_stream(tmp_path: Path):
+def test_stream_is_recognised_by_its_kind(tmp_path: Path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")
@@ -262,14 +260,14 @@ def test_what_is_a_stream(tmp_path: Path):
         RowReader.of("/dev/zero")
 
 
-def test_a_parquet_file_through_a_fifo_is_refused(tmp_path: Path):
+def test_parquet_file_through_fifo_is_rejected(tmp_path: Path):
     os.mkfifo(tmp_path / "rows.parquet")
     with pytest.raises(ConfigError, match=r"rows.parquet is a FIFO.* give a regular file"):
         list(RowReader.of(str(tmp_path / "rows.parquet")))
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_the_device_of_standard_input_is_what_it_stands_for(tmp_path: Path, kind: str):
+def test_device_of_standard_input_is_its_target(tmp_path: Path, kind: str):
     (tmp_path / "rows.jsonl").write_text(content())
     source = """
         import sys
@@ -305,7 +303,7 @@ while num_waiting < 10:  # looks in a row that found the thread where it reads
 
 
 @pytest.mark.parametrize(("kind", "returncode"), [("ours", 0), ("control", -signal.SIGABRT)])
-def test_a_process_ends_while_standard_input_is_open(kind: str, returncode: int):
+def test_process_ends_while_standard_input_is_open(kind: str, returncode: int):
     """Who was given `job.max_rows` rows waits for no end of the stream, and its thread waits on."""
     command = [sys.executable, "-c", WAITS_IN_STANDARD_INPUT, kind]
     environment = {**os.environ, "PYTHONPATH": str(ranks.REPOSITORY)}
@@ -343,14 +341,14 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, path: Path) -> threading.Thread:
     return thread
 
 
-def test_a_row_of_a_stream_is_answered_while_the_next_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_streamed_row_is_answered_before_next_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     thread = one_by_one(monkeypatch, tmp_path / "rows")
     run(config_of(tmp_path, "rows"))
     thread.join()
     assert len(answers(tmp_path)) == NUM_ROWS
 
 
-def test_a_job_of_so_many_rows_waits_for_no_end_of_the_stream(tmp_path: Path):
+def test_max_rows_ends_job_before_stream_ends(tmp_path: Path):
     has_ended, in_time = threading.Event(), []
 
     def write() -> None:
@@ -371,7 +369,7 @@ def test_a_job_of_so_many_rows_waits_for_no_end_of_the_stream(tmp_path: Path):
     assert [answer["index"] for answer in answers(tmp_path)] == [0, 1]
 
 
-def test_a_stream_is_read_ahead_by_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
+def test_stream_is_read_ahead_up_to_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream_lines, "_MOST_ROWS", 3)
     num_read = 0
 
@@ -402,9 +400,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_input_that_changes_while_it_is_read_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-):
+def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(content())
     with monkeypatch.context() as during:
@@ -421,7 +417,7 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(
     assert len(answers(tmp_path)) == NUM_ROWS
 
 
-def test_a_pattern_does_not_match_what_the_job_writes_itself(tmp_path: Path):
+def test_pattern_skips_files_the_job_writes(tmp_path: Path):
     """Rows of files after it would have other indexes, and with them other random streams."""
     (tmp_path / "rows.jsonl").write_text(content())
     (tmp_path / "z.jsonl").write_text(content(1))
@@ -433,7 +429,7 @@ def test_a_pattern_does_not_match_what_the_job_writes_itself(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows*"])
-def test_rows_may_be_in_the_run_directory_that_is_named(tmp_path: Path, name: str):
+def test_rows_may_be_in_the_named_run_directory(tmp_path: Path, name: str):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rows.jsonl").write_text(content())
     job = replace(config_of(tmp_path).job, input=str(tmp_path / "run" / name), run_dir=str(tmp_path / "run"))
@@ -441,7 +437,7 @@ def test_rows_may_be_in_the_run_directory_that_is_named(tmp_path: Path, name: st
     assert len(answers(tmp_path)) == NUM_ROWS
 
 
-def test_every_file_of_a_run_directory_is_known_for_the_jobs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_run_directory_file_counts_as_jobs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "rows.jsonl").write_text(content())
     config = replace(config_of(tmp_path), job=replace(config_of(tmp_path).job, step_log=True))
     seen: list[Path] = []
@@ -453,14 +449,14 @@ def test_every_file_of_a_run_directory_is_known_for_the_jobs_own(tmp_path: Path,
 
 
 @pytest.mark.parametrize("output", [".", "/"])
-def test_an_output_that_is_a_folder_is_refused_in_words(tmp_path: Path, output: str):
+def test_output_that_is_a_folder_is_rejected(tmp_path: Path, output: str):
     (tmp_path / "rows.jsonl").write_text(content())
     config = config_of(tmp_path)
     with pytest.raises(ConfigError, match=rf"^job\.output={re.escape(output)} exists and is not a regular file"):
         run(replace(config, job=replace(config.job, output=output, run_dir=str(tmp_path / "run"))))
 
 
-def test_an_input_that_the_job_would_write_over_is_refused_and_left_as_it_is(tmp_path: Path):
+def test_input_the_job_would_overwrite_is_rejected(tmp_path: Path):
     path = tmp_path / "rows.jsonl.partial"
     path.write_text(content())
     config = config_of(tmp_path, "rows.jsonl.partial")

@@ -72,7 +72,7 @@ def error_result(config: RunConfig) -> str:
     return str(refused.value)
 
 
-def test_every_row_has_its_line_and_the_metrics_count_them(tmp_path: Path):
+def test_every_row_has_a_line_and_metrics_agree(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "not json", {"custom_id": "b", "prompt_token_ids": [65, 66]}])
     run(config_of(tmp_path))
     first, second, third = read_rows(tmp_path)
@@ -89,7 +89,7 @@ def test_every_row_has_its_line_and_the_metrics_count_them(tmp_path: Path):
     assert 0 <= waits["largest_share"] <= 1
 
 
-def test_the_ten_kinds_of_bad_rows_have_ten_codes_and_no_outputs(tmp_path: Path):
+def test_ten_kinds_of_bad_rows_have_ten_codes(tmp_path: Path):
     check_bad_rows(tmp_path)
 
 
@@ -115,7 +115,7 @@ def check_bad_rows(tmp_path: Path) -> None:
     ],
     ids=["what is no JSON", "no prompt"],
 )
-def test_a_bad_row_that_is_not_checked_ends_the_job(
+def test_bad_rows_test_detects_unchecked_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, without: Any, error: type[Exception]
 ):
     """Negative control: the test of bad rows fails where one of them is read without its check."""
@@ -147,7 +147,7 @@ def test_openai_rows_get_openai_bodies(tmp_path: Path):
     assert chat["usage"]["prompt_tokens"] > 7
 
 
-def test_rows_preempted_for_want_of_blocks_get_the_same_bytes(tmp_path: Path):
+def test_preempted_rows_get_the_same_bytes(tmp_path: Path):
     rows = [{"prompt_token_ids": [60 + index] * 30, "max_tokens": 40, "ignore_eos": True} for index in range(12)]
     rows[3] |= {"n": 2, "best_of": 3, "temperature": 1.0}
     caches = {
@@ -170,7 +170,8 @@ def test_rows_preempted_for_want_of_blocks_get_the_same_bytes(tmp_path: Path):
     assert len({(tmp_path / name / "out.jsonl").read_bytes() for name in caches}) == 1
 
 
-def test_rows_that_begin_alike_compute_their_beginning_once_and_get_the_same_bytes(tmp_path: Path):
+def test_rows_sharing_a_prefix_compute_it_once(tmp_path: Path):
+    """Rows get the same bytes as without the cache."""
     rows = [{"prompt_token_ids": [*range(60, 92), 60 + index], "max_tokens": 4} for index in range(6)]
     for name, is_cached in (("cached", True), ("cold", False)):
         folder = tmp_path / name
@@ -184,7 +185,7 @@ def test_rows_that_begin_alike_compute_their_beginning_once_and_get_the_same_byt
     assert (tmp_path / "cached" / "out.jsonl").read_bytes() == (tmp_path / "cold" / "out.jsonl").read_bytes()
 
 
-def test_a_second_run_writes_the_same_bytes(tmp_path: Path):
+def test_second_run_writes_the_same_bytes(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "copy a b =", "temperature": 1.5} for _ in range(8)])
     run(config_of(tmp_path))
     first = (tmp_path / "out.jsonl").read_bytes()
@@ -195,7 +196,7 @@ def test_a_second_run_writes_the_same_bytes(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_full_collections_of_a_job_pass_over_what_outlived_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_collections_of_job_skip_earlier_survivors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step, frozen = RowRunner.step, []
 
     def collecting(runner: RowRunner, *given: Any) -> Any:
@@ -210,7 +211,7 @@ def test_full_collections_of_a_job_pass_over_what_outlived_the_first(tmp_path: P
     assert gc.get_freeze_count() == 0, "the process goes on"
 
 
-def test_max_rows_takes_the_first_and_leaves_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_max_rows_takes_only_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_rows(tmp_path, [*({"prompt": "add 1 2 ="} for _ in range(3)), "bad", "bad too"])
     run(config_of(tmp_path, max_rows=4))
     assert [row["index"] for row in read_rows(tmp_path)] == [0, 1, 2, 3]
@@ -219,7 +220,7 @@ def test_max_rows_takes_the_first_and_leaves_the_rest(tmp_path: Path, capsys: py
     assert read_rows(tmp_path) == []
 
 
-def test_too_many_error_rows_fail_the_job_and_its_output_is_complete_all_the_same(tmp_path: Path):
+def test_too_many_error_rows_fail_the_completed_job(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "bad", "bad too", {"prompt": "add 3 4 ="}])
     run(config_of(tmp_path, max_error_rows=2))
     (tmp_path / "out.jsonl").unlink()
@@ -229,7 +230,7 @@ def test_too_many_error_rows_fail_the_job_and_its_output_is_complete_all_the_sam
     assert read_metrics(tmp_path)["error_rows"] == 2
 
 
-def test_an_empty_input_has_an_empty_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_empty_input_has_an_empty_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for text in ("", "\n  \n"):
         (tmp_path / "rows.jsonl").write_text(text)
         run(config_of(tmp_path))
@@ -238,7 +239,7 @@ def test_an_empty_input_has_an_empty_output(tmp_path: Path, capsys: pytest.Captu
     assert read_metrics(tmp_path)["rows"] == 0
 
 
-def test_a_file_of_bad_rows_only_takes_no_step_of_the_model_and_ends(tmp_path: Path):
+def test_file_of_bad_rows_takes_no_model_step(tmp_path: Path):
     write_rows(tmp_path, ["bad"] * 2000)
     run(config_of(tmp_path))
     assert len(read_rows(tmp_path)) == 2000
@@ -253,7 +254,7 @@ def test_rows_come_from_standard_input_too(tmp_path: Path, monkeypatch: pytest.M
     assert [row["index"] for row in read_rows(tmp_path)] == [0, 1]
 
 
-def test_resume_never_refuses_a_run_directory_that_holds_a_run(tmp_path: Path):
+def test_existing_run_is_rejected_with_resume_never(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, resume="never"))
     assert error_result(config_of(tmp_path, resume="never")) == (
@@ -264,7 +265,7 @@ def test_resume_never_refuses_a_run_directory_that_holds_a_run(tmp_path: Path):
     run(config_of(tmp_path, resume="force"))
 
 
-def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
+def test_run_directory_is_made_at_its_path(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
@@ -272,9 +273,7 @@ def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
     assert found == ["answers/out.jsonl", *(f"deep/run/{name}" for name in names), "rows.jsonl"]
 
 
-def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def must_not_start(*_: object) -> None:
         raise AssertionError("the engine was started")
 
@@ -323,9 +322,7 @@ def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loa
         run(config_of(tmp_path, output=out))
 
 
-def test_settings_that_cannot_run_are_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_unusable_settings_are_rejected_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     config = config_of(tmp_path)
@@ -361,9 +358,7 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_loaded(
         assert error_result(changed) == message
 
 
-def test_an_exception_leaves_an_older_output_as_it_was_and_no_partial_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_exception_leaves_older_output_and_no_partial_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     (tmp_path / "out.jsonl").write_text("older\n")
 
@@ -378,7 +373,7 @@ def test_an_exception_leaves_an_older_output_as_it_was_and_no_partial_one(
     assert not (tmp_path / "out.jsonl.run" / "metrics.json").exists()
 
 
-def test_progress_is_shown_while_no_row_has_ended_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_progress_is_shown_before_any_row_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shown: list[tuple[int, int]] = []
     monkeypatch.setattr(job_module.Progress, "update", lambda self, rows, tokens: shown.append((rows, tokens)))
     write_rows(tmp_path, ["bad", *({"prompt": "add 1 2 =", "max_tokens": 5, "ignore_eos": True} for _ in range(4))])

@@ -128,7 +128,7 @@ COLLISIONS = {
 
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("name", COLLISIONS)
-def test_job_refuses_names_of_one_file(folder: Path, name: str):
+def test_job_rejects_names_of_one_file(folder: Path, name: str):
     keys, words = COLLISIONS[name]
     before = contents(folder)
     with pytest.raises(ConfigError) as refused:
@@ -141,7 +141,7 @@ def test_job_refuses_names_of_one_file(folder: Path, name: str):
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("name", ["out.jsonl.partial", "metrics.prom.partial"])
 @pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
-def test_job_refuses_links_where_it_writes_first(folder: Path, name: str, kind: str):
+def test_job_rejects_links_where_it_writes_first(folder: Path, name: str, kind: str):
     {"link": os.symlink, "hard link": os.link, "fifo": lambda _, to: os.mkfifo(to)}[kind]("rows.jsonl", name)
     before = contents(folder)
     with pytest.raises(ConfigError, match=rf"is written as {name} before it is complete, which (is a|has 3 links)"):
@@ -151,7 +151,7 @@ def test_job_refuses_links_where_it_writes_first(folder: Path, name: str, kind: 
 
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("target", ["out.jsonl", "run/steps.csv"])
-def test_job_refuses_what_standard_output_goes_to(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch):
+def test_job_rejects_target_of_standard_output(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch):
     Path("run").mkdir()
     with open(target, "w", encoding="utf-8") as stream:
         monkeypatch.setattr("sys.stdout", stream)
@@ -171,7 +171,7 @@ def test_job_refuses_what_standard_output_goes_to(folder: Path, target: str, mon
     ],
     ids=["in the run directory", "run directory behind a link", "another case", "a linked model"],
 )
-def test_job_runs_where_names_are_different_files(folder: Path, keys: dict[str, str]):
+def test_job_runs_when_names_are_different_files(folder: Path, keys: dict[str, str]):
     """Negative control: names that only look alike, and a job that goes on finds them fit again."""
     job(**keys)
     job(**keys)
@@ -195,7 +195,7 @@ def test_pattern_matches_what_glob_finds(folder: Path):
 @pytest.mark.stress
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("number", range(40))
-def test_drawn_names_are_refused_or_kept_apart(folder: Path, number: int):
+def test_random_names_are_rejected_or_kept_apart(folder: Path, number: int):
     """A job of drawn names ends well with what is its output, or in words, and touches nothing that was there."""
     chance = random.Random(f"{number + 40 * (SEED - 1)} names")
     bases = [

@@ -68,7 +68,7 @@ def provenance_of(config: RunConfig) -> dict[str, Any]:
     return provenance
 
 
-def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
+def test_provenance_names_output_and_all_its_inputs(tmp_path: Path):
     write_rows(tmp_path)
     config = config_of(tmp_path)
     run(config)
@@ -98,9 +98,7 @@ def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
     assert len(provenance["starts"]) == 1
 
 
-def test_metrics_and_summary_of_a_model_with_experts_say_how_they_were_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_metrics_and_summary_report_expert_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_rows(tmp_path, [{"prompt_token_ids": [3 + row, 40, 9]} for row in range(5)])
     config = config_of(tmp_path)
     run(replace(config, model=replace(config.model, path=str(expert_folder("qwen2_moe")), max_model_len=64)))
@@ -119,7 +117,7 @@ def test_metrics_and_summary_of_a_model_with_experts_say_how_they_were_used(
 
 
 @pytest.mark.guarantee("provenance.json: head of the chained digest", is_control_inside=True)
-def test_the_chain_head_is_the_same_for_the_same_job_and_another_for_another(tmp_path: Path):
+def test_chain_head_is_equal_only_for_equal_jobs(tmp_path: Path):
     heads = []
     for number, rows in enumerate((None, None, [{"prompt": "add 1 2 ="}])):
         folder = tmp_path / str(number)
@@ -132,7 +130,7 @@ def test_the_chain_head_is_the_same_for_the_same_job_and_another_for_another(tmp
 
 
 @pytest.mark.parametrize("name", ["out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
-def test_the_proof_of_a_compressed_output_is_of_its_lines(tmp_path: Path, name: str):
+def test_provenance_of_compressed_output_covers_its_lines(tmp_path: Path, name: str):
     write_rows(tmp_path)
     config = config_of(tmp_path)
     run(config)
@@ -153,7 +151,7 @@ def read_prometheus(path: Path) -> dict[str, float]:
     return {line.split()[0].removeprefix("spmd_worker_job_"): float(line.split()[1]) for line in named}
 
 
-def test_the_prometheus_file_says_how_the_job_ended(tmp_path: Path):
+def test_prometheus_file_reports_how_the_job_ended(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, {"prompt": 3}])
     path = tmp_path / "job.prom"
     run(config_of(tmp_path, prometheus_file=str(path)))
@@ -164,7 +162,7 @@ def test_the_prometheus_file_says_how_the_job_ended(tmp_path: Path):
     assert values["output_tokens"] > 0
 
 
-def test_a_job_that_fails_is_not_complete_for_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_job_is_not_complete_for_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_rows(tmp_path)
     monkeypatch.setattr("spmd_worker.frontends.batch.job._write_output", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -173,7 +171,8 @@ def test_a_job_that_fails_is_not_complete_for_prometheus(tmp_path: Path, monkeyp
     assert (values["running"], values["complete"], values["rows_done"]) == (0, 0, 6)
 
 
-def test_the_prometheus_file_is_rewritten_every_few_seconds_and_its_absence_is_one_warning(tmp_path: Path, caplog):
+def test_prometheus_file_is_rewritten_every_few_seconds(tmp_path: Path, caplog):
+    """A file that cannot be written is one warning."""
     now = [100.0]
     file = PrometheusFile(tmp_path / "job.prom", lambda: now[0])
     file.update({"rows_done": 1, "rows": None})
@@ -198,9 +197,7 @@ def test_the_prometheus_file_is_rewritten_every_few_seconds_and_its_absence_is_o
     ]
 
 
-def test_a_prometheus_file_without_its_package_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_prometheus_file_without_package_is_rejected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_rows(tmp_path)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     path = tmp_path / "job.prom"
@@ -230,7 +227,8 @@ LIMITS = RowLimits(
 
 
 @pytest.mark.guarantee("Rows are bounded by limits.*", is_control_inside=True)
-def test_a_row_beyond_a_limit_is_an_error_row_that_names_it_and_the_rest_is_answered(tmp_path: Path):
+def test_row_beyond_limit_is_error_row_naming_it(tmp_path: Path):
+    """The rest is answered."""
     good = {"prompt": "add 1 2 =", "n": 2, "stop": ["a", "b"], "logit_bias": {"1": 1, "2": 1}, "max_tokens": 8}
     write_rows(tmp_path, [good, *(row for row, _ in LIMITED.values()), {"prompt": "add 1 2 =", "max_tokens": None}])
     answers = run(replace(config_of(tmp_path), limits=LIMITS))
@@ -252,7 +250,7 @@ def test_a_row_beyond_a_limit_is_an_error_row_that_names_it_and_the_rest_is_answ
 
 @pytest.mark.guarantee("job.private", is_control_inside=True)
 @pytest.mark.parametrize("is_private", [True, False])
-def test_a_private_job_writes_what_only_its_user_can_read(tmp_path: Path, is_private: bool):
+def test_private_job_writes_files_only_its_user_reads(tmp_path: Path, is_private: bool):
     write_rows(tmp_path)
     command = [
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "job.step_log=true"),
@@ -269,7 +267,7 @@ def test_a_private_job_writes_what_only_its_user_can_read(tmp_path: Path, is_pri
         assert [name for name, mode in modes.items() if mode & 0o044 != 0o044] == []
 
 
-def test_no_row_leads_a_path_anywhere(tmp_path: Path):
+def test_row_values_never_become_paths(tmp_path: Path):
     (tmp_path / "in").mkdir()
     names = ["../../escaped", "/tmp/spmd_escaped", "a/b", "..", "out.jsonl.run/journal", "\x00", "~/x", "$(touch x)"]
     rows: list[dict[str, Any]] = [{"custom_id": name, "prompt": "add 1 2 ="} for name in names]
@@ -287,7 +285,7 @@ def test_no_row_leads_a_path_anywhere(tmp_path: Path):
 
 
 @pytest.mark.guarantee("After a job nothing but the output holds prompts, answers, variables")
-def test_nothing_that_a_job_writes_or_says_holds_prompts_outputs_or_the_environment(tmp_path: Path):
+def test_job_leaks_no_prompts_outputs_or_environment(tmp_path: Path):
     """By default, in the run directory, on both streams; the output itself holds what was asked for."""
     write_rows(tmp_path, SECRET_ROWS)
     keys = [
@@ -319,7 +317,7 @@ def leaks_of(folder: Path, stdout: str, stderr: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.control("After a job nothing but the output holds prompts, answers, variables")
-def test_the_check_sees_a_prompt_an_answer_and_a_variable_that_are_told(
+def test_leak_check_detects_prompt_answer_and_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Negative control: rows that are printed as they end, and metrics with the environment."""

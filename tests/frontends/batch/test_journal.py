@@ -45,7 +45,7 @@ def filled(folder: Path, indices: list[int], **settings) -> None:
     journal.close()
 
 
-def test_what_was_committed_is_there_again_with_its_counts(tmp_path: Path):
+def test_committed_rows_are_read_back_with_counts(tmp_path: Path):
     filled(tmp_path, [2, 0, 1])
     journal = opened(tmp_path)
     assert [record.row for record in journal.records()] == [2, 0, 1]
@@ -85,7 +85,7 @@ def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
 
 @pytest.mark.control("Exit 0: every row has its line, in input order")
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_an_interruption_before_any_line_of_an_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool):
+def test_interrupted_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool):
     """Control: a row that is pending before it has a place took all others with it."""
 
     def append(journal: RowJournal, key: int, made: RowAnswer) -> None:
@@ -115,12 +115,12 @@ def test_an_interruption_before_any_line_of_an_append_loses_no_earlier_row(tmp_p
     assert bool(lost) == is_broken
 
 
-def test_lines_end_where_a_row_is_missing(tmp_path: Path):
+def test_lines_end_at_a_missing_row(tmp_path: Path):
     filled(tmp_path, [0, 1, 3])
     assert list(opened(tmp_path).lines()) == [answer(0).line, answer(1).line]
 
 
-def test_a_commit_comes_after_so_many_rows_or_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commit_comes_after_enough_rows_or_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now_s = [0.0]
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: now_s[0])
     journal = opened(tmp_path, commit_rows=3, commit_s=5.0)
@@ -142,7 +142,7 @@ def test_a_commit_comes_after_so_many_rows_or_so_many_seconds(tmp_path: Path, mo
     assert on_disk() == 4
 
 
-def test_lines_are_durable_before_the_records_that_name_them(tmp_path: Path):
+def test_lines_are_durable_before_their_records(tmp_path: Path):
     synced: list[tuple[str, int, int]] = []
 
     def sync(descriptor: int) -> None:
@@ -157,7 +157,7 @@ def test_lines_are_durable_before_the_records_that_name_them(tmp_path: Path):
     assert synced == [(LINES_NAME, length, HEADER_BYTES), (JOURNAL_NAME, length, HEADER_BYTES + RECORD_BYTES)]
 
 
-def test_a_torn_record_at_every_byte_costs_its_row_and_no_other(tmp_path: Path):
+def test_torn_record_costs_only_its_row(tmp_path: Path):
     filled(tmp_path, [0, 1, 2])
     whole = {name: (tmp_path / name).read_bytes() for name in (LINES_NAME, JOURNAL_NAME)}
     for cut in range(RECORD_BYTES):
@@ -174,7 +174,7 @@ def test_a_torn_record_at_every_byte_costs_its_row_and_no_other(tmp_path: Path):
 
 
 @pytest.mark.parametrize("num_bytes", range(9))
-def test_a_journal_cut_within_its_header_begins_anew(tmp_path: Path, num_bytes: int):
+def test_journal_cut_within_its_header_starts_over(tmp_path: Path, num_bytes: int):
     filled(tmp_path, [0])
     os.truncate(tmp_path / JOURNAL_NAME, min(num_bytes, HEADER_BYTES))
     journal = opened(tmp_path)
@@ -182,7 +182,7 @@ def test_a_journal_cut_within_its_header_begins_anew(tmp_path: Path, num_bytes: 
     assert (tmp_path / LINES_NAME).read_bytes() == b""
 
 
-def test_a_header_that_is_zeros_was_not_on_the_disk_when_the_power_went(tmp_path: Path):
+def test_zero_header_means_nothing_was_recorded(tmp_path: Path):
     """The file's size may come there before its bytes; nothing can have been recorded then."""
     (tmp_path / LINES_NAME).write_bytes(b"unfinished")
     (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES))
@@ -202,7 +202,7 @@ def synced_names(names: list[str], interrupted_at: int = 0) -> Callable[[int], N
     return sync
 
 
-def test_what_is_torn_is_cut_off_for_good_before_anything_is_written_and_the_records_first(tmp_path: Path):
+def test_torn_tail_is_cut_durably_before_any_write(tmp_path: Path):
     """Lines that are gone while a record names them would be damage."""
     filled(tmp_path, [0])
     for name in (LINES_NAME, JOURNAL_NAME):
@@ -215,7 +215,7 @@ def test_what_is_torn_is_cut_off_for_good_before_anything_is_written_and_the_rec
     assert names == [JOURNAL_NAME, LINES_NAME]
 
 
-def test_a_commit_that_is_interrupted_is_taken_back_for_good_the_records_first(tmp_path: Path):
+def test_interrupted_commit_is_undone_durably_records_first(tmp_path: Path):
     """Killed in between, or without power, the job would have found records of lines that are not there."""
     names: list[str] = []
     journal = opened(tmp_path, commit_rows=1, sync=synced_names(names, interrupted_at=3))
@@ -224,7 +224,7 @@ def test_a_commit_that_is_interrupted_is_taken_back_for_good_the_records_first(t
     assert names == [JOURNAL_NAME, LINES_NAME, JOURNAL_NAME, JOURNAL_NAME, LINES_NAME]
 
 
-def test_names_are_durable_before_records_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_names_are_durable_before_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names: list[str] = []
     monkeypatch.setattr(files.os, "fsync", synced_names(names))
     opened(tmp_path, sync=synced_names(names))
@@ -239,7 +239,7 @@ def test_lines_without_a_record_are_cut_off(tmp_path: Path):
     assert (tmp_path / LINES_NAME).read_bytes() == answer(0).line
 
 
-def test_records_before_their_lines_are_found(tmp_path: Path):
+def test_records_before_their_lines_are_detected(tmp_path: Path):
     """Negative control: the other order of writing leaves records of lines that are not there."""
     filled(tmp_path, [0, 1])
     os.truncate(tmp_path / LINES_NAME, len(answer(0).line) + 3)
@@ -247,7 +247,7 @@ def test_records_before_their_lines_are_found(tmp_path: Path):
         opened(tmp_path)
 
 
-def test_another_file_is_no_journal(tmp_path: Path):
+def test_other_file_is_not_a_journal(tmp_path: Path):
     (tmp_path / JOURNAL_NAME).write_bytes(b"hello, world")
     with pytest.raises(JournalError, match="no journal of this version"):
         opened(tmp_path)
@@ -257,7 +257,7 @@ def test_another_file_is_no_journal(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fails_at", range(2))
-def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path: Path, fails_at: int):
+def test_failed_sync_is_error_and_stops_all_writes(tmp_path: Path, fails_at: int):
     calls = [0]
 
     def sync(descriptor: int) -> None:
@@ -284,7 +284,7 @@ def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path:
 
 
 @pytest.mark.parametrize("at_call", [1, 2])
-def test_an_interruption_in_the_middle_of_a_commit_loses_nothing_and_repeats_nothing(tmp_path: Path, at_call: int):
+def test_interrupted_commit_loses_and_repeats_nothing(tmp_path: Path, at_call: int):
     calls = [0]
 
     def sync(descriptor: int) -> None:
@@ -304,7 +304,7 @@ def test_an_interruption_in_the_middle_of_a_commit_loses_nothing_and_repeats_not
 
 
 @pytest.mark.parametrize("at_call", [1, 2])
-def test_an_interruption_of_the_last_commit_loses_nothing(tmp_path: Path, at_call: int):
+def test_interrupted_last_commit_loses_nothing(tmp_path: Path, at_call: int):
     """Nobody would begin it again: `close` does, and says that it was interrupted."""
     calls = [0]
 
@@ -325,7 +325,7 @@ def test_an_interruption_of_the_last_commit_loses_nothing(tmp_path: Path, at_cal
     assert os.listdir("/proc/self/fd") == descriptors
 
 
-def test_a_disk_that_fills_is_an_error_and_what_was_committed_stays(tmp_path: Path):
+def test_full_disk_is_error_and_keeps_committed_rows(tmp_path: Path):
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -346,7 +346,7 @@ for index in range(1000):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1500
 
 
-def test_a_record_is_read_as_it_was_written_and_damage_is_seen():
+def test_record_round_trips_and_damage_is_detected():
     record = JournalRecord(2**63, 2**64 - 1, 2**40, 2**31, 2**32 - 1, 1, 2, 3, "prompt_too_long")
     assert JournalRecord.unpack(record.pack()) == record
     for place in range(RECORD_BYTES):

@@ -81,7 +81,7 @@ def instead_of_waiting(monkeypatch: pytest.MonkeyPatch, action: Callable[[], obj
     ("run_dir", "output", "key"),
     [("run", "another.jsonl", "job.run_dir"), ("new", "out.jsonl", "job.output"), ("run", "out.jsonl", "job.run_dir")],
 )
-def test_who_is_refused_is_told_by_whom_and_has_changed_nothing(tmp_path: Path, run_dir: str, output: str, key: str):
+def test_rejected_job_names_holder_and_changes_nothing(tmp_path: Path, run_dir: str, output: str, key: str):
     with holder(tmp_path) as (_, pid):
         before = files_of(tmp_path)
         with pytest.raises(ConfigError) as caught, RunLock(tmp_path / run_dir, tmp_path / output):
@@ -97,7 +97,7 @@ def test_who_is_refused_is_told_by_whom_and_has_changed_nothing(tmp_path: Path, 
         assert "answers rows: " in text
 
 
-def test_a_killed_holder_leaves_its_locks_to_the_next(tmp_path: Path):
+def test_killed_holder_leaves_its_locks_to_the_next(tmp_path: Path):
     with holder(tmp_path) as (_, pid):
         end(pid)
         wait_until(lambda: not Path(f"/proc/{pid}").exists() or file_lock.is_exiting(pid))
@@ -107,7 +107,7 @@ def test_a_killed_holder_leaves_its_locks_to_the_next(tmp_path: Path):
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_an_orphan_is_waited_for_because_it_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_orphaned_holder_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with holder(tmp_path) as (parent, pid):
         parent.kill()
         parent.wait()
@@ -116,7 +116,7 @@ def test_an_orphan_is_waited_for_because_it_ends_by_itself(tmp_path: Path, monke
             assert waits
 
 
-def test_one_that_says_that_it_ends_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ending_holder_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = RunLock(tmp_path / "run", tmp_path / "out.jsonl")
     with first:
         first.note(ENDING)
@@ -125,7 +125,7 @@ def test_one_that_says_that_it_ends_is_waited_for(tmp_path: Path, monkeypatch: p
             assert waits == [1]
 
 
-def test_one_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_holder_that_never_ends_is_awaited_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now_s = iter(range(100))
     monkeypatch.setattr(file_lock.time, "monotonic", lambda: float(next(now_s)))
     waits = instead_of_waiting(monkeypatch, lambda: None)
@@ -137,14 +137,14 @@ def test_one_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path, monkeypa
 
 
 @pytest.mark.control("One job a run directory and output")
-def test_the_tests_see_a_lock_that_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_lock_test_detects_lock_that_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LockHolder, "is_leaving", False)
     with pytest.raises(ConfigError, match="belongs to a job that runs now"):
-        test_an_orphan_is_waited_for_because_it_ends_by_itself(tmp_path, monkeypatch)
+        test_orphaned_holder_is_awaited(tmp_path, monkeypatch)
 
 
 @pytest.mark.control("One job a run directory and output")
-def test_without_the_kernels_lock_a_second_job_would_get_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_second_job_gets_in_without_kernel_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: what keeps it out is the lock, not what the file says."""
     with holder(tmp_path):
         with pytest.raises(ConfigError), RunLock(tmp_path / "run", tmp_path / "out.jsonl"):
@@ -154,7 +154,7 @@ def test_without_the_kernels_lock_a_second_job_would_get_in(tmp_path: Path, monk
             assert json.loads((tmp_path / "run" / "lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_lock_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_removed_lock_file_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Between opening and locking: the one that had it removes it, and a third makes a new one."""
     path = tmp_path / "out.partial"
     first = FileLock(path, "it", "give another", is_temporary=True)
@@ -171,7 +171,7 @@ def test_a_lock_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monke
         FileLock(path, "it", "give another").__enter__()
 
 
-def test_who_is_ending_stays_so_whatever_another_thread_does_meanwhile(tmp_path: Path):
+def test_ending_note_stays_whatever_other_threads_do(tmp_path: Path):
     """A signal's thread notes it while the main thread goes on for a while."""
     with FileLock(tmp_path / "lock", "it", "give another") as lock:
         lock.note("answers rows")
@@ -180,7 +180,7 @@ def test_who_is_ending_stays_so_whatever_another_thread_does_meanwhile(tmp_path:
         assert json.loads((tmp_path / "lock").read_text())["doing"] == ENDING
 
 
-def test_words_that_cannot_be_written_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_note_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What follows them, the last commit of a job that ends, must not be missed for them."""
 
     def fails(*_: object) -> int:
@@ -195,7 +195,7 @@ def test_words_that_cannot_be_written_are_no_error(tmp_path: Path, monkeypatch: 
         assert json.loads((tmp_path / "lock").read_text())["doing"] == ENDING
 
 
-def test_what_an_earlier_job_left_half_written_is_no_obstacle(tmp_path: Path):
+def test_leftovers_of_an_earlier_job_are_no_obstacle(tmp_path: Path):
     (tmp_path / "out.jsonl.partial").write_bytes(b"half a line" * 1000)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").write_text("4711\n")
@@ -204,7 +204,7 @@ def test_what_an_earlier_job_left_half_written_is_no_obstacle(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK], ids=["ENOSYS", "ENOLCK"])
-def test_a_file_system_without_locks_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -33,7 +33,7 @@ def refuse_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.finding(number="B1")
-def test_row_that_is_too_long_is_not_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_too_long_row_is_not_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refuse_long_texts(monkeypatch)
     *refused, answered = answers_of_job(tmp_path, MODEL, [*ROWS, {"prompt": "add 1 2 =", "max_tokens": 2}])
     for answer in refused:
@@ -43,7 +43,7 @@ def test_row_that_is_too_long_is_not_encoded(tmp_path: Path, monkeypatch: pytest
     assert answered["error"] is None
 
 
-def test_row_that_is_cut_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_truncated_row_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its last tokens fit, whatever its length."""
     text = "add 1 2 = " * 2000
     row = {"prompt": text, "truncate_prompt_tokens": 8, "max_tokens": 2}
@@ -58,7 +58,7 @@ def test_row_that_is_cut_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.finding(number="B1")
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "without a bound"])
-def test_text_that_takes_long_to_encode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool):
+def test_text_taking_long_to_encode_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool):
     """Whatever its tokens are: all of them are made to be counted, or to keep the last."""
     refuse_long_texts(monkeypatch)
     monkeypatch.setattr(Tokenizer, "min_num_tokens", lambda tokenizer, text: 0)
@@ -102,7 +102,8 @@ def test_job_of_long_rows_outlives_its_timeout(tmp_path: Path):
 
 @pytest.mark.stress
 @pytest.mark.finding(number="B1")
-def test_420_rows_of_a_megabyte_are_420_error_rows(tmp_path: Path):
+def test_rows_of_a_megabyte_are_all_error_rows(tmp_path: Path):
+    """Input: 420 rows."""
     answers, metrics, _ = run_on_two_ranks(tmp_path, 420)
     assert [answer["error"]["code"] for answer in answers] == ["prompt_too_long"] * 420
     assert metrics["peak_memory_bytes"] < 2 << 30
@@ -111,7 +112,7 @@ def test_420_rows_of_a_megabyte_are_420_error_rows(tmp_path: Path):
 
 @pytest.mark.stress
 @pytest.mark.finding(number="B1")
-def test_job_of_texts_without_a_bound_outlives_its_timeout(tmp_path: Path):
+def test_job_of_unbounded_texts_outlives_its_timeout(tmp_path: Path):
     """Each is encoded, a second and more: steps are taken in between."""
     script = tmp_path / "unbounded.py"
     script.write_text(

@@ -73,7 +73,7 @@ def measure(folder: Path, what: str) -> list[int]:
 
 @pytest.mark.guarantee("Input of any size is streamed")
 @pytest.mark.stress
-def test_ten_million_rows_are_opened_planned_and_started_in_bounded_memory(folder: Path):
+def test_ten_million_rows_start_in_bounded_memory(folder: Path):
     before, peak, _ = measure(folder, "stream")
     print(f"RESIDENT grew by at most {(peak - before) / 2**20:.0f} MiB")
     assert peak - before < MOST_GROWTH_BYTES
@@ -84,7 +84,7 @@ def test_ten_million_rows_are_opened_planned_and_started_in_bounded_memory(folde
 
 @pytest.mark.control("Input of any size is streamed")
 @pytest.mark.stress
-def test_a_reader_that_keeps_the_rows_goes_beyond_the_bound(folder: Path):
+def test_memory_bound_detects_reader_keeping_the_rows(folder: Path):
     """The control: the measure sees memory that grows with the file."""
     first, *_ = measure(folder, "stream")
     _, peak, _ = measure(folder, "keep")

@@ -50,7 +50,7 @@ def run(folder: Path, when: str) -> ranks.CompletedRanks:
 
 
 @pytest.mark.matrix
-def test_no_rank_waits_for_an_output_that_takes_longer_than_the_timeout(tmp_path: Path):
+def test_long_output_writing_keeps_no_rank_waiting(tmp_path: Path):
     """And, as the control, a rank that is kept waiting as long fails. Both at once: they wait."""
     folders = [tmp_path / "merge", tmp_path / "control"]
     for folder in folders:

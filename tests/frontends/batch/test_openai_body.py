@@ -15,7 +15,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("logprob", "expected"), [(-1.5, -1.5), (0.0, 0.0), (-math.inf, -9999.0), (-1e30, -9999.0), (math.nan, -9999.0)]
 )
-def test_a_logprob_is_a_number_that_json_has(logprob: float, expected: float):
+def test_logprob_is_a_number_json_has(logprob: float, expected: float):
     """NaN, from a row all of whose tokens are forbidden, once ended the job when its line was written."""
     assert finite(logprob) == expected
     records = logprob_records({3: Logprob(logprob, 1, "x")})
@@ -34,9 +34,7 @@ def test_a_logprob_is_a_number_that_json_has(logprob: float, expected: float):
         (9, 4, -1, [3, 4, 5, 9]),
     ],
 )
-def test_a_chat_row_has_as_many_top_logprobs_as_it_asked_for(
-    sampled: int, rank: int, num_top: int, expected: list[int]
-):
+def test_chat_row_has_requested_number_of_top_logprobs(sampled: int, rank: int, num_top: int, expected: list[int]):
     """A sampled token as likely as the last of them was one more; -1, which asks for all, gave none."""
     likely = [(3, -1.0), (4, -1.5), (5, -2.0)]
     position = entries_of(sampled, -1.0, rank, likely if num_top < 0 else likely[:num_top])

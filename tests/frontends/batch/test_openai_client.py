@@ -58,7 +58,7 @@ PARSERS = {"text_completion": TypeAdapter(Completion), "chat.completion": TypeAd
 """The package's own types. They are used strictly, so that no value is made to fit."""
 
 
-def test_every_body_of_a_batch_of_100_rows_parses(answers: list[dict]):
+def test_every_body_of_batch_parses(answers: list[dict]):
     assert len(answers) == NUM_ROWS
     parsed = {"text_completion": 0, "chat.completion": 0}
     for answer in answers:
@@ -95,7 +95,7 @@ def check(completion: Completion | ChatCompletion, body: dict) -> None:
             assert all(each.logprob <= 0 and each.token is not None for each in choice.logprobs.content)
 
 
-def test_embeddings_and_other_rows_that_cannot_run_are_in_the_error_field(answers: list[dict]):
+def test_rows_that_cannot_run_are_error_fields(answers: list[dict]):
     by_id = {answer["custom_id"]: answer for answer in answers}
     assert by_id["e"]["error"]["code"] == "wrong_runner"
     assert "model.runner=pooling" in by_id["e"]["error"]["message"]
@@ -103,7 +103,7 @@ def test_embeddings_and_other_rows_that_cannot_run_are_in_the_error_field(answer
     assert codes == {"wrong_runner", "unsupported_value", "empty_prompt", "invalid_value"}
 
 
-def test_the_package_refuses_a_body_that_lacks_what_a_client_needs(answers: list[dict]):
+def test_parse_check_detects_body_lacking_required_fields(answers: list[dict]):
     """The control."""
     body = next(answer["response"]["body"] for answer in answers if answer["response"])
     for key in ("id", "choices", "created", "model", "object"):

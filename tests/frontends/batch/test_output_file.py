@@ -48,13 +48,13 @@ def test_lines_are_written_as_they_come(tmp_path):
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
-def test_no_lines_make_an_empty_file(tmp_path):
+def test_empty_output_is_an_empty_file(tmp_path):
     assert write(tmp_path / "out.jsonl", []).read_bytes() == b""
     assert gzip.decompress(write(tmp_path / "out.jsonl.gz", []).read_bytes()) == b""
     assert pyarrow.parquet.read_table(write(tmp_path / "out.parquet", [])).num_rows == 0
 
 
-def test_compressed_lines_are_the_same_lines_and_the_same_bytes_each_time(tmp_path):
+def test_compressed_lines_are_equal_and_bytes_are_reproducible(tmp_path):
     packed = write(tmp_path / "out.jsonl.gz").read_bytes()
     assert gzip.decompress(packed) == b"".join(LINES)
     assert write(tmp_path / "other.jsonl.gz").read_bytes() == packed
@@ -63,7 +63,7 @@ def test_compressed_lines_are_the_same_lines_and_the_same_bytes_each_time(tmp_pa
     assert write(tmp_path / "other.jsonl.zst").read_bytes() == packed
 
 
-def test_a_parquet_file_has_columns_and_the_whole_line(tmp_path):
+def test_parquet_file_has_columns_and_the_complete_line(tmp_path):
     rows = pyarrow.parquet.read_table(write(tmp_path / "out.parquet")).to_pylist()
     assert [row["index"] for row in rows] == [0, 1, 2]
     assert [row["custom_id"] for row in rows] == ["a", None, "c"]
@@ -77,7 +77,7 @@ def test_a_parquet_file_has_columns_and_the_whole_line(tmp_path):
     assert [row["json"].encode() + b"\n" for row in rows] == LINES
 
 
-def test_a_message_without_content_has_no_text_in_parquet(tmp_path):
+def test_message_without_content_has_no_text_in_parquet(tmp_path):
     answer = json.loads(LINES[2])
     answer["response"]["body"]["choices"][0]["message"]["content"] = None
     with OutputFile.open(tmp_path / "out.parquet") as file:
@@ -87,13 +87,13 @@ def test_a_message_without_content_has_no_text_in_parquet(tmp_path):
     assert json.loads(row["json"]) == answer
 
 
-def test_a_parquet_file_of_many_row_groups(tmp_path):
+def test_parquet_file_has_many_row_groups(tmp_path):
     lines = [json.dumps({**PLAIN, "index": index}).encode() + b"\n" for index in range(3000)]
     table = pyarrow.parquet.read_table(write(tmp_path / "out.parquet", lines))
     assert table["index"].to_pylist() == list(range(3000))
 
 
-def test_half_of_a_surrogate_pair_stays_in_the_line_and_is_replaced_in_a_column(tmp_path):
+def test_lone_surrogate_stays_in_line_but_not_column(tmp_path):
     line = json.dumps({**PLAIN, "custom_id": "\ud800"}).encode() + b"\n"
     row = pyarrow.parquet.read_table(write(tmp_path / "out.parquet", [line])).to_pylist()[0]
     assert row["custom_id"] == "?"
@@ -101,7 +101,7 @@ def test_half_of_a_surrogate_pair_stays_in_the_line_and_is_replaced_in_a_column(
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
-def test_the_output_keeps_its_name_from_a_job_that_fails(tmp_path, name):
+def test_failed_job_leaves_the_output_unchanged(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"before\n")
 
@@ -118,14 +118,14 @@ def test_the_output_keeps_its_name_from_a_job_that_fails(tmp_path, name):
 
 
 @pytest.mark.parametrize("line", [b"no end", b"two\nlines\n"])
-def test_what_is_not_one_line_is_a_programmers_mistake(tmp_path, line):
+def test_write_of_other_than_one_line_fails_assertion(tmp_path, line):
     output = OutputFile.open(tmp_path / "out.jsonl")
     with pytest.raises(AssertionError):
         output.write(line)
     output.discard()
 
 
-def test_an_output_that_is_no_regular_file_is_refused(tmp_path):
+def test_output_that_is_no_regular_file_is_rejected(tmp_path):
     with pytest.raises(FileExistsError, match="not a regular file"):
         OutputFile.open(tmp_path)
     with pytest.raises(FileExistsError, match="not a regular file"):
@@ -135,7 +135,7 @@ def test_an_output_that_is_no_regular_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "package", "extra"), [("o.zst", "zstandard", "zstd"), ("o.parquet", "pyarrow", "parquet")]
 )
-def test_without_its_package_a_format_is_refused_with_the_way_to_get_it(tmp_path, monkeypatch, name, package, extra):
+def test_format_without_its_package_is_rejected_with_remedy(tmp_path, monkeypatch, name, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"job.output=.*{name} needs {package}.*spmd-worker\[{extra}\]"):
         OutputFile.open(tmp_path / name)

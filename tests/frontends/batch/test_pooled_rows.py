@@ -74,7 +74,7 @@ def near(ours: list[float], prompt: str | list[int], dimensions: int | None = No
     return ours == pytest.approx(reference_vector("last", prompt, dimensions).tolist(), abs=1e-5)
 
 
-def test_every_form_of_a_row_gets_its_vectors_and_the_rest_errors_by_name(tmp_path: Path) -> None:
+def test_every_row_kind_gets_vectors_or_named_error(tmp_path: Path) -> None:
     rows = answered(tmp_path, "last", EMBEDDED)
     by_id = {row["custom_id"]: row for row in rows}
     bodies = {name: row["response"]["body"] for name, row in by_id.items() if row.get("response")}
@@ -115,9 +115,8 @@ def test_every_form_of_a_row_gets_its_vectors_and_the_rest_errors_by_name(tmp_pa
 
 
 @pytest.mark.matrix
-def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pooled_rows_have_equal_bytes_in_any_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A classifier scores pairs."""
     rows = answered(tmp_path, "last", EMBEDDED)
     assert answered(tmp_path, "last", EMBEDDED, "b.jsonl", max_num_batched_tokens=8, max_num_seqs=2) == rows
     # Vectors are in the log by their digests, and computed again they have the same.
@@ -142,9 +141,7 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
 
 
 @pytest.mark.matrix
-def test_a_job_of_vectors_that_was_killed_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_vector_job_ends_with_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answered(tmp_path, "last", EMBEDDED)
     whole = (tmp_path / "out.jsonl").read_bytes()
     for num_rows in (2, 6):
@@ -159,7 +156,7 @@ def test_a_job_of_vectors_that_was_killed_ends_with_the_same_bytes(
 
 
 @pytest.mark.matrix
-def test_what_is_pooled_by_settings_is_replayed_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pooling_settings_are_replayed_from_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Negative control: without a setting in the log's header its vectors are others, or none."""
     for name, model in (
         ("mean", {"runner": "pooling", "pooling_type": "mean"}),
@@ -185,7 +182,7 @@ def test_what_is_pooled_by_settings_is_replayed_with_them(tmp_path: Path, capsys
 
 
 @pytest.mark.matrix
-def test_texts_are_admitted_as_they_can_run_and_not_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_admitted_by_capacity_not_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, seen = RowRunner.step, []
     monkeypatch.setattr(RowRunner, "step", lambda self: (seen.append(self.num_requests), step(self))[1])
     rows = [openai(str(number), "embeddings", input=TEXTS * 4) for number in range(20)]
@@ -196,7 +193,7 @@ def test_texts_are_admitted_as_they_can_run_and_not_row_by_row(tmp_path: Path, m
 
 
 @pytest.mark.matrix
-def test_a_parquet_file_has_vectors_in_a_list_column_of_fixed_size(tmp_path: Path) -> None:
+def test_parquet_file_has_vectors_in_fixed_size_lists(tmp_path: Path) -> None:
     # A row may be called as what stands for numbers while a line is made (`decimals.py`).
     asked = [*EMBEDDED[:6], openai("\0numbers\0", "embeddings", input=TEXTS[0])]
     rows = answered(tmp_path, "last", asked, "out.parquet")
@@ -208,7 +205,7 @@ def test_a_parquet_file_has_vectors_in_a_list_column_of_fixed_size(tmp_path: Pat
     assert (rows[6]["custom_id"], rows[6]["embedding"]) == ("\0numbers\0", rows[0]["embedding"])
 
 
-def test_no_text_of_a_row_is_anothers_length_or_missing() -> None:
+def test_invalid_pooled_row_is_error_row_by_name() -> None:
     cases = {
         '{"embed": "a", "reward": "b"}': "conflicting_prompts",
         '{"embed": "a", "temperature": 1}': "unknown_key",

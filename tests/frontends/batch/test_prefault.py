@@ -27,19 +27,19 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def test_tokens_are_guessed_from_the_size_of_the_input(rows: Path):
+def test_token_count_is_guessed_from_input_size(rows: Path):
     assert guess_tokens([rows], shares_beginnings=True) == 16_000
     assert guess_tokens([rows, rows], shares_beginnings=True) == 32_000
     assert guess_tokens([rows.rename(rows.with_suffix(".gz"))], shares_beginnings=True) == 80_000
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n\n\n", b"no end", b"{}\n"])
-def test_input_without_lines_to_compare_is_guessed_from_its_size(tmp_path: Path, content: bytes):
+def test_input_without_comparable_lines_is_guessed_from_size(tmp_path: Path, content: bytes):
     (tmp_path / "rows.jsonl").write_bytes(content)
     assert guess_tokens([tmp_path / "rows.jsonl"], shares_beginnings=True) == len(content) // 4
 
 
-def test_common_beginnings_count_once_where_their_blocks_are_shared(tmp_path: Path):
+def test_common_prefixes_count_once_when_blocks_are_shared(tmp_path: Path):
     """Ids before the prompts differ; among 100 rows are two beginnings, 4,000 and 1,000 bytes long."""
     rows = tmp_path / "rows.jsonl"
     prompts = ["a" * 4000 if index % 2 else "b" * 1000 for index in range(100)]
@@ -59,19 +59,19 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_as_much_is_committed_as_the_job_can_use(rows: Path, name: str):
+def test_prefault_covers_what_the_job_can_use(rows: Path, name: str):
     config, num_blocks = CONFIGS[name]
     assert prefault(config, SPEC, [rows], 256, 1) == num_blocks * BLOCK_BYTES
     assert host_reserve.offered() is not None
 
 
-def test_never_more_than_a_part_of_what_is_free(rows: Path, monkeypatch: pytest.MonkeyPatch):
+def test_prefault_takes_only_part_of_free_memory(rows: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 8_000_000)
     assert prefault(RunConfig(), SPEC, [rows], 256, 1) == 1_000_000
     assert prefault(RunConfig(), SPEC, [rows], 256, 4) == 250_000
 
 
-def test_where_the_system_refuses_nothing_is_committed(rows: Path, monkeypatch: pytest.MonkeyPatch):
+def test_prefault_takes_nothing_when_system_cannot_allocate(rows: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse() -> None:
         raise OSError(12, "Cannot allocate memory")
 

@@ -12,7 +12,7 @@ class Clock:
         return self.now_s
 
 
-def test_plain_lines_come_first_last_and_at_most_every_interval():
+def test_plain_lines_come_first_last_and_by_interval():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream, is_terminal=False, interval_s=10, clock=clock)
     for seconds in (1, 1, 9):
@@ -29,7 +29,7 @@ def test_plain_lines_come_first_last_and_at_most_every_interval():
     ]
 
 
-def test_an_unknown_total_has_no_time_left():
+def test_unknown_total_has_no_time_left():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(None, stream, is_terminal=False, clock=clock)
     clock.now_s += 2
@@ -37,13 +37,13 @@ def test_an_unknown_total_has_no_time_left():
     assert stream.getvalue() == "1,000 rows, 5,000 output tokens, 2,500.0 tokens/s\n"
 
 
-def test_a_job_without_rows_has_a_last_line():
+def test_job_without_rows_has_a_last_line():
     stream = io.StringIO()
     Progress(0, stream, is_terminal=False, clock=Clock()).close()
     assert stream.getvalue() == "0 of 0 rows, 0 output tokens, 0.0 tokens/s\n"
 
 
-def test_a_terminal_gets_a_bar_and_no_thread():
+def test_terminal_gets_a_bar_and_no_thread():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream, is_terminal=True, clock=clock)
     threads = threading.enumerate()
@@ -56,7 +56,7 @@ def test_a_terminal_gets_a_bar_and_no_thread():
     assert stream.getvalue().count("\n") == 1
 
 
-def test_the_stream_tells_whether_it_is_a_terminal():
+def test_stream_decides_whether_it_is_a_terminal():
     stream = io.StringIO()
     progress = Progress(1, stream, clock=Clock())
     progress.update(1, 1)
@@ -68,7 +68,7 @@ def test_seconds_are_written_for_people():
     assert texts == ["0.00 s", "0.84 s", "12.3 s", "59.9 s", "1 min 05 s", "4 min 05 s", "2 h 03 min"]
 
 
-def test_the_summary_is_aligned_and_complete():
+def test_summary_is_aligned_and_complete():
     metrics = {
         "load_s": 1.5,
         "generate_s": 20.0,
@@ -101,7 +101,7 @@ def test_the_summary_is_aligned_and_complete():
     ]
 
 
-def test_facts_that_are_not_known_are_left_out():
+def test_unknown_facts_are_left_out():
     assert format_summary({"rows": 3, "peak_memory_bytes": 1048576, "output_tokens": 5}).splitlines() == [
         "rows           3",
         "output tokens  5",
@@ -110,7 +110,7 @@ def test_facts_that_are_not_known_are_left_out():
     assert format_summary({}) == ""
 
 
-def test_a_total_that_becomes_known_later_is_shown_from_then_on():
+def test_late_total_is_shown_once_known():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(None, stream, is_terminal=False, interval_s=1, clock=clock)
     for total in (None, 4):
@@ -123,7 +123,7 @@ def test_a_total_that_becomes_known_later_is_shown_from_then_on():
     ]
 
 
-def test_waiting_for_cores_is_said_where_it_is_much():
+def test_waiting_for_cores_is_reported_when_considerable():
     waits = {"waited_s": 9.0, "lost_cores": 700, "largest_share": 0.456}
     line = "waiting for cores  46% of the time computed: other processes run on the same cores"
     assert format_summary({"thread_waits": waits}) == line
@@ -131,7 +131,7 @@ def test_waiting_for_cores_is_said_where_it_is_much():
     assert format_summary({"thread_waits": waits | {"lost_cores": 0}}) == ""
 
 
-def test_rows_that_were_done_before_say_nothing_of_how_fast_this_start_is():
+def test_rows_done_before_do_not_count_as_speed():
     """900 of 1,000 were: ten in ten seconds leave ninety seconds, and not one."""
     stream, clock = io.StringIO(), Clock()
     progress = Progress(1000, stream, is_terminal=False, clock=clock, rows_before=900)
@@ -142,7 +142,7 @@ def test_rows_that_were_done_before_say_nothing_of_how_fast_this_start_is():
     assert stream.getvalue().splitlines() == ["910 of 1,000 rows, 100 output tokens, 10.0 tokens/s, 1 min 30 s left"]
 
 
-def test_the_bar_begins_where_the_last_start_ended():
+def test_bar_begins_where_the_last_start_ended():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream, is_terminal=True, clock=clock, rows_before=3)
     progress.update(0, 0)
@@ -152,6 +152,6 @@ def test_the_bar_begins_where_the_last_start_ended():
     assert "4/4" in stream.getvalue()
 
 
-def test_the_summarys_rate_is_of_this_starts_tokens():
+def test_summary_rate_is_of_this_starts_tokens():
     metrics = {"output_tokens": 1000, "resumed_output_tokens": 900, "generate_s": 10.0}
     assert "output tokens per second  10.0" in format_summary(metrics)

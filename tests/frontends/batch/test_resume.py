@@ -92,7 +92,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, An
     return (folder / "out.jsonl").read_bytes(), metrics
 
 
-def test_what_is_left_of_a_run_that_has_ended_is_never_gone_on_from(tmp_path: Path):
+def test_ended_run_is_never_resumed_from_its_leftovers(tmp_path: Path):
     """Killed at its end, it left its journal; the next run, of another seed, was killed when it had its manifest."""
     write_rows(tmp_path)
     config = config_of(tmp_path, max_rows=4)
@@ -114,9 +114,10 @@ def test_what_is_left_of_a_run_that_has_ended_is_never_gone_on_from(tmp_path: Pa
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
-def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
+def test_interrupted_job_resumes_without_repeating_a_row(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ):
+    """The output has the same bytes."""
     config = ended_job(tmp_path, num_rows)
     assert not (tmp_path / "out.jsonl").exists()
     asked: list[str | None] = []
@@ -137,14 +138,14 @@ def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
     assert NUM_ROWS - num_rows - 2 <= len(asked) <= NUM_ROWS - num_rows
 
 
-def test_a_job_may_end_again_and_again(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+def test_job_may_be_interrupted_several_times(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     for num_rows in (3, 4, 11, 30):
         config = ended_job(tmp_path, num_rows)
     assert run(config)["resumed_rows"] == 30
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
-def test_a_job_interrupted_while_it_takes_its_ranks_down_computes_nothing_again(
+def test_job_interrupted_in_shutdown_computes_nothing_again(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     """Its output is complete, but it has said that the same command goes on."""
@@ -165,7 +166,7 @@ def test_a_job_interrupted_while_it_takes_its_ranks_down_computes_nothing_again(
     assert run(config)["resumed_rows"] == 0
 
 
-def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path):
+def test_ended_run_keeps_no_journal_and_starts_over(tmp_path: Path):
     write_rows(tmp_path)
     for _ in range(2):
         assert run(config_of(tmp_path))["resumed_rows"] == 0
@@ -181,7 +182,7 @@ def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path
         pytest.param("model.quantization", marks=pytest.mark.matrix),
     ],
 )
-def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: str):
+def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
     config = ended_job(tmp_path, 5)
     changed = {
         "seed": replace(config, seed=1),
@@ -199,7 +200,7 @@ def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: st
 
 
 @pytest.mark.control("A changed job is refused, with the key")
-def test_force_goes_on_all_the_same_and_writes_down_what_was_overridden(tmp_path: Path):
+def test_force_resumes_and_records_the_overridden_keys(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     forced = replace(config, seed=1, job=replace(config.job, resume="force"))
     assert run(forced)["resumed_rows"] == 5
@@ -214,7 +215,7 @@ def test_layout_memory_and_batch_sizes_may_change(tmp_path: Path, whole: tuple[b
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
-def test_another_input_is_refused_and_so_is_a_changed_row_of_standard_input(tmp_path: Path):
+def test_changed_input_is_rejected_also_on_standard_input(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('{"prompt": 7}', '{"prompt": 8}'))
@@ -225,13 +226,13 @@ def test_another_input_is_refused_and_so_is_a_changed_row_of_standard_input(tmp_
         run(forced)
 
 
-def test_never_refuses_a_run_that_has_not_ended_too(tmp_path: Path):
+def test_unfinished_run_is_rejected_with_resume_never(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"holds a run already and job\.resume=never"):
         run(replace(config, job=replace(config.job, resume="never")))
 
 
-def test_a_second_job_is_kept_out_of_the_run_directory(tmp_path: Path):
+def test_second_job_is_kept_out_of_run_directory(tmp_path: Path):
     write_rows(tmp_path)
     config = config_of(tmp_path)
     run_dir(config).mkdir()
@@ -243,7 +244,7 @@ def test_a_second_job_is_kept_out_of_the_run_directory(tmp_path: Path):
     run(config)
 
 
-def test_too_many_error_rows_fail_again_without_anything_being_computed_again(tmp_path: Path):
+def test_too_many_error_rows_fail_again_without_computing(tmp_path: Path):
     write_rows(tmp_path)
     config = config_of(tmp_path, max_error_rows=1)
     for resumed_rows in (0, NUM_ROWS):
@@ -253,7 +254,7 @@ def test_too_many_error_rows_fail_again_without_anything_being_computed_again(tm
         assert metrics["resumed_rows"] == resumed_rows
 
 
-def test_damage_in_the_journal_is_told_and_loses_nothing(tmp_path: Path):
+def test_journal_damage_is_reported_and_loses_nothing(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     journal = run_dir(config) / JOURNAL_NAME
     journal.write_bytes(b"something else")
@@ -283,7 +284,7 @@ def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
     monkeypatch.setattr(Engine, "step", noting)
 
 
-def test_steps_are_taken_while_rows_that_were_done_are_passed(
+def test_steps_run_while_finished_rows_are_skipped(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     """The other ranks wait for them, and there may be millions of such rows."""
@@ -329,7 +330,7 @@ def write_in_two_parts(folder: Path, pause: Callable[[], object]) -> threading.T
     return thread
 
 
-def test_steps_are_taken_while_a_stream_is_silent_after_rows_that_were_done(
+def test_steps_run_while_resumed_stream_is_silent(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     config = ended_job_of_a_stream(tmp_path)
@@ -356,9 +357,7 @@ def go_on_with_a_silent_stream(folder: Path, layout: str) -> CompletedRanks:
 
 
 @pytest.mark.matrix
-def test_ranks_go_on_with_a_stream_that_is_silent_for_longer_than_the_timeout(
-    tmp_path: Path, whole: tuple[bytes, dict[str, Any]]
-):
+def test_ranks_resume_stream_silent_beyond_the_timeout(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     """Both layouts at once: they wait."""
     folders = {layout: tmp_path / layout for layout in ("data_parallel_size", "tensor_parallel_size")}
     for folder in folders.values():
@@ -379,7 +378,7 @@ def check_finished(text: str, whole: bytes) -> None:
 
 
 @pytest.mark.guarantee("spmd-worker-collect prints what is finished, in order")
-def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+def test_finished_rows_are_readable_before_the_job_ends(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     config = ended_job(tmp_path, 12)
     script = ["-m", "spmd_worker.tools.collect", str(run_dir(config))]
     done = run_script(script, timeout_s=240)
@@ -401,7 +400,7 @@ READ_WRONGLY: dict[str, Callable[[list[tuple[int, bytes]]], list[tuple[int, byte
 
 
 @pytest.mark.control("spmd-worker-collect prints what is finished, in order")
-def test_the_check_of_finished_rows_sees_rows_that_are_read_wrongly(
+def test_finished_check_detects_wrongly_read_rows(
     tmp_path: Path,
     whole: tuple[bytes, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -420,9 +419,7 @@ def test_the_check_of_finished_rows_sees_rows_that_are_read_wrongly(
 
 
 @pytest.mark.control("Killed anywhere, the same command: the same bytes")
-def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resume_detects_records_written_before_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: a journal that writes in the other order, and ends in between."""
     write_rows(tmp_path)
     config = config_of(tmp_path, commit_rows=4)
@@ -448,7 +445,7 @@ def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(
 
 
 @pytest.mark.parametrize("fails_at", [2, 3, 4, 7])
-def test_a_sync_that_fails_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
+def test_failed_sync_ends_job_and_resume_completes(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ):
     write_rows(tmp_path)
@@ -472,9 +469,7 @@ def test_a_sync_that_fails_ends_the_job_with_an_error_that_says_so_and_a_resume_
 @pytest.mark.parametrize(
     "num_bytes", [300, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2000, 6000, 9000))]
 )
-def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
-    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int
-):
+def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int):
     """No file may be larger than so many bytes: the journal, the lines, the output at last."""
     write_rows(tmp_path)
     script = tmp_path / "on_a_small_disk.py"
@@ -502,7 +497,7 @@ def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resum
 
 
 @pytest.mark.parametrize("place", ["a stream", "fewer rows are asked for"])
-def test_an_input_that_has_fewer_rows_than_were_answered_is_refused(tmp_path: Path, place: str):
+def test_input_with_fewer_rows_than_answered_is_rejected(tmp_path: Path, place: str):
     """With several replicas the job waited for ever, alone it ended in an AssertionError, or left rows out."""
     if place == "a stream":
         config = ended_job_of_a_stream(tmp_path)
@@ -517,7 +512,7 @@ def test_an_input_that_has_fewer_rows_than_were_answered_is_refused(tmp_path: Pa
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_job_goes_on_only_where_numbers_are_added_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_job_resumes_only_with_the_same_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed on one kind of machine and started again on another."""
     config = ended_job(tmp_path, 5)
     with monkeypatch.context() as there:
@@ -531,7 +526,7 @@ def test_a_job_goes_on_only_where_numbers_are_added_in_the_same_order(tmp_path: 
     assert [*overridden[0]] == ["arithmetic"]
 
 
-def test_the_models_name_in_answers_is_that_of_the_first_start(tmp_path: Path):
+def test_model_name_in_answers_is_of_first_start(tmp_path: Path):
     model = tmp_path / "first"
     shutil.copytree(MODEL, model)
     row = {

@@ -32,14 +32,14 @@ def lines(*indices: int) -> list[NumberedLine]:
     return [NumberedLine(index, b"line %d" % index) for index in indices]
 
 
-def test_rows_and_answers_are_what_they_were():
+def test_rows_and_answers_round_trip():
     rows = [NumberedLine(2, b'{"prompt": "\xe2\x80\xa8"}'), NumberedLine(1, b""), NumberedLine(9, b"\xff")]
     assert unpack_rows(pack_rows(rows)) == rows
     assert unpack_answers(pack_answers(ANSWERS)) == ANSWERS
     assert unpack_rows(pack_rows([])) == []
 
 
-def test_whoever_draws_first_has_the_first_chunk():
+def test_first_fetching_replica_has_the_first_chunk():
     _, sender, (first, second) = ends_of(2)
     sender.publish(lines(0, 1))
     sender.publish(lines(2))
@@ -49,7 +49,7 @@ def test_whoever_draws_first_has_the_first_chunk():
     assert sender.num_ahead == 0
 
 
-def test_a_replica_that_came_too_early_gets_its_chunk_when_it_is_there():
+def test_early_replica_gets_its_chunk_once_published():
     _, sender, (first, second) = ends_of(2)
     assert first.draw() == second.draw() == first.draw() == []
     assert sender.num_ahead == -2
@@ -60,7 +60,7 @@ def test_a_replica_that_came_too_early_gets_its_chunk_when_it_is_there():
     assert first.draw() == lines(0)
 
 
-def test_the_end_is_for_those_who_find_nothing_more():
+def test_end_is_for_replicas_that_find_nothing():
     _, sender, (first, second) = ends_of(2)
     assert first.draw() == []
     sender.publish(lines(0))
@@ -73,7 +73,7 @@ def test_the_end_is_for_those_who_find_nothing_more():
     assert first.has_ended
 
 
-def test_an_end_without_rows_is_an_end():
+def test_end_without_rows_is_an_end():
     _, sender, drawers = ends_of(3)
     sender.end()
     for drawer in drawers:
@@ -81,7 +81,7 @@ def test_an_end_without_rows_is_an_end():
         assert drawer.has_ended
 
 
-def test_answers_arrive_once_and_those_of_a_replica_in_order():
+def test_answers_arrive_once_and_in_replica_order():
     _, sender, (_, second, third) = ends_of(3)
     assert sender.receive() == []
     third.send(ANSWERS[:1])
@@ -93,7 +93,8 @@ def test_answers_arrive_once_and_those_of_a_replica_in_order():
     assert sender.receive() == ANSWERS[1:]
 
 
-def test_three_replicas_at_once_draw_every_row_once_and_leave_nothing_behind():
+def test_three_replicas_fetch_every_row_once():
+    """The replicas' own keys are gone afterwards."""
     store, sender, drawers = ends_of(3)
 
     def draw_all(drawer: RowDrawer) -> list[int]:

@@ -47,7 +47,7 @@ def tokenizer_without_template(tmp_path_factory):
 # ---- rows that are well formed
 
 
-def test_a_plain_row_takes_the_defaults_and_what_it_gives_itself():
+def test_plain_row_combines_defaults_and_its_own_values():
     row = parse({"prompt": "hi", "custom_id": "a", "temperature": 0, "stop": "x", "logit_bias": {"5": 1}})
     assert row == Row(
         3,
@@ -58,7 +58,7 @@ def test_a_plain_row_takes_the_defaults_and_what_it_gives_itself():
     )
 
 
-def test_a_plain_row_may_hold_token_ids_or_a_conversation():
+def test_plain_row_may_hold_token_ids_or_conversation():
     assert parse({"prompt_token_ids": [1, 2]}).prompt == TokensPrompt((1, 2))
     messages = [{"role": "system", "content": "a", "name": None}, {"role": "user", "content": "b"}]
     row = parse({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
@@ -73,18 +73,18 @@ def test_every_sampling_key_is_known_in_both_shapes():
     assert parse(completion(**values)).sampling == DEFAULTS
 
 
-def test_null_is_the_default_but_where_it_has_a_meaning_of_its_own():
+def test_null_is_default_unless_it_has_a_meaning():
     defaults = SamplingParams(temperature=0.5, max_tokens=7, seed=1, logprobs=2, stop=("x",))
     nothing = dict.fromkeys(SAMPLING_KEYS)
     for row in (parse({"prompt": "hi", **nothing}, defaults), parse(completion(**nothing), defaults)):
         assert row.sampling == SamplingParams(temperature=0.5, max_tokens=None, stop=("x",))
 
 
-def test_a_prompt_that_is_null_is_absent():
+def test_null_prompt_is_absent():
     assert parse({"prompt": None, "prompt_token_ids": [1], "messages": None}).prompt == TokensPrompt((1,))
 
 
-def test_text_parts_of_a_message_are_those_that_templates_know():
+def test_message_text_parts_are_those_templates_know():
     content = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
     (message,) = parse({"messages": [{"role": "user", "content": content}]}).prompt.messages
     assert message["content"] == [{"type": "text", "text": text} for text in "abc"]
@@ -92,7 +92,7 @@ def test_text_parts_of_a_message_are_those_that_templates_know():
     assert message["content"] == ""
 
 
-def test_a_completion_body_is_mapped():
+def test_completion_body_is_mapped():
     row = parse(
         completion(max_tokens=5, stop=["a", "b"], logprobs=2, n=2, seed=9, user="u", top_k=4, stream=False, echo=False)
     )
@@ -109,11 +109,11 @@ def test_a_completion_body_is_mapped():
         ([[1, 2]], TokensPrompt((1, 2))),
     ],
 )
-def test_a_completion_prompt_may_be_text_ids_or_a_list_of_one(prompt, expected):
+def test_completion_prompt_may_be_text_ids_or_list(prompt, expected):
     assert parse(completion(prompt=prompt)).prompt == expected
 
 
-def test_a_chat_body_is_mapped():
+def test_chat_body_is_mapped():
     row = parse(chat(max_completion_tokens=5, logprobs=True, top_logprobs=3, response_format={"type": "text"}, n=2))
     assert row.kind == "chat"
     assert row.prompt == ChatPrompt(({"role": "user", "content": "hi"},))
@@ -123,7 +123,7 @@ def test_a_chat_body_is_mapped():
     assert parse(chat(max_tokens=4, max_completion_tokens=4)).sampling.max_tokens == 4
 
 
-def test_plain_rows_and_completion_bodies_may_ask_for_the_best_of_more_samples():
+def test_plain_rows_and_completions_accept_best_of():
     expected = SamplingParams(temperature=0.5, max_tokens=7, n=2, best_of=4)
     assert parse({"prompt": "hi", "n": 2, "best_of": 4}).sampling == expected
     assert parse(completion(n=2, best_of=4)).sampling == expected
@@ -134,7 +134,7 @@ def test_plain_rows_and_completion_bodies_may_ask_for_the_best_of_more_samples()
     assert parse(completion(n=5, best_of=None), defaults).sampling == SamplingParams(n=5)
 
 
-def test_a_chat_body_may_say_that_it_ranks_nothing():
+def test_chat_body_may_set_best_of_of_one():
     """OpenAI's chat has no best_of; the 1 that it would have by default means one sample for each of n choices."""
     for nothing in (None, 1):
         row = parse(chat(n=3, best_of=nothing), SamplingParams(best_of=4))
@@ -145,7 +145,7 @@ def test_escaped_zero_characters_and_line_separators_are_text():
     assert parse(b'{"prompt": "a\\u0000\xe2\x80\xa8b"}').prompt == TextPrompt("a\x00\u2028b")
 
 
-def test_the_nesting_limit_is_reached_exactly():
+def test_nesting_limit_is_reached_exactly():
     deep = "[" * 61 + "]" * 61
     fields = '{"messages": [{"role": "user", "content": "x", "extra": %s}]}'
     assert isinstance(parse((fields % deep).encode()), Row)
@@ -291,7 +291,7 @@ BAD_OPENAI_ROWS = {
 
 
 @pytest.mark.parametrize("name", sorted(BAD_LINES))
-def test_a_line_that_is_not_one_strict_json_object_is_an_error_row(name):
+def test_invalid_json_line_is_an_error_row(name):
     line, code = BAD_LINES[name]
     row = parse(line)
     assert isinstance(row, RowError)
@@ -299,7 +299,7 @@ def test_a_line_that_is_not_one_strict_json_object_is_an_error_row(name):
 
 
 @pytest.mark.parametrize("name", sorted(BAD_PLAIN_ROWS))
-def test_a_bad_plain_row_is_an_error_row(name):
+def test_bad_plain_row_is_an_error_row(name):
     fields, code = BAD_PLAIN_ROWS[name]
     row = parse(fields)
     assert isinstance(row, RowError)
@@ -307,14 +307,14 @@ def test_a_bad_plain_row_is_an_error_row(name):
 
 
 @pytest.mark.parametrize("name", sorted(BAD_OPENAI_ROWS))
-def test_a_bad_openai_row_is_an_error_row_of_its_shape(name):
+def test_bad_openai_row_is_an_openai_error_row(name):
     fields, code = BAD_OPENAI_ROWS[name]
     row = parse(fields)
     assert isinstance(row, RowError)
     assert (row.code, row.shape, row.custom_id) == (code, "openai", fields.get("custom_id"))
 
 
-def test_a_line_beyond_the_limit_is_an_error_row_that_names_it():
+def test_line_beyond_limit_is_error_row_naming_it():
     line = b'{"prompt": "aaaaaaaa"}'
     assert isinstance(parse_row(0, line, DEFAULTS, RowLimits(max_line_bytes=len(line))), Row)
     row = parse_row(0, line, DEFAULTS, RowLimits(max_line_bytes=len(line) - 1))
@@ -324,7 +324,7 @@ def test_a_line_beyond_the_limit_is_an_error_row_that_names_it():
     )
 
 
-def test_messages_name_key_value_and_way_out():
+def test_error_messages_name_key_value_and_way_out():
     assert (
         "unknown key 'temprature': did you mean 'temperature'? Known keys: prompt"
         in parse({"prompt": "a", "temprature": 0}).message
@@ -356,7 +356,7 @@ def limits_of(tokenizer, vocab_size=400, max_model_len=64):
     return RequestLimits(vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
 
 
-def test_a_text_prompt_is_encoded_and_its_limit_made_concrete(tokenizer):
+def test_text_prompt_is_encoded_with_concrete_limit(tokenizer):
     row = resolved({"prompt": "hello", "custom_id": "a"}, tokenizer)
     assert isinstance(row, EncodedRow)
     assert (row.index, row.custom_id, row.prompt) == (3, "a", "hello")
@@ -364,7 +364,8 @@ def test_a_text_prompt_is_encoded_and_its_limit_made_concrete(tokenizer):
     assert row.sampling == DEFAULTS
 
 
-def test_a_conversation_goes_through_the_template_and_is_encoded_without_further_special_tokens(tokenizer):
+def test_conversation_is_rendered_and_encoded_without_special_tokens(tokenizer):
+    """The template's own special tokens stay."""
     row = resolved(chat(), tokenizer)
     assert row.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert row.prompt_token_ids == tuple(tokenizer.encode(row.prompt, add_special_tokens=False))
@@ -376,12 +377,12 @@ def test_token_ids_need_no_tokenizer():
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 54), (5, 5), (54, 54), (55, 54), (2**31 - 1, 54)])
-def test_max_tokens_becomes_what_is_asked_for_or_what_is_left(asked, given):
+def test_max_tokens_is_requested_number_or_the_rest(asked, given):
     row = resolved({"prompt_token_ids": [1] * 10, "max_tokens": asked}, None)
     assert row.sampling.max_tokens == given
 
 
-def test_a_prompt_may_leave_room_for_one_token_and_not_for_none():
+def test_prompt_must_leave_one_token_of_length():
     assert resolved({"prompt_token_ids": [1] * 63}, None).sampling.max_tokens == 1
     row = resolved({"prompt_token_ids": [1] * 64}, None)
     assert row.code == "prompt_too_long"
@@ -390,7 +391,7 @@ def test_a_prompt_may_leave_room_for_one_token_and_not_for_none():
 
 
 @pytest.mark.parametrize("fields", [{}, {"min_tokens": 1}])
-def test_a_prompt_that_is_only_scored_may_fill_the_length(fields: dict[str, Any]):
+def test_scored_only_prompt_may_fill_the_length(fields: dict[str, Any]):
     """As `LLM.generate` answers it. It was a ValueError that ended the job."""
     row = resolved({"prompt_token_ids": [1] * 64, "max_tokens": 1, "prompt_logprobs": 0, **fields}, None)
     assert row.sampling.max_tokens == 1
@@ -414,26 +415,26 @@ def test_a_prompt_that_is_only_scored_may_fill_the_length(fields: dict[str, Any]
         ({"prompt_token_ids": [2**70], "truncate_prompt_tokens": 5}, "token_out_of_vocabulary"),
     ],
 )
-def test_what_only_the_model_can_tell_is_an_error_row(tokenizer, fields, code):
+def test_row_the_model_cannot_run_is_error_row(tokenizer, fields, code):
     row = resolved(fields, tokenizer)
     assert isinstance(row, RowError)
     assert (row.index, row.code) == (3, code)
 
 
-def test_without_a_tokenizer_text_is_an_error_row():
+def test_text_is_an_error_row_without_tokenizer():
     for fields in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
         assert resolved(fields, None).code == "tokenizer_missing"
     assert resolved({"prompt_token_ids": [1], "stop": "a"}, None).code == "tokenizer_missing"
 
 
-def test_a_missing_or_failing_template_is_an_error_row(tokenizer_without_template, tmp_path):
+def test_missing_or_failing_template_is_an_error_row(tokenizer_without_template, tmp_path):
     assert resolved(chat(), tokenizer_without_template).code == "chat_template_missing"
     failing = Tokenizer.open(write_byte_level(tmp_path, chat_template="{{ raise_exception('no system role') }}"))
     row = resolved(chat(), failing)
     assert (row.code, row.shape, row.message) == ("chat_template_error", "openai", "chat template: no system role")
 
 
-def test_the_second_row_with_a_custom_id_is_an_error_row():
+def test_second_row_with_custom_id_is_error_row():
     ids = CustomIds()
     first, second = parse({"prompt": "a", "custom_id": "x"}), parse({"prompt": "b", "custom_id": "x"})
     assert ids.check(first) is first
@@ -447,7 +448,7 @@ def test_the_second_row_with_a_custom_id_is_an_error_row():
     assert ids.check(surrogate) is surrogate
 
 
-def test_an_error_row_takes_its_custom_id_and_stays_itself():
+def test_error_row_keeps_its_custom_id_and_error():
     ids = CustomIds()
     bad = parse({"custom_id": "x"})
     assert ids.check(bad).code == "missing_prompt"
@@ -509,19 +510,19 @@ def check_outcome(line, tokenizer):
 @settings(max_examples=300, deadline=None)
 @given(line=st.binary(max_size=60))
 @example(line=b'{"a":' * 2000)
-def test_random_bytes_are_a_row_or_an_error_row(tokenizer, line):
+def test_random_bytes_are_row_or_error_row(tokenizer, line):
     check_outcome(line, tokenizer)
 
 
 @settings(max_examples=400, deadline=None)
 @given(fields=st.one_of(JSON_VALUES, ROWS, BODIES, st.dictionaries(KEYS, JSON_VALUES, max_size=5)))
-def test_random_json_is_a_row_or_an_error_row(tokenizer, fields):
+def test_random_json_is_row_or_error_row(tokenizer, fields):
     check_outcome(json.dumps(fields).encode(), tokenizer)
 
 
 @settings(max_examples=200, deadline=None)
 @given(fields=ROWS, cut=st.integers(0, 400), value=st.integers(0, 255))
-def test_damaged_rows_are_a_row_or_an_error_row(tokenizer, fields, cut, value):
+def test_damaged_row_is_row_or_error_row(tokenizer, fields, cut, value):
     line = bytearray(json.dumps({"prompt": "a", **fields}).encode())
     line[cut % len(line)] = value
     check_outcome(bytes(line), tokenizer)

@@ -45,13 +45,13 @@ def take_all(window: RowWindow, num_replicas: int, most: int) -> list[list[int]]
     return chunks
 
 
-def test_the_longest_come_first_and_chunks_shrink_towards_the_end():
+def test_longest_rows_come_first_and_chunks_shrink():
     lengths = [5, 9, 1, 9, 3, 2, 8, 4]
     window, _ = window_of(row_of(index, length) for index, length in enumerate(lengths))
     assert take_all(window, 2, 3) == [[1, 3], [6], [0], [7], [4], [5], [2]]
 
 
-def test_a_chunk_is_as_large_as_asked_for_while_there_is_more_to_come():
+def test_chunk_has_full_size_while_rows_remain():
     window, _ = window_of(row_of(index, 1) for index in range(2000))
     window.read_on()
     chunks = [[each.index for each in window.take(2, 3)] for _ in range(3)]
@@ -59,7 +59,7 @@ def test_a_chunk_is_as_large_as_asked_for_while_there_is_more_to_come():
     assert sum(len(chunk) for chunk in take_all(window, 2, 3)) == 2000 - 9
 
 
-def test_rows_that_cannot_run_are_refused_as_they_are_read():
+def test_invalid_rows_are_rejected_while_reading():
     def rows() -> Iterator[InputRow]:
         for index in range(3):
             yield row_of(index, 2)
@@ -71,7 +71,7 @@ def test_rows_that_cannot_run_are_refused_as_they_are_read():
     assert window.is_empty
 
 
-def test_what_is_held_is_bounded_by_rows_and_by_bytes(monkeypatch: pytest.MonkeyPatch):
+def test_held_rows_are_bounded_by_count_and_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(row_window, "_MAX_ROWS", 300)
     monkeypatch.setattr(row_window, "_MAX_BYTES", 5000)
     for length, most_read in ((1, 300), (100, 50)):
@@ -91,7 +91,7 @@ def test_what_is_held_is_bounded_by_rows_and_by_bytes(monkeypatch: pytest.Monkey
         assert sorted(index for chunk in taken for index in chunk) == list(range(1000))
 
 
-def test_nothing_is_there_before_it_was_read_and_no_row_is_no_rows():
+def test_window_has_no_rows_before_reading():
     window, _ = window_of(iter([]))
     assert window.take(2, 5) == []
     assert not window.is_empty
@@ -100,7 +100,7 @@ def test_nothing_is_there_before_it_was_read_and_no_row_is_no_rows():
     assert window.take(2, 5) == []
 
 
-def test_who_asks_goes_on_when_there_is_no_row_yet():
+def test_window_read_returns_when_row_is_not_ready():
     num_asked = 0
 
     def rows() -> Iterator[InputRow | None]:
@@ -118,7 +118,7 @@ def test_who_asks_goes_on_when_there_is_no_row_yet():
     assert [index for chunk in take_all(window, 1, 9) for index in chunk] == [0, 1, 2]
 
 
-def test_a_rows_length_is_its_prompt_and_what_its_samples_may_get():
+def test_row_length_covers_prompt_and_its_samples():
     text, tokens = TextPrompt("x" * 40), TokensPrompt((1,) * 10)
     chat = ChatPrompt(({"role": "user", "content": "y" * 40},))
     limited = SamplingParams(max_tokens=20, n=3)

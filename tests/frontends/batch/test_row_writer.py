@@ -33,7 +33,7 @@ def with_logprobs(texts=("one",)):
     return output
 
 
-def test_a_plain_row_has_exactly_the_keys_of_the_design():
+def test_plain_row_has_exactly_the_designed_keys():
     line = format_result(encoded(), request_output(("one", "two")))
     assert line.endswith(b"\n")
     assert json.loads(line) == {
@@ -48,7 +48,7 @@ def test_a_plain_row_has_exactly_the_keys_of_the_design():
     }
 
 
-def test_a_plain_row_lists_log_probabilities_only_when_there_are_any():
+def test_plain_row_lists_logprobs_only_when_present():
     record = json.loads(format_result(encoded(logprobs=2), with_logprobs()))["outputs"][0]
     assert record["logprobs"] == [
         [
@@ -60,14 +60,14 @@ def test_a_plain_row_lists_log_probabilities_only_when_there_are_any():
     ]
 
 
-def test_log_probabilities_of_the_prompt_begin_with_null():
+def test_prompt_logprobs_begin_with_null():
     output = request_output(prompt_logprobs=[None, {2: Logprob(-1.0, 1, "b")}])
     expected = [None, [{"token_id": 2, "token": "b", "logprob": -1.0, "rank": 1}]]
     assert json.loads(format_result(encoded(), output))["prompt_logprobs"] == expected
     assert json.loads(format_result(encoded("chat"), output))["response"]["body"]["prompt_logprobs"] == expected
 
 
-def test_a_completion_row_has_the_openai_shape():
+def test_completion_row_has_the_openai_shape():
     line = format_result(encoded("completion", model="m", logprobs=2), with_logprobs())
     assert json.loads(line) == {
         "id": "batch-4",
@@ -101,7 +101,7 @@ def test_a_completion_row_has_the_openai_shape():
     }
 
 
-def test_a_chat_row_has_the_openai_shape():
+def test_chat_row_has_the_openai_shape():
     body = json.loads(format_result(encoded("chat", logprobs=2), with_logprobs(), "served"))["response"]["body"]
     assert (body["id"], body["object"], body["model"]) == ("chatcmpl-4", "chat.completion", "served")
     choice = body["choices"][0]
@@ -118,7 +118,7 @@ def test_a_chat_row_has_the_openai_shape():
     assert choice["logprobs"]["content"][1]["bytes"] == [0xC3, 0xA9]
 
 
-def test_without_a_tokenizer_a_token_is_named_by_its_id():
+def test_token_is_named_by_id_without_tokenizer():
     output = request_output()
     output.outputs[0].logprobs = [{5: Logprob(-1.0, 1)}]
     body = json.loads(format_result(encoded("chat", logprobs=0), output))["response"]["body"]
@@ -127,7 +127,7 @@ def test_without_a_tokenizer_a_token_is_named_by_its_id():
     ]
 
 
-def test_an_error_row_has_an_error_and_no_outputs():
+def test_error_row_has_error_and_no_outputs():
     line = format_error(RowError(2, None, "plain", "invalid_json", "why"))
     assert json.loads(line) == {
         "custom_id": None,
@@ -143,13 +143,13 @@ def test_an_error_row_has_an_error_and_no_outputs():
     }
 
 
-def test_a_request_the_engine_refused_is_an_error_row():
+def test_request_rejected_by_engine_is_error_row():
     output = RequestOutput("4", None, [1], error="no room")
     assert json.loads(format_result(encoded(), output))["error"] == {"code": "request_refused", "message": "no room"}
     assert json.loads(format_result(encoded("chat"), output))["response"] is None
 
 
-def test_the_same_answer_gives_the_same_bytes_whatever_the_cache_held():
+def test_answer_has_same_bytes_for_any_cache_hits():
     row = encoded("chat")
     assert format_result(row, request_output()) == format_result(row, request_output(num_cached_tokens=2))
 
@@ -165,5 +165,5 @@ def test_any_text_is_one_line_of_json(text):
     assert (record["custom_id"], record["outputs"][0]["text"]) == (expected, expected)
 
 
-def test_text_is_written_for_people_where_it_can_be():
+def test_text_is_written_readably_when_encodable():
     assert "naïve 你好 😀".encode() in format_result(encoded(), request_output(("naïve 你好 😀",)))

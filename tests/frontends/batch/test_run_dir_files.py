@@ -139,7 +139,7 @@ KINDS = {
 @pytest.mark.finding(number="C2")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)
-def test_job_refuses_links_in_its_run_directory(folder: Path, name: str, kind: str):
+def test_job_rejects_links_in_its_run_directory(folder: Path, name: str, kind: str):
     links(kind, folder / "run" / name, folder / "secret")
     names = sorted(os.listdir(folder / "run"))
     with pytest.raises(ConfigError, match=f"job.run_dir=.*: {name} {KINDS[kind]}, and what a job makes there are"):
@@ -203,7 +203,7 @@ def test_own_file_is_regular_with_one_link(tmp_path: Path, kind: str, use: Calla
 
 
 @pytest.mark.finding(number="C2")
-def test_stacks_go_elsewhere_when_their_name_is_a_link(tmp_path: Path):
+def test_stacks_go_elsewhere_when_name_is_a_link(tmp_path: Path):
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "stacks.rank0.txt").symlink_to("secret")
     assert write_stacks(tmp_path, 0) == "stderr"
@@ -212,7 +212,7 @@ def test_stacks_go_elsewhere_when_their_name_is_a_link(tmp_path: Path):
 
 @pytest.mark.finding(number="C2")
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO"])
-def test_profile_is_written_over_no_link(tmp_path: Path, kind: str):
+def test_profile_overwrites_no_link(tmp_path: Path, kind: str):
     (tmp_path / "secret").write_bytes(SECRET)
     links(kind, tmp_path / "trace.rank0.json", tmp_path / "secret")
     with pytest.raises(OwnFileError, match=KINDS[kind]):
@@ -259,7 +259,7 @@ def damages(content: bytes, name: str, number: int) -> Iterator[bytes]:
 
 
 @pytest.mark.finding(number="C3")
-def test_manifest_of_any_damage_is_refused_in_words(folder: Path, left: Path):
+def test_damaged_manifest_is_rejected_with_reason(folder: Path, left: Path):
     path = folder / "run" / "manifest.json"
     content = (left / "run" / "manifest.json").read_bytes()
     num_refused = 0
@@ -286,7 +286,7 @@ def json_or_none(content: bytes) -> Any:
 
 
 @pytest.mark.finding(number="C3")
-def test_manifest_without_a_checksum_counts_when_its_run_has_ended(tmp_path: Path):
+def test_manifest_without_checksum_counts_when_run_has_ended(tmp_path: Path):
     """Versions before had none; one that has not ended is of another version of the code, and is refused."""
     path = tmp_path / "manifest.json"
     path.write_text('{"format_version": 1, "has_ended": true}')
@@ -298,14 +298,14 @@ def test_manifest_without_a_checksum_counts_when_its_run_has_ended(tmp_path: Pat
 
 @pytest.mark.finding(number="C3")
 @pytest.mark.parametrize("name", ["metrics.json", "error.rank0.json", "steps.csv", "steps.log", "lock"])
-def test_tools_take_damage_in_words(folder: Path, capsys: pytest.CaptureFixture[str], name: str):
+def test_tools_report_damage(folder: Path, capsys: pytest.CaptureFixture[str], name: str):
     check_damage(folder, capsys, name, 10)
 
 
 @pytest.mark.stress
 @pytest.mark.finding(number="C3")
 @pytest.mark.parametrize("name", [*JOB_FILES, "error.rank0.json", "stages.csv"])
-def test_tools_take_any_damage_in_words(folder: Path, capsys: pytest.CaptureFixture[str], name: str):
+def test_tools_report_any_damage(folder: Path, capsys: pytest.CaptureFixture[str], name: str):
     check_damage(folder, capsys, name, 300)
 
 
@@ -343,7 +343,7 @@ def test_step_statistics_of_huge_numbers_are_damaged(left: Path, tmp_path: Path,
 
 
 @pytest.mark.finding(number="C3")
-def test_journal_says_which_rows_damage_costs(left: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_journal_reports_rows_lost_to_damage(left: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     for name in ("journal", "rows.part"):
         shutil.copy(left / "run" / name, tmp_path / name)
     content = bytearray((tmp_path / "journal").read_bytes())
@@ -356,7 +356,7 @@ def test_journal_says_which_rows_damage_costs(left: Path, tmp_path: Path, caplog
 
 
 @pytest.mark.finding(number="C3")
-def test_journal_of_a_row_beyond_any_input_is_refused(tmp_path: Path):
+def test_journal_row_beyond_any_input_is_rejected(tmp_path: Path):
     line = b"{}\n"
     record = JournalRecord(2**62, 0, 0, len(line), crc32(line), 0, 0, 0, None)
     (tmp_path / "rows.part").write_bytes(line)
@@ -368,7 +368,7 @@ def test_journal_of_a_row_beyond_any_input_is_refused(tmp_path: Path):
 @pytest.mark.stress
 @pytest.mark.finding(number="C2")
 @pytest.mark.parametrize("number", range(60))
-def test_drawn_damage_of_a_run_directory_is_words(
+def test_random_run_directory_damage_is_reported(
     left: Path, folder: Path, capsys: pytest.CaptureFixture[str], number: int
 ):
     """Two files are links, FIFOs or damaged: the job and all tools end in words, and what is linked to stays."""

@@ -27,7 +27,7 @@ def difference_of(first: Path, other: Path) -> str | None:
     return first_log_difference(read_step_log(first), read_step_log(other), ("A", "B"))
 
 
-def test_two_logs_of_one_job_are_the_same(tmp_path: Path):
+def test_two_logs_of_one_job_are_equal(tmp_path: Path):
     write_log(tmp_path / "a")
     write_log(tmp_path / "b", tensor_parallel_size=4)
     assert difference_of(tmp_path / "a", tmp_path / "b") is None
@@ -35,7 +35,7 @@ def test_two_logs_of_one_job_are_the_same(tmp_path: Path):
     assert header_differences(*headers) == [("tensor_parallel_size", 2, 4)]
 
 
-def test_the_first_difference_of_two_logs_is_an_event_an_id_or_a_plan(tmp_path: Path):
+def test_first_log_difference_is_event_id_or_plan(tmp_path: Path):
     write_log(tmp_path / "a")
 
     def change_id(message: StepMessage) -> StepMessage:
@@ -57,7 +57,7 @@ def test_the_first_difference_of_two_logs_is_an_event_an_id_or_a_plan(tmp_path: 
     assert found.startswith("step ")
 
 
-def test_masks_that_differ_are_named_before_the_ids_that_were_sampled_under_them(tmp_path: Path):
+def test_differing_masks_are_named_before_their_sampled_ids(tmp_path: Path):
     write_log(tmp_path / "log")
 
     def changed(checksum: int, first_id: int, message: StepMessage) -> StepMessage:
@@ -76,14 +76,14 @@ def test_masks_that_differ_are_named_before_the_ids_that_were_sampled_under_them
     assert re.fullmatch(r"step 6 sampled for request \d, sample 0: 97 in A, 98 in B", found)
 
 
-def test_a_log_that_ends_before_the_other_is_the_shorter_one(tmp_path: Path):
+def test_log_ending_earlier_is_the_shorter_one(tmp_path: Path):
     write_log(tmp_path / "a")
     short = rewrite(tmp_path / "a", tmp_path / "b", lambda message: message if message.step <= 12 else None)
     assert difference_of(tmp_path / "a", short) == "B ends after step 12, A goes on"
     assert difference_of(short, tmp_path / "a") == "A ends after step 12, B goes on"
 
 
-def test_last_records_of_two_ranks_are_compared_where_both_have_begun(tmp_path: Path):
+def test_last_records_are_compared_from_common_first_step(tmp_path: Path):
     write_log(tmp_path / "log")
 
     def from_step(first: int, changed: int, message: StepMessage) -> StepMessage | None:

@@ -51,7 +51,8 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 
 @pytest.mark.guarantee("The step log replays to the same digests")
-def test_a_run_with_preemptions_forks_and_aborts_replays_with_equal_digests(tmp_path: Path):
+def test_run_replays_with_equal_digests(tmp_path: Path):
+    """The run has preemptions, forks and aborts."""
     run = write_log(tmp_path / "log")
     assert run.scheduler.counters.num_preemptions > 5
     assert [group.request.request_id for group in run.ended if is_aborted(group)] == [5, 9]
@@ -63,7 +64,7 @@ def test_a_run_with_preemptions_forks_and_aborts_replays_with_equal_digests(tmp_
     assert not replay.scheduler.has_unfinished
 
 
-def test_a_run_that_caches_swaps_and_stores_replays_with_equal_digests(tmp_path: Path):
+def test_caching_and_swapping_run_replays_with_equal_digests(tmp_path: Path):
     run = write_pressure_log(tmp_path / "log")
     replay = replay_all(tmp_path / "log")
     assert (replay.num_steps, replay.num_equal_digests) == (len(run.plans), len(run.plans))
@@ -97,7 +98,7 @@ def test_a_run_that_caches_swaps_and_stores_replays_with_equal_digests(tmp_path:
     ],
     ids=str,
 )
-def test_a_replay_with_another_policy_parts_from_the_run_and_names_the_field(tmp_path: Path, changes, field):
+def test_replay_with_another_policy_diverges_and_names_field(tmp_path: Path, changes, field):
     """Negative control of the test before: every key of the header that says how a full cache is dealt with counts."""
     write_pressure_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
@@ -111,7 +112,7 @@ def test_a_replay_with_another_policy_parts_from_the_run_and_names_the_field(tmp
     "depth", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}, {"num_steps_ahead": 1}], ids=str
 )
 @pytest.mark.parametrize("write", [write_log, write_pressure_log])
-def test_a_run_replays_with_as_many_steps_under_way_as_it_had(tmp_path: Path, write, depth: dict[str, int]):
+def test_run_replays_with_its_own_steps_in_flight(tmp_path: Path, write, depth: dict[str, int]):
     run = write(tmp_path / "log", **depth)
     log = read_step_log(tmp_path / "log")
     replay = Replay(log.header, None)
@@ -128,9 +129,7 @@ def test_a_run_replays_with_as_many_steps_under_way_as_it_had(tmp_path: Path, wr
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-def test_a_run_with_worker_events_replays_with_no_step_in_flight_while_workers_change(
-    tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_worker_events_replay_with_no_step_in_flight(tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch):
     workers = {8: [WorkerEvent(1, "sleep", b"")], 10: [EndWorkerEvent(1, "")], 20: [WorkerEvent(2, "wake", b"")]}
     events = {step: [*standard_events().get(step, ()), *workers.get(step, ())] for step in range(1, 21)}
     run = write_log(tmp_path / "log", events, pipeline_parallel_size=num_stages)
@@ -142,7 +141,7 @@ def test_a_run_with_worker_events_replays_with_no_step_in_flight_while_workers_c
         replay_all(tmp_path / "log")
 
 
-def test_messages_of_a_pipeline_are_coded_against_the_step_whose_ids_they_carry(tmp_path: Path):
+def test_pipeline_messages_are_coded_against_their_ids_step(tmp_path: Path):
     write_log(tmp_path / "log", pipeline_parallel_size=2)
     log = read_step_log(tmp_path / "log")
     payloads = list(log.messages())
@@ -154,7 +153,7 @@ def test_messages_of_a_pipeline_are_coded_against_the_step_whose_ids_they_carry(
     assert list(read_messages(against_the_last)) == messages
 
 
-def test_an_event_of_the_cache_that_is_dropped_is_found(tmp_path: Path):
+def test_replay_detects_dropped_cache_event(tmp_path: Path):
     write_pressure_log(tmp_path / "log")
     for number, kind in enumerate((ResetPrefixCache, SetWeightVersion, FinishTransfers)):
 
@@ -166,7 +165,7 @@ def test_an_event_of_the_cache_that_is_dropped_is_found(tmp_path: Path):
             replay_all(path)
 
 
-def test_the_steps_of_a_replay_are_the_run_s_plans_events_ids_and_ended_groups(tmp_path: Path):
+def test_replay_steps_equal_the_runs_own(tmp_path: Path):
     run = write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
     steps = list(Replay(log.header, None).steps(log.messages()))
@@ -220,13 +219,13 @@ def test_any_run_replays(tmp_path_factory: pytest.TempPathFactory, limits, rows,
     assert replay.scheduler.counters == run.scheduler.counters
 
 
-def test_a_run_without_digests_replays_by_its_plans(tmp_path: Path):
+def test_run_without_digests_replays_by_its_plans(tmp_path: Path):
     run = write_log(tmp_path / "log", has_digests=False)
     replay = replay_all(tmp_path / "log")
     assert (replay.num_steps, replay.num_equal_digests) == (len(run.plans), 0)
 
 
-def test_a_log_cut_at_any_message_replays_up_to_there(tmp_path: Path):
+def test_log_cut_at_any_message_replays_so_far(tmp_path: Path):
     run = write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
     payloads = list(log.messages())
@@ -246,7 +245,8 @@ def plant_other_block(plan: StepPlan) -> StepPlan:
     return replace(plan, continuing_blocks=((place, BlockId((block_id + 1) % HEADER.num_blocks)), *others))
 
 
-def test_another_plan_is_named_by_step_field_and_both_values(tmp_path: Path):
+def test_differing_plan_is_named_by_step_and_field(tmp_path: Path):
+    """Both values are in the message."""
     clean = write_log(tmp_path / "clean")
     step = next(plan.step for plan in clean.plans[10:] if plan.continuing_blocks)
     write_log(tmp_path / "log", plants={step: plant_other_block})
@@ -255,7 +255,7 @@ def test_another_plan_is_named_by_step_field_and_both_values(tmp_path: Path):
         replay_all(tmp_path / "log")
 
 
-def test_an_order_that_a_replica_would_not_have_is_found(tmp_path: Path):
+def test_replay_detects_another_order_of_groups(tmp_path: Path):
     def turn_round(plan: StepPlan) -> StepPlan:
         return replace(plan, groups=plan.groups[::-1])
 
@@ -265,7 +265,7 @@ def test_an_order_that_a_replica_would_not_have_is_found(tmp_path: Path):
 
 
 @pytest.mark.control("The step log replays to the same digests")
-def test_a_dropped_event_a_changed_id_and_a_wrong_digest_are_found(tmp_path: Path):
+def test_replay_detects_dropped_event_changed_id_wrong_digest(tmp_path: Path):
     write_log(tmp_path / "log")
 
     def drop_abort(message: StepMessage) -> StepMessage:
@@ -287,7 +287,7 @@ def test_a_dropped_event_a_changed_id_and_a_wrong_digest_are_found(tmp_path: Pat
         replay_all(rewrite(tmp_path / "log", tmp_path / "c", change_digest))
 
 
-def test_ids_missing_from_a_message_are_found_before_the_scheduler_sees_them(tmp_path: Path):
+def test_missing_ids_are_reported_before_scheduling(tmp_path: Path):
     write_log(tmp_path / "log")
 
     def lose_one(message: StepMessage) -> StepMessage:
@@ -297,7 +297,7 @@ def test_ids_missing_from_a_message_are_found_before_the_scheduler_sees_them(tmp
         replay_all(rewrite(tmp_path / "log", tmp_path / "short", lose_one))
 
 
-def test_a_message_that_is_missing_is_an_error_and_not_a_divergence(tmp_path: Path):
+def test_missing_message_is_error_and_not_divergence(tmp_path: Path):
     write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
     payloads = list(log.messages())
@@ -305,14 +305,14 @@ def test_a_message_that_is_missing_is_an_error_and_not_a_divergence(tmp_path: Pa
         list(Replay(log.header, None).steps(payloads[:5] + payloads[6:]))
 
 
-def test_records_that_begin_in_the_middle_cannot_be_replayed_and_that_is_said(tmp_path: Path):
+def test_log_beginning_late_cannot_be_replayed(tmp_path: Path):
     write_log(tmp_path / "log")
     late = rewrite(tmp_path / "log", tmp_path / "late", lambda message: message if message.step >= 20 else None)
     with pytest.raises(ReplayError, match="the log begins at step 20"):
         replay_all(late)
 
 
-def test_stop_strings_need_the_tokenizer_and_are_found_with_it(tmp_path: Path):
+def test_stop_strings_are_found_only_with_the_tokenizer(tmp_path: Path):
     class Letters:
         """A tokenizer's decoder: every id is a letter."""
 
@@ -340,7 +340,7 @@ def test_stop_strings_need_the_tokenizer_and_are_found_with_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, PRESSURE], ids=("one", "pipeline", "pressure"))
-def test_a_run_that_gave_none_one_or_several_ids_a_step_is_replayed(tmp_path: Path, changes: dict[str, object]):
+def test_run_with_uneven_id_counts_is_replayed(tmp_path: Path, changes: dict[str, object]):
     run = write_log(tmp_path / "log", nums_of_ids=(0, 1, 1, 3), **changes)
     nums = [num_ids for plan in run.plans for num_ids in plan.continuing_num_ids]
     assert min(nums.count(num_ids) for num_ids in (0, 1, 3)) > 10
@@ -360,14 +360,14 @@ def test_a_run_that_gave_none_one_or_several_ids_a_step_is_replayed(tmp_path: Pa
             assert each.output_token_ids == expected
 
 
-def test_logs_that_gave_different_numbers_of_ids_differ_by_what_a_sequence_was_given(tmp_path: Path):
+def test_logs_with_other_id_counts_differ_by_sequence(tmp_path: Path):
     for name, nums_of_ids in (("A", (1,)), ("B", (1, 1, 1, 3))):
         write_log(tmp_path / name, nums_of_ids=nums_of_ids)
     found = first_log_difference(read_step_log(tmp_path / "A"), read_step_log(tmp_path / "B"), ("A", "B"))
     assert re.fullmatch(r"step \d+ sampled for request \d+, sample \d+: (\d+) in A, \1, \d+, \d+ in B", found)
 
 
-def test_sampled_places_name_request_sample_and_position_in_the_order_of_the_ids(tmp_path: Path):
+def test_sampled_positions_follow_the_order_of_ids(tmp_path: Path):
     run = write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
     found: dict[tuple[int, int], dict[int, int]] = {}
@@ -383,7 +383,7 @@ def test_sampled_places_name_request_sample_and_position_in_the_order_of_the_ids
             assert {position: own[position] for position in expected} == expected
 
 
-def test_a_request_is_found_by_number_custom_id_and_index(tmp_path: Path):
+def test_request_is_found_by_number_name_or_index(tmp_path: Path):
     unnamed = Request(RequestId(2), (5,), request(0, 1).sampling, random_stream(HEADER.seed, None, None, 40))
     write_log(tmp_path / "log", {1: [Admit(request(0, 3)), Admit(request(1, 3, seed=5)), Admit(unnamed)]})
     log = read_step_log(tmp_path / "log")
@@ -397,7 +397,7 @@ def test_a_request_is_found_by_number_custom_id_and_index(tmp_path: Path):
     assert [found(key) for key in ("row-1", "9", "index:0", "nobody")] == [None] * 4
 
 
-def test_replaying_needs_no_clock_and_no_decoder_of_its_own(tmp_path: Path):
+def test_logged_messages_encode_to_the_same_bytes(tmp_path: Path):
     """The message of a step stands in the log as it was sent: decoding and coding again gives the same bytes."""
     write_log(tmp_path / "log")
     decoder, encoder = Decoder(), Encoder()
@@ -405,7 +405,7 @@ def test_replaying_needs_no_clock_and_no_decoder_of_its_own(tmp_path: Path):
         assert encoder.encode(decoder.decode(payload)) == payload
 
 
-def test_the_helper_s_runs_hold_what_the_tests_are_about(tmp_path: Path):
+def test_logged_runs_reach_the_tested_states(tmp_path: Path):
     run = write_log(tmp_path / "log")
     rows = [data for plan in run.plans for group in plan.groups for data in group.sequences]
     assert any(isinstance(data, SequenceData) and data.output_token_ids for data in rows), "nobody was recomputed"

@@ -59,7 +59,7 @@ def history_lines(output: str) -> list[str]:
     return [re.sub(" +", " ", line.strip()) for line in output.splitlines() if line.startswith("  step ")]
 
 
-def test_the_history_of_a_row_that_was_swapped_out(tmp_path: Path, run_script: Script):
+def test_history_of_swapped_row_shows_its_moves(tmp_path: Path, run_script: Script):
     two_rows(tmp_path / "log", "swap")
     assert history_lines(run_script(tmp_path / "log", "--row", 1)) == [
         "step 1 admitted after this step, 2 wait",
@@ -74,7 +74,7 @@ def test_the_history_of_a_row_that_was_swapped_out(tmp_path: Path, run_script: S
     ]
 
 
-def test_the_history_of_a_row_that_was_recomputed(tmp_path: Path, run_script: Script):
+def test_history_of_recomputed_row_shows_its_loss(tmp_path: Path, run_script: Script):
     two_rows(tmp_path / "log", "recompute")
     lines = history_lines(run_script(tmp_path / "log", "--row", 1))
     assert lines[3:5] == [
@@ -83,7 +83,7 @@ def test_the_history_of_a_row_that_was_recomputed(tmp_path: Path, run_script: Sc
     ]
 
 
-def test_the_histories_of_rows_that_find_their_beginning_and_wait_for_it(tmp_path: Path, run_script: Script):
+def test_histories_show_cache_hits_and_transfer_waits(tmp_path: Path, run_script: Script):
     one_prefix(tmp_path / "log")
     found = history_lines(run_script(tmp_path / "log", "--row", "row-1"))
     awaited = history_lines(run_script(tmp_path / "log", "--row", "row-3"))
@@ -100,7 +100,7 @@ def test_the_histories_of_rows_that_find_their_beginning_and_wait_for_it(tmp_pat
     assert awaited[-1].endswith("2 output tokens, 0 preemptions, 8 prompt tokens found in the cache")
 
 
-def test_the_state_after_a_step_shows_who_is_on_the_host_and_what_moved(tmp_path: Path, run_script: Script):
+def test_state_after_step_shows_swapped_sequences_and_moves(tmp_path: Path, run_script: Script):
     two_rows(tmp_path / "log", "swap")
     out, between, back = (run_script(tmp_path / "log", "--until", step) for step in (4, 6, 8))
     assert "\n  swapped out, device>host: [2>0, 3>1]\n" in out
@@ -111,7 +111,7 @@ def test_the_state_after_a_step_shows_who_is_on_the_host_and_what_moved(tmp_path
     assert "preemptions (1 by swap), by which 0 computed tokens were lost" in back
 
 
-def test_the_state_after_a_step_shows_who_waits_for_a_transfer_and_what_it_moves(tmp_path: Path, run_script: Script):
+def test_state_after_step_shows_waits_and_transfers(tmp_path: Path, run_script: Script):
     one_prefix(tmp_path / "log")
     stores, loads, end = (run_script(tmp_path / "log", "--until", step) for step in (9, 13, 15))
     assert "\n  transfer 1 stores, device>tier: [1>0, 0>1]\n" in stores
@@ -121,7 +121,7 @@ def test_the_state_after_a_step_shows_who_waits_for_a_transfer_and_what_it_moves
     assert "waiting for transfer" not in end
 
 
-def test_the_state_after_a_step_tells_the_events_that_came_with_it(tmp_path: Path, run_script: Script):
+def test_state_after_step_shows_its_events(tmp_path: Path, run_script: Script):
     events = {1: [Admit(request(0, 5))], 2: [ResetPrefixCache(), SetWeightVersion(4), WorkerEvent(1, "sleep", b"")]}
     events[3] = [EndWorkerEvent(1, "rank 1: no"), CommitWeights(5, 38)]
     run = write_log(tmp_path / "log", events, enable_prefix_caching=True)
@@ -134,7 +134,7 @@ def test_the_state_after_a_step_tells_the_events_that_came_with_it(tmp_path: Pat
     assert "\n  then the engine ends\n" in last
 
 
-def test_a_sequence_that_lost_its_blocks_is_told_from_a_new_one(tmp_path: Path, run_script: Script):
+def test_preempted_sequence_is_distinguished_from_new_one(tmp_path: Path, run_script: Script):
     two_rows(tmp_path / "log", "recompute")
     assert re.search(r"\n +1 +0 +9 +0  preempted\n", run_script(tmp_path / "log", "--until", 4))
     # One that has waited for a transfer since is WAITING, as a new one is; what it lost is not forgotten.
@@ -165,7 +165,7 @@ def all_histories(path: Path) -> dict[int, str]:
     return {request_id: "\n".join(lines) for request_id, lines in told.items()}
 
 
-def test_histories_add_up_to_what_the_run_counted(tmp_path: Path):
+def test_histories_add_up_to_the_runs_counters(tmp_path: Path):
     run = write_pressure_log(tmp_path / "log")
     counters, told = run.scheduler.counters, all_histories(tmp_path / "log")
     whole = "\n".join(told.values())
@@ -179,7 +179,7 @@ def test_histories_add_up_to_what_the_run_counted(tmp_path: Path):
         assert int(found[2] or 0 if found is not None else 0) == (group.num_cached_tokens or 0)
 
 
-def test_histories_tell_of_every_transfer_that_somebody_waited_for(tmp_path: Path):
+def test_histories_report_every_awaited_transfer(tmp_path: Path):
     run = write_pressure_log(tmp_path / "log")
     told = "\n".join(all_histories(tmp_path / "log").values())
     waited = {int(number) for number in re.findall(r"waits for transfer (\d+), which", told)}
@@ -190,7 +190,7 @@ def test_histories_tell_of_every_transfer_that_somebody_waited_for(tmp_path: Pat
     assert len(waited - ended) <= len(aborted) == 1
 
 
-def test_a_header_without_host_memory_says_so(tmp_path: Path, run_script: Script):
+def test_header_without_host_memory_says_so(tmp_path: Path, run_script: Script):
     write_log(tmp_path / "log", {1: [Admit(request(0, 5))]})
     output = run_script(tmp_path / "log", "--until", 1)
     assert "0 host blocks to swap to, 0 in the host tier\n" in output

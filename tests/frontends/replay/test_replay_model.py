@@ -86,13 +86,13 @@ def with_header(source: Path, target: Path, **changes: object) -> Path:
     return target
 
 
-def test_every_token_of_a_run_is_computed_again(log: Path, run_script):
+def test_every_token_of_run_is_recomputed(log: Path, run_script):
     code, output, _ = run_script(log, "--with-model")
     assert code == 0
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
 
 
-def test_every_token_of_a_run_that_moved_blocks_is_computed_again(log_of_moves: Path, run_script):
+def test_every_token_of_block_moving_run_is_recomputed(log_of_moves: Path, run_script):
     messages = list(read_messages(read_step_log(log_of_moves).messages()))
     for kind in ("swap_out", "swap_in", "store", "load"):
         assert any(getattr(message.plan.block_ops, kind) for message in messages), f"no {kind}"
@@ -101,7 +101,7 @@ def test_every_token_of_a_run_that_moved_blocks_is_computed_again(log_of_moves: 
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
 
 
-def test_every_token_of_a_run_that_was_a_step_ahead_is_computed_again(log_ahead: Path, run_script):
+def test_every_token_of_async_run_is_recomputed(log_ahead: Path, run_script):
     log = read_step_log(log_ahead)
     assert sum(message.plan.num_ahead for message in read_messages(log.messages(), log.header.num_in_flight)) > 50
     code, output, _ = run_script(log_ahead, "--with-model")
@@ -115,7 +115,9 @@ def test_every_token_of_a_run_that_was_a_step_ahead_is_computed_again(log_ahead:
     assert re.search(r"\n  step \d+, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n", output)
 
 
-def test_blocks_that_did_not_move_are_noticed(log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch):
+def test_recomputation_detects_blocks_that_did_not_move(
+    log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch
+):
     """Negative control: what comes back from the host matters."""
     right = CacheEngine.execute
     monkeypatch.setattr(CacheEngine, "execute", lambda self, moves: right(self, replace(moves, swap_in=())))
@@ -125,7 +127,7 @@ def test_blocks_that_did_not_move_are_noticed(log_of_moves: Path, run_script, mo
     assert num_equal < num_all
 
 
-def test_other_weights_give_other_tokens_and_each_is_named_with_its_place(log: Path, tmp_path: Path, run_script):
+def test_other_weights_give_other_tokens_each_named(log: Path, tmp_path: Path, run_script):
     other = with_header(log, tmp_path / "dummy", load_format="dummy")
     code, output, _ = run_script(other, "--with-model")
     assert code == 1
@@ -136,7 +138,7 @@ def test_other_weights_give_other_tokens_and_each_is_named_with_its_place(log: P
     assert num_equal < num_all
 
 
-def test_a_model_that_has_moved_is_named_with_model(log: Path, tmp_path: Path, run_script):
+def test_moved_model_is_given_with_model_option(log: Path, tmp_path: Path, run_script):
     moved = with_header(log, tmp_path / "moved", model_path=str(tmp_path / "gone"))
     code, _, errors = run_script(moved, "--with-model")
     assert code == 2
@@ -144,7 +146,7 @@ def test_a_model_that_has_moved_is_named_with_model(log: Path, tmp_path: Path, r
     assert run_script(moved, "--with-model", "--model", DEMO / "model")[0] == 0
 
 
-def test_tokens_after_new_weights_cannot_be_computed_again_and_those_before_can(tmp_path: Path, run_script):
+def test_tokens_are_recomputed_only_before_new_weights(tmp_path: Path, run_script):
     greedy, weights = SamplingParams(temperature=0, max_tokens=8), load_file(DEMO / "model" / "model.safetensors")
     with LLM(DEMO / "model", num_blocks=64) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
         for _ in range(2):

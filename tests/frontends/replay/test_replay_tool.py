@@ -20,7 +20,7 @@ def run_script(capsys: pytest.CaptureFixture[str]):
     return tool("replay", capsys)
 
 
-def test_the_script_replays_a_log(tmp_path: Path, run_script):
+def test_replay_tool_replays_a_log(tmp_path: Path, run_script):
     run = write_log(tmp_path / "log")
     code, output, _ = run_script(tmp_path / "log")
     assert code == 0
@@ -30,14 +30,14 @@ def test_the_script_replays_a_log(tmp_path: Path, run_script):
     assert "the code has changed since the run" in output
 
 
-def test_the_script_says_where_run_and_replay_part(tmp_path: Path, run_script):
+def test_replay_tool_reports_where_replay_diverges(tmp_path: Path, run_script):
     write_log(tmp_path / "log", plants={2: lambda plan: replace(plan, groups=plan.groups[::-1])})
     code, output, _ = run_script(tmp_path / "log")
     assert code == 1
     assert output.splitlines()[-1].startswith("replay and run part: step 2: groups[0]")
 
 
-def test_the_script_uses_what_is_before_a_torn_tail(tmp_path: Path, run_script):
+def test_replay_tool_uses_log_before_torn_tail(tmp_path: Path, run_script):
     write_log(tmp_path / "log")
     path = tmp_path / "torn"
     path.write_bytes((tmp_path / "log").read_bytes()[:-1])
@@ -48,12 +48,12 @@ def test_the_script_uses_what_is_before_a_torn_tail(tmp_path: Path, run_script):
     assert re.search(r"\nreplayed \d+ steps, digests equal\n$", output)
 
 
-def test_the_script_says_plans_equal_where_the_run_wrote_no_digests(tmp_path: Path, run_script):
+def test_replay_tool_says_plans_equal_without_digests(tmp_path: Path, run_script):
     write_log(tmp_path / "log", has_digests=False)
     assert run_script(tmp_path / "log")[1].endswith("steps, plans equal (the run wrote 0 digests)\n")
 
 
-def test_the_state_after_a_step_is_the_run_s(tmp_path: Path, run_script):
+def test_state_after_step_equals_the_runs(tmp_path: Path, run_script):
     path = tmp_path / "log"
     run = LoggedRun(path)
     events = standard_events()
@@ -74,21 +74,21 @@ def test_the_state_after_a_step_is_the_run_s(tmp_path: Path, run_script):
     assert output.endswith("replayed 12 steps, digests equal\n")
 
 
-def test_a_step_that_the_log_does_not_have_is_refused(tmp_path: Path, run_script):
+def test_step_outside_the_log_is_rejected(tmp_path: Path, run_script):
     run = write_log(tmp_path / "log")
     code, _, errors = run_script(tmp_path / "log", "--until", 1000)
     assert code == 2
     assert f"--until 1000: the log has steps 1 to {len(run.plans)}" in errors
 
 
-def test_the_last_step_of_a_cut_log_is_shown_without_its_ids(tmp_path: Path, run_script):
+def test_last_step_of_cut_log_lacks_its_ids(tmp_path: Path, run_script):
     write_log(tmp_path / "log")
     cut = rewrite(tmp_path / "log", tmp_path / "cut", lambda message: message if message.step <= 12 else None)
     assert "its sampled ids are not in the log" in run_script(cut, "--until", 12)[1]
     assert "its sampled ids are not in the log" not in run_script(cut, "--until", 11)[1]
 
 
-def test_a_row_s_history_tells_every_id_every_preemption_and_the_end(tmp_path: Path, run_script):
+def test_row_history_lists_ids_preemptions_and_end(tmp_path: Path, run_script):
     run = write_log(tmp_path / "log")
     group = next(group for group in run.ended if group.request.request_id == 7)
     code, output, _ = run_script(tmp_path / "log", "--row", "row-7")
@@ -107,21 +107,21 @@ def test_a_row_s_history_tells_every_id_every_preemption_and_the_end(tmp_path: P
     assert words in output
 
 
-def test_the_history_of_an_aborted_row_says_so(tmp_path: Path, run_script):
+def test_history_of_aborted_row_says_so(tmp_path: Path, run_script):
     write_log(tmp_path / "log")
     output = run_script(tmp_path / "log", "--row", 5)[1]
     assert "step         9            abort asked for after this step" in output
     assert re.search(r"step +9  sample 0  ends: abort, \d+ tokens", output)
 
 
-def test_an_unknown_row_is_refused_with_the_ways_to_name_one(tmp_path: Path, run_script):
+def test_unknown_row_is_rejected_with_naming_options(tmp_path: Path, run_script):
     write_log(tmp_path / "log")
     code, _, errors = run_script(tmp_path / "log", "--row", "row-77")
     assert code == 2
     assert "--row row-77: no such request. Give its custom_id, or index:N" in errors
 
 
-def test_the_script_compares_two_logs(tmp_path: Path, run_script):
+def test_replay_tool_compares_two_logs(tmp_path: Path, run_script):
     first, same, other = (tmp_path / name for name in ("first", "same", "other"))
     write_log(first)
     write_log(same, tensor_parallel_size=1)
@@ -135,7 +135,7 @@ def test_the_script_compares_two_logs(tmp_path: Path, run_script):
     assert f"header: num_blocks is 13 in {first}, 20 in {other}\nstep " in output
 
 
-def test_files_that_cannot_be_read_end_with_2_and_one_line(tmp_path: Path, run_script):
+def test_unreadable_files_exit_with_2_and_one_line(tmp_path: Path, run_script):
     (tmp_path / "other").write_text("{}\n")
     for path, words in ((tmp_path / "absent", "No such file"), (tmp_path / "other", "no step log")):
         code, output, errors = run_script(path)
@@ -146,6 +146,6 @@ def test_files_that_cannot_be_read_end_with_2_and_one_line(tmp_path: Path, run_s
 
 
 @pytest.mark.parametrize("arguments", [(), ("a", "--diff", "b", "c"), ("a", "--with-model", "--until", "3")])
-def test_arguments_that_do_not_go_together_are_refused(run_script, arguments):
+def test_conflicting_arguments_are_rejected(run_script, arguments):
     with pytest.raises(SystemExit):
         run_script(*arguments)

@@ -63,7 +63,7 @@ def starts_of_frames(tmp_path: Path) -> list[int]:
     return [write(tmp_path / f"{count}", PAYLOADS[:count]).stat().st_size for count in range(len(PAYLOADS) + 1)]
 
 
-def test_what_was_written_is_read_back_as_often_as_asked_for(tmp_path: Path):
+def test_step_log_reads_back_repeatedly(tmp_path: Path):
     log = read_step_log(write(tmp_path / "log", PAYLOADS))
     assert log.header == HEADER
     assert log.torn_tail is None
@@ -73,22 +73,22 @@ def test_what_was_written_is_read_back_as_often_as_asked_for(tmp_path: Path):
 
 
 @given(st.lists(st.binary(max_size=40)))
-def test_any_payloads_come_back(tmp_path_factory: pytest.TempPathFactory, payloads: list[bytes]):
+def test_any_payloads_round_trip(tmp_path_factory: pytest.TempPathFactory, payloads: list[bytes]):
     log = read_step_log(write(tmp_path_factory.mktemp("any") / "log", payloads))
     assert (list(log.messages()), log.torn_tail) == (payloads, None)
 
 
-def test_a_log_without_messages_is_whole(tmp_path: Path):
+def test_log_without_messages_is_complete(tmp_path: Path):
     log = read_step_log(write(tmp_path / "log", []))
     assert (log.num_messages, log.torn_tail) == (0, None)
 
 
-def test_two_logs_of_the_same_messages_are_the_same_bytes(tmp_path: Path):
+def test_logs_of_same_messages_have_same_bytes(tmp_path: Path):
     first, other = (write(tmp_path / name, PAYLOADS).read_bytes() for name in ("a", "b"))
     assert first == other
 
 
-def test_a_log_cut_anywhere_gives_the_whole_messages_before_the_cut(tmp_path: Path):
+def test_truncated_log_gives_complete_messages_before_cut(tmp_path: Path):
     starts = starts_of_frames(tmp_path)
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     for end in range(starts[0], len(whole) + 1):
@@ -104,7 +104,7 @@ def test_a_log_cut_anywhere_gives_the_whole_messages_before_the_cut(tmp_path: Pa
             assert f"from byte {starts[num_whole]} on" in log.torn_tail
 
 
-def test_a_cut_or_damaged_header_is_refused_at_its_byte(tmp_path: Path):
+def test_damaged_header_is_rejected_at_its_byte(tmp_path: Path):
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     first_message = starts_of_frames(tmp_path)[0]
     path = tmp_path / "log"
@@ -117,7 +117,7 @@ def test_a_cut_or_damaged_header_is_refused_at_its_byte(tmp_path: Path):
         read_step_log(path)
 
 
-def test_an_empty_file_and_another_file_are_refused(tmp_path: Path):
+def test_empty_or_other_file_is_rejected(tmp_path: Path):
     path = tmp_path / "log"
     path.write_bytes(b"")
     with pytest.raises(StepLogError, match="is empty: the run ended before"):
@@ -129,7 +129,7 @@ def test_an_empty_file_and_another_file_are_refused(tmp_path: Path):
         read_step_log(tmp_path / "absent")
 
 
-def test_any_damaged_byte_of_the_last_frame_is_a_torn_tail(tmp_path: Path):
+def test_damaged_byte_of_last_frame_is_torn_tail(tmp_path: Path):
     starts = starts_of_frames(tmp_path)
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     for place in range(starts[-2], len(whole)):
@@ -140,7 +140,7 @@ def test_any_damaged_byte_of_the_last_frame_is_a_torn_tail(tmp_path: Path):
         assert log.torn_tail is not None, place
 
 
-def test_any_damaged_byte_before_a_good_frame_is_an_error_that_names_both_offsets(tmp_path: Path):
+def test_damaged_byte_before_good_frame_names_both_offsets(tmp_path: Path):
     starts = starts_of_frames(tmp_path)
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     for place in range(starts[0], starts[-2]):
@@ -154,7 +154,7 @@ def test_any_damaged_byte_before_a_good_frame_is_an_error_that_names_both_offset
             read_step_log(path)
 
 
-def test_a_tail_of_zeros_as_a_lost_power_leaves_it_is_a_torn_tail(tmp_path: Path):
+def test_tail_of_zeros_is_a_torn_tail(tmp_path: Path):
     path = write(tmp_path / "log", PAYLOADS)
     path.write_bytes(path.read_bytes() + bytes(5000))
     log = read_step_log(path)
@@ -162,7 +162,7 @@ def test_a_tail_of_zeros_as_a_lost_power_leaves_it_is_a_torn_tail(tmp_path: Path
     assert log.torn_tail is not None
 
 
-def test_a_length_that_reaches_over_the_rest_of_the_file_does_not_hide_good_frames(tmp_path: Path):
+def test_excessive_length_does_not_hide_good_frames(tmp_path: Path):
     start = starts_of_frames(tmp_path)[2]
     whole = bytearray(write(tmp_path / "whole", PAYLOADS).read_bytes())
     whole[start + 4 : start + 8] = b"\xff\xff\xff\x7f"
@@ -172,13 +172,13 @@ def test_a_length_that_reaches_over_the_rest_of_the_file_does_not_hide_good_fram
         read_step_log(path)
 
 
-def test_a_payload_that_holds_a_whole_log_is_a_payload(tmp_path: Path):
+def test_payload_holding_a_complete_log_is_a_payload(tmp_path: Path):
     inner = write(tmp_path / "inner", PAYLOADS).read_bytes()
     log = read_step_log(write(tmp_path / "outer", [inner, inner]))
     assert list(log.messages()) == [inner, inner]
 
 
-def test_what_a_killed_writer_had_written_is_there(tmp_path: Path):
+def test_messages_of_killed_writer_are_in_the_log(tmp_path: Path):
     """Each frame is with the operating system when `write` returns: SIGKILL runs no handler and flushes no buffer."""
     script = """
 import os, signal, sys
@@ -197,7 +197,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert (list(log.messages()), log.torn_tail) == (PAYLOADS, None)
 
 
-def test_a_log_that_grows_can_be_read(tmp_path: Path):
+def test_growing_log_can_be_read(tmp_path: Path):
     writer = StepLogWriter(tmp_path / "log", HEADER)
     for count, payload in enumerate(PAYLOADS):
         writer.write(payload)
@@ -206,7 +206,7 @@ def test_a_log_that_grows_can_be_read(tmp_path: Path):
     writer.close()
 
 
-def test_a_full_disk_is_an_oserror_and_not_a_shorter_log(tmp_path: Path):
+def test_full_disk_is_oserror_not_shorter_log(tmp_path: Path):
     # Here, because a script imports this module too.
     from file_limit import file_limit
 
@@ -214,7 +214,7 @@ def test_a_full_disk_is_an_oserror_and_not_a_shorter_log(tmp_path: Path):
         StepLogWriter(tmp_path / "steps.log", HEADER)
 
 
-def test_the_header_goes_through_json_and_back():
+def test_header_round_trips_through_json():
     value = json.loads(json.dumps(header_to_json(HEADER)))
     assert header_from_json(value) == HEADER
     assert header_from_json({**value, "tokenizer": "ab"}) == replace(HEADER, tokenizer="ab")
@@ -222,7 +222,7 @@ def test_the_header_goes_through_json_and_back():
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in fields(StepLogHeader)])
-def test_a_header_with_a_missing_key_or_a_value_of_another_type_is_refused(name: str):
+def test_header_with_missing_or_mistyped_key_is_rejected(name: str):
     value = header_to_json(HEADER)
     with pytest.raises(StepLogError, match="format version" if name == "format_version" else name):
         header_from_json({**value, name: [1.5]})
@@ -231,7 +231,7 @@ def test_a_header_with_a_missing_key_or_a_value_of_another_type_is_refused(name:
         header_from_json(value)
 
 
-def test_unknown_keys_other_versions_and_other_json_are_refused():
+def test_unknown_keys_and_other_versions_are_rejected():
     value = header_to_json(HEADER)
     with pytest.raises(StepLogError, match="header's shoe_size is missing, unknown"):
         header_from_json({**value, "shoe_size": 43})

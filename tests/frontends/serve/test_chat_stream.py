@@ -73,7 +73,7 @@ def streamed_and_whole(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> 
     return chunks, answer_body(served.row, outputs[-1], NAME)
 
 
-def test_a_form_of_the_requests_own_begins_behind_the_reasoning(tmp_path: Path):
+def test_requests_own_grammar_begins_behind_the_reasoning(tmp_path: Path):
     for name, is_behind in (("hermes", False), ("hermes with reasoning", True), ("harmony", True)):
         tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path / name, name))
         form = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}).row.sampling.structured_outputs
@@ -85,7 +85,7 @@ def test_a_form_of_the_requests_own_begins_behind_the_reasoning(tmp_path: Path):
 
 
 @pytest.mark.finding(number="A1")
-def test_texts_reach_a_template_that_walks_over_parts(tmp_path: Path):
+def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path):
     tokenizer = Tokenizer.open(write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"]))
     for text in ("hi", "long " * 90):
         for content in (text, [{"type": "text", "text": text}]):
@@ -99,7 +99,7 @@ def without_usage(body: JSON) -> JSON:
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_MODELS))
-def test_chunks_put_together_are_the_whole_answer(name: str, tmp_path: Path):
+def test_joined_chunks_equal_the_complete_answer(name: str, tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
     call = CHAT_MODELS[name].call
     served = served_row(tokenizer, tools=TOOLS, n=3)
@@ -113,7 +113,7 @@ def test_chunks_put_together_are_the_whole_answer(name: str, tmp_path: Path):
 
 @pytest.mark.finding(number="A3")
 @pytest.mark.parametrize("name", sorted(CHAT_MODELS))
-def test_call_that_quotes_markers_is_streamed_and_whole(name: str, tmp_path: Path):
+def test_call_quoting_markers_is_streamed_and_complete(name: str, tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
     served = served_row(tokenizer, tools=TOOLS)
     arguments = json.dumps({"a": "".join(MARKERS)})
@@ -144,7 +144,7 @@ def test_chunks_of_calls_have_all_ids(tmp_path: Path):
 
 
 @pytest.mark.guarantee("A stream sends a call in one chunk", is_control_inside=True)
-def test_content_before_a_call_is_streamed_and_the_call_is_one_chunk(tmp_path: Path):
+def test_content_is_streamed_and_call_is_one_chunk(tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes"))
     served = served_row(tokenizer, tools=TOOLS)
     call = CHAT_MODELS["hermes"].call
@@ -169,7 +169,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHere]:
 
 
 @pytest.mark.matrix
-def test_requests_with_tools_are_answered_whole_or_streamed_alike(server: ServedHere):
+def test_tool_requests_are_answered_alike_when_streamed(server: ServedHere):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     body: JSON
@@ -192,7 +192,7 @@ def test_requests_with_tools_are_answered_whole_or_streamed_alike(server: Served
 
 
 @pytest.mark.matrix
-def test_what_is_wrong_with_tools_is_a_refusal_of_the_request(server: ServedHere):
+def test_invalid_tools_are_an_error_response(server: ServedHere):
     status, body, _ = server.client.ask(CHAT, {"messages": USER, "tools": [{"type": "function"}]})
     assert status == 400
     assert body["error"]["code"] == "invalid_value"
@@ -202,7 +202,7 @@ def test_what_is_wrong_with_tools_is_a_refusal_of_the_request(server: ServedHere
     assert (status, body["error"]["code"]) == (400, "grammar_refused")
 
 
-def test_special_tokens_are_in_the_text_that_is_read_and_as_they_come(tmp_path: Path):
+def test_marked_text_contains_special_tokens_in_order(tmp_path: Path):
     """A stream reads each token once."""
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "mistral with names"))
     served = served_row(tokenizer, tools=TOOLS)
@@ -219,7 +219,7 @@ def test_special_tokens_are_in_the_text_that_is_read_and_as_they_come(tmp_path: 
         assert fresh.read(cut) == expected
 
 
-def test_a_marker_that_is_spelled_with_other_tokens_is_text_that_a_stop_string_ends(tmp_path: Path):
+def test_marker_from_other_tokens_is_plain_text(tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "mistral with names"))
     served = served_row(tokenizer, tools=TOOLS)
     assert served.row.reader is not None

@@ -76,7 +76,7 @@ STRANGE = {
 
 @pytest.mark.finding(number="D17")
 @pytest.mark.parametrize("name", STRANGE)
-def test_request_that_servers_read_differently_is_refused(client: Client, name: str):
+def test_request_that_servers_read_differently_is_rejected(client: Client, name: str):
     """A second request behind it is not answered."""
     sent, status = STRANGE[name]
     said = exchanged(client.port, sent.encode(), b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -120,7 +120,7 @@ def pieces(data: bytes) -> Iterator[bytes]:
 @pytest.mark.parametrize("post", [by_urllib3, by_urllib])
 @pytest.mark.parametrize("more", [{}, {"Connection": "close"}], ids=["kept", "closed"])
 @pytest.mark.parametrize("has_length", [True, False])
-def test_client_reads_413_of_a_body_beyond_the_limit(
+def test_client_reads_413_of_body_beyond_limit(
     client: Client, post: Callable[..., tuple[int, str]], more: dict[str, str], has_length: bool
 ):
     """A server that closes over what it has not read resets the connection."""
@@ -131,7 +131,7 @@ def test_client_reads_413_of_a_body_beyond_the_limit(
 
 @pytest.mark.finding(number="D3")
 @pytest.mark.parametrize(("path", "key", "status"), [(TEXT, "no", 401), ("/nothing", KEY, 404), ("/health", KEY, 405)])
-def test_client_reads_what_was_said_to_a_long_body(client: Client, path: str, key: str, status: int):
+def test_client_reads_error_response_to_long_body(client: Client, path: str, key: str, status: int):
     headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
     answer = requests.post(f"http://127.0.0.1:{client.port}{path}", data=TOO_LONG, headers=headers, timeout=LIMIT_S)
     assert answer.status_code == status
@@ -146,7 +146,7 @@ def test_openai_client_reads_413(client: Client):
 
 
 @pytest.mark.finding(number="D3")
-def test_client_that_goes_on_sending_is_cut_off(server: ServedHere, monkeypatch: pytest.MonkeyPatch):
+def test_client_that_goes_on_sending_is_disconnected(server: ServedHere, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.client.port), LIMIT_S) as connection:
         head = f"{POST}Connection: close\r\nContent-Length: {1 << 40}\r\n\r\n"
@@ -179,7 +179,7 @@ IDLE = {
 
 @pytest.mark.finding(number="B7")
 @pytest.mark.parametrize("name", IDLE)
-def test_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, name: str):
+def test_idle_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch, name: str):
     """Connections were counted, and at their limit all requests got 503."""
     monkeypatch.setattr(http_server, "MORE_CONNECTIONS", 8)
     with ServedHere(max_queued=4) as server, contextlib.ExitStack() as held:
@@ -192,7 +192,7 @@ def test_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, name:
 
 
 @pytest.mark.finding(number="B7")
-def test_busy_connections_give_way_to_none(monkeypatch: pytest.MonkeyPatch):
+def test_busy_connections_are_kept_despite_idle_ones(monkeypatch: pytest.MonkeyPatch):
     """Those whose requests wait are kept while idle ones come and go."""
     monkeypatch.setattr(http_server, "MORE_CONNECTIONS", 8)
     with ServedHere(max_queued=4) as server, contextlib.ExitStack() as held:
@@ -226,7 +226,7 @@ class ScarceSocket:
 
 
 @pytest.mark.finding(number="B7")
-def test_want_of_descriptors_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_lack_of_descriptors_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """It was said thousands of times a second."""
     monkeypatch.setattr(connections, "_PAUSE_S", 0.01)
     made = connections.Connections.__init__
@@ -258,7 +258,7 @@ WAYS = {
 
 @pytest.mark.finding(number="B2")
 @pytest.mark.parametrize("way", WAYS)
-def test_large_text_is_not_encoded(client: Client, monkeypatch: pytest.MonkeyPatch, way: str):
+def test_long_text_is_not_encoded(client: Client, monkeypatch: pytest.MonkeyPatch, way: str):
     encode = Tokenizer.encode
 
     def short_alone(tokenizer: Tokenizer, text: str, *arguments: Any, **more: Any) -> Any:
@@ -287,7 +287,7 @@ class HeldReader:
 
 
 @pytest.mark.finding(number="B2")
-def test_small_request_does_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch):
+def test_small_request_does_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch):
     reader, body = HeldReader(monkeypatch), {"prompt": "a b " * 30_000}
     with ServedHere(max_queued=8) as server:
         large = [server.client.send(TEXT, body) for _ in range(6)]
@@ -305,7 +305,7 @@ def test_small_request_does_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.finding(number="B2")
-def test_few_large_bodies_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_few_long_bodies_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch):
     reader = HeldReader(monkeypatch)
     monkeypatch.setattr(app, "BODY_S", 1e6)
     data = json.dumps({"prompt": "a b " * 300_000}).encode()
@@ -323,7 +323,7 @@ def test_few_large_bodies_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.finding(number="B2")
-def test_small_conversation_does_not_wait_for_a_large_one():
+def test_small_conversation_does_not_wait_for_long_one():
     """They were rendered in turns."""
     template = IsolatedTemplate("{{ messages[0].content }}", {})
     assert template.render([{"role": "user", "content": "a" * (2 * LARGE_BYTES)}]) == "a" * (2 * LARGE_BYTES)
@@ -335,7 +335,7 @@ def test_small_conversation_does_not_wait_for_a_large_one():
 @pytest.mark.timed
 @pytest.mark.finding(number="B2")
 @pytest.mark.parametrize("way", ["text", "chat"])
-def test_small_request_beside_four_of_15_megabytes(server: ServedHere, way: str):
+def test_small_request_is_fast_during_four_long_ones(server: ServedHere, way: str):
     import time
 
     path, body = WAYS[way]

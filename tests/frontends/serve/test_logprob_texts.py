@@ -123,7 +123,7 @@ def test_echoed_prompt_has_its_tokens_at_their_offsets(client: Client, tmp_path:
 
 
 @pytest.mark.finding(number="A8")
-def test_log_probabilities_of_an_output_have_bytes():
+def test_log_probabilities_of_output_have_bytes():
     params = SamplingParams(**DRAWN, seed=3, logprobs=2, prompt_logprobs=1)
     with LLM(MODEL, num_blocks=64) as llm:
         (output,) = llm.generate(["add 😀 é ="], params, use_tqdm=False)
@@ -138,7 +138,7 @@ def test_log_probabilities_of_an_output_have_bytes():
 
 
 @pytest.mark.finding(number="A8")
-def test_check_sees_what_a_stop_string_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_logprob_check_detects_text_behind_stop_string(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The negative control."""
     body: dict[str, Any] = {"messages": USER, **DRAWN, "logprobs": True, "stop": [str(i) for i in range(10)]}
     (whole,) = answers_of_job(tmp_path, MODEL, [openai_row("x", CHAT, body)])

@@ -76,7 +76,7 @@ def name_of(index: int) -> dict[str, str]:
 
 
 @pytest.mark.guarantee("Server: a job's answers; who leaves frees blocks")
-def test_requests_at_once_get_what_a_job_writes_bit_for_bit(client: Client, expected: list[JSON]):
+def test_concurrent_requests_equal_job_bit_for_bit(client: Client, expected: list[JSON]):
     def whole(index: int) -> JSON:
         status, body, headers = client.ask(*REQUESTS[index], name_of(index))
         assert status == 200, body
@@ -86,7 +86,7 @@ def test_requests_at_once_get_what_a_job_writes_bit_for_bit(client: Client, expe
     assert ask_all(client, whole, list(range(len(REQUESTS)))) == expected
 
 
-def test_streams_put_together_are_the_same(client: Client, expected: list[JSON]):
+def test_joined_streams_equal_complete_answers(client: Client, expected: list[JSON]):
     indices = [index for index, (_, body) in enumerate(REQUESTS) if not any(key in body for key in CANNOT_STREAM)]
 
     def streamed(index: int) -> JSON:
@@ -113,7 +113,7 @@ def answers_before_and_after_others(client: Client) -> list[Any]:
 
 
 @pytest.mark.guarantee("A request without a seed draws by its content")
-def test_a_request_without_a_seed_draws_by_its_content_and_not_by_when_it_came(client: Client):
+def test_unseeded_request_samples_by_content_not_arrival(client: Client):
     first, again = answers_before_and_after_others(client)
     assert first == again
     assert client.ask(TEXT, {**DRAWN, "prompt": "copy a c ="})[1]["choices"] != first
@@ -122,9 +122,7 @@ def test_a_request_without_a_seed_draws_by_its_content_and_not_by_when_it_came(c
 
 
 @pytest.mark.control("A request without a seed draws by its content")
-def test_the_comparison_sees_numbers_that_are_drawn_by_the_order_of_requests(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-):
+def test_comparison_detects_samples_by_request_order(client: Client, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     order = count()
     monkeypatch.setattr(request_reader, "content_name", lambda url, body: f"request {next(order)}")
@@ -161,9 +159,7 @@ def check_error(found: tuple[int, JSON, Any], status: int, code: str, words: str
 
 
 @pytest.mark.parametrize(("body", "status", "code", "words"), REFUSED, ids=lambda value: str(value)[:40])
-def test_a_request_that_cannot_run_is_an_error_in_openais_shape(
-    client: Client, body: Any, status: int, code: str, words: str
-):
+def test_invalid_request_is_error_in_openai_shape(client: Client, body: Any, status: int, code: str, words: str):
     check_error(client.ask(TEXT, body), status, code, words)
 
 
@@ -178,7 +174,7 @@ def test_samples_beyond_max_num_seqs_are_answered(client: Client):
     assert len({choice["text"] for choice in many[1]["choices"]}) > 1
 
 
-def test_what_is_not_here_says_so(client: Client, server: ServedHere):
+def test_unsupported_path_is_reported(client: Client, server: ServedHere):
     check_error(client.ask("/v1/embeddings", {"input": "a"}), 400, "wrong_runner", "set model.runner=pooling")
     nothing = client.ask("/v1/nothing", {})
     check_error(nothing, 404, "not_found", "POST /v1/nothing: no such path: use one of")
@@ -192,7 +188,7 @@ def test_what_is_not_here_says_so(client: Client, server: ServedHere):
 
 
 @pytest.mark.guarantee("The server: nothing is told without the key")
-def test_without_the_key_nothing_is_told_but_that_the_server_lives(client: Client):
+def test_server_reveals_only_liveness_without_the_key(client: Client):
     for key in (None, "", KEY + "x", KEY[:-1]):
         stranger = Client(client.port, key)
         for path in (TEXT, "/v1/models", "/metrics", "/nothing"):
@@ -217,9 +213,7 @@ LENIENT: dict[str, Callable[[bytes, str], bool]] = {
 
 @pytest.mark.control("The server: nothing is told without the key")
 @pytest.mark.parametrize("server_that", LENIENT)
-def test_the_test_of_the_key_sees_a_server_that(
-    client: Client, monkeypatch: pytest.MonkeyPatch, server_that: str, control
-):
+def test_key_test_detects_lenient_server(client: Client, monkeypatch: pytest.MonkeyPatch, server_that: str, control):
     """Negative control."""
 
     def has_key(_: ServerApp, scope: Scope) -> bool:
@@ -227,12 +221,10 @@ def test_the_test_of_the_key_sees_a_server_that(
 
     monkeypatch.setattr(ServerApp, "_has_key", has_key)
     with control("== 401"):
-        test_without_the_key_nothing_is_told_but_that_the_server_lives(client)
+        test_server_reveals_only_liveness_without_the_key(client)
 
 
-def test_a_body_or_a_header_that_is_too_large_is_refused_before_it_is_all_read(
-    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_long_body_or_header_is_rejected_early(client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch):
     with socket.create_connection(("127.0.0.1", client.port), LIMIT_S) as connection:
         connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX: {'a' * 40_000}\r\n".encode())
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
@@ -241,9 +233,7 @@ def test_a_body_or_a_header_that_is_too_large_is_refused_before_it_is_all_read(
     wait_until(lambda: server.exchange.num_sequences == 0)
 
 
-def test_a_body_that_does_not_come_gives_its_place_back(
-    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
-):
+def test_body_that_never_comes_frees_its_slot(client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "BODY_S", 0.05)
     with socket.create_connection(("127.0.0.1", client.port), LIMIT_S) as connection:
         head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n"
@@ -261,7 +251,7 @@ def ask_while_steps_are_held(pool: ThreadPoolExecutor, server: ServedHere) -> Fu
 
 
 @pytest.mark.guarantee("The server: 429 where too many wait")
-def test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client: Client, server: ServedHere):
+def test_excess_waiting_requests_get_429(client: Client, server: ServedHere):
     server.allow(0)
     with ThreadPoolExecutor(1) as pool:
         try:
@@ -284,7 +274,7 @@ def test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(cli
 
 
 @pytest.mark.control("The server: 429 where too many wait")
-def test_the_test_of_429_sees_a_server_that_lets_more_wait(
+def test_excess_test_detects_server_queueing_more(
     client: Client,
     server: ServedHere,
     monkeypatch: pytest.MonkeyPatch,
@@ -293,11 +283,11 @@ def test_the_test_of_429_sees_a_server_that_lets_more_wait(
     """Negative control."""
     monkeypatch.setattr(server.exchange, "most_sequences", 17)
     with control("200 == 429"):
-        test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client, server)
+        test_excess_waiting_requests_get_429(client, server)
 
 
 @pytest.mark.control("The server: 429 where too many wait")
-def test_the_test_of_429_sees_a_request_that_is_refused_and_keeps_its_place(
+def test_excess_test_detects_rejected_request_keeping_its_slot(
     client: Client,
     server: ServedHere,
     monkeypatch: pytest.MonkeyPatch,
@@ -316,7 +306,7 @@ def test_the_test_of_429_sees_a_request_that_is_refused_and_keeps_its_place(
     monkeypatch.setattr(RequestExchange, "reserve", reserve_all_the_same)
     try:
         with control("17 sequences are not answered yet"):
-            test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client, server)
+            test_excess_waiting_requests_get_429(client, server)
         wait_until(lambda: server.exchange.num_sequences == 1)
     finally:
         server.exchange.free(1)
@@ -340,7 +330,7 @@ def used_blocks_after_a_client_left(client: Client, server: ServedHere, *, is_st
 
 @pytest.mark.guarantee("Server: a job's answers; who leaves frees blocks")
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_leaves_frees_its_blocks(client: Client, server: ServedHere, is_streamed: bool):
+def test_leaving_client_frees_its_blocks(client: Client, server: ServedHere, is_streamed: bool):
     before, after = used_blocks_after_a_client_left(client, server, is_streamed=is_streamed)
     assert before > 0
     assert after == 0
@@ -348,7 +338,7 @@ def test_a_client_that_leaves_frees_its_blocks(client: Client, server: ServedHer
 
 
 @pytest.mark.control("Server: a job's answers; who leaves frees blocks")
-def test_the_count_sees_a_server_that_does_not_abort(
+def test_block_count_detects_server_that_never_aborts(
     client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
 ):
     """Negative control."""
@@ -380,14 +370,14 @@ def leave_unread(until: Callable[[ServedHere], object]) -> tuple[int, float]:
 
 
 @pytest.mark.guarantee("The server: who does not read is cut off")
-def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up():
+def test_stalled_reader_is_disconnected_and_blocks_no_one():
     # Its places are free, though it is still there.
     found = leave_unread(lambda server: server.exchange.num_sequences == 0 and server.num_used_blocks == 0)
     assert found == (0, 1)
 
 
 @pytest.mark.control("The server: who does not read is cut off")
-def test_a_server_that_cuts_nobody_off_keeps_the_places_of_a_reader_that_does_not_read(
+def test_stalled_reader_keeps_its_slots_without_disconnection(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Negative control: neither the server nor the kernel ends a connection when the reader's time is up."""
@@ -407,7 +397,7 @@ def test_a_server_that_cuts_nobody_off_keeps_the_places_of_a_reader_that_does_no
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half a header"])
-def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
+def test_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
     monkeypatch.setattr(http_protocol, "HEADER_S", 0.2)
     with ServedHere(max_queued=4) as server, socket.create_connection(("127.0.0.1", server.client.port), 60) as silent:
         silent.sendall(sent)
@@ -417,14 +407,14 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
         assert server.client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
 
 
-def test_the_first_chunk_of_a_choice_says_whose_it_is_though_its_first_token_has_no_text(client: Client):
+def test_first_chunk_has_role_despite_empty_text(client: Client):
     body = {"messages": USER, "max_tokens": 8, "temperature": 0, "stop": ["no such text"]}
     chunks = client.stream(CHAT, body)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
 
 
-def test_an_idle_engine_takes_a_step_when_a_worker_has_ended(server: ServedHere):
+def test_idle_engine_steps_when_a_worker_has_ended(server: ServedHere):
     server.allow(1)
     server.engine.executor._failure_callbacks[-1]()
     server.wait_for_steps()
@@ -432,7 +422,7 @@ def test_an_idle_engine_takes_a_step_when_a_worker_has_ended(server: ServedHere)
 
 
 @pytest.mark.parametrize(("words", "said"), [(("planted",), "planted"), ((), "RuntimeError")])
-def test_an_engine_that_fails_answers_what_is_open_with_an_error(words: tuple[str, ...], said: str):
+def test_failed_engine_answers_open_requests_with_error(words: tuple[str, ...], said: str):
     with ServedHere(max_queued=4) as server, ThreadPoolExecutor(2) as pool:
         server.allow(0)
         whole = pool.submit(server.client.ask, TEXT, LONG)
@@ -455,7 +445,7 @@ def test_an_engine_that_fails_answers_what_is_open_with_an_error(words: tuple[st
             assert server.client.ask(TEXT, LONG)[0] == 503
 
 
-def test_a_server_whose_thread_ends_by_itself_says_so():
+def test_server_says_so_when_its_thread_ended():
     """As soon as it tells that it has ended, while it is still alive, and later."""
     bound, said = bind("127.0.0.1", 0), list[str]()
 
@@ -478,7 +468,7 @@ def is_of_a_server(thread: threading.Thread) -> bool:
 
 
 @pytest.mark.guarantee("The server: at its end it answers what it has")
-def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
+def test_ending_server_answers_open_requests_and_accepts_none():
     threads = threading.enumerate()
     with ServedHere(max_queued=4, drain_s=100) as server:
         server.allow(1)
@@ -503,7 +493,7 @@ def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
 
 
 @pytest.mark.control("The server: at its end it answers what it has")
-def test_the_test_of_the_end_sees_a_server_that_takes_more(monkeypatch: pytest.MonkeyPatch, control):
+def test_end_test_detects_server_accepting_more(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
 
     def not_ending(method: Callable[..., None]) -> Callable[..., None]:
@@ -518,19 +508,19 @@ def test_the_test_of_the_end_sees_a_server_that_takes_more(monkeypatch: pytest.M
     for name in ("reserve", "submit"):
         monkeypatch.setattr(RequestExchange, name, not_ending(getattr(RequestExchange, name)))
     with control("200 == 503"):
-        test_a_server_that_ends_answers_what_it_has_and_takes_no_more()
+        test_ending_server_answers_open_requests_and_accepts_none()
 
 
 @pytest.mark.control("The server: at its end it answers what it has")
-def test_the_test_of_the_end_sees_a_server_that_does_not_answer_what_it_has(monkeypatch: pytest.MonkeyPatch, control):
+def test_end_test_detects_server_dropping_open_requests(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
     make = EngineLoop.__init__
     monkeypatch.setattr(EngineLoop, "__init__", lambda loop, engine, exchange, drain_s: make(loop, engine, exchange, 0))
     with control("503 == 200"):
-        test_a_server_that_ends_answers_what_it_has_and_takes_no_more()
+        test_ending_server_answers_open_requests_and_accepts_none()
 
 
-def test_a_server_whose_time_is_up_gives_requests_an_error():
+def test_ending_server_gives_error_when_time_is_up():
     with ServedHere(max_queued=4, drain_s=0) as server:
         server.allow(1)
         connection = server.client.send(TEXT, {**LONG, "stream": True})
@@ -556,16 +546,14 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), ALONE, ids=[" ".join(each) for each, _ in ALONE])
-def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+def test_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
     assert command.main(arguments, {}) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
 
 
-def test_help_has_the_options_and_the_keys_and_a_port_that_is_taken_is_said_at_once(
-    capsys: pytest.CaptureFixture[str], server: ServedHere
-):
+def test_help_lists_options_and_busy_port_is_reported(capsys: pytest.CaptureFixture[str], server: ServedHere):
     assert command.main(["--help", "--port", "77"], {}) == 0
     text = capsys.readouterr().out
     assert "usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE..." in text

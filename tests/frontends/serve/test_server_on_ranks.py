@@ -87,7 +87,8 @@ async def cut_one_off(server: ServedRanks) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_64_streams_at_once_are_what_a_job_writes_and_one_that_is_cut_off_frees_its_blocks(tmp_path: Path, layout: str):
+def test_concurrent_streams_equal_job_and_cut_frees_blocks(tmp_path: Path, layout: str):
+    """64 streams at once, one of which is cut off."""
     expected = expected_bodies(tmp_path, LAYOUTS[layout])
     with served_ranks(tmp_path, 2, LAYOUTS[layout]) as server:
         found = asyncio.run(ask_all(server))
@@ -123,7 +124,7 @@ def end_well(server: ServedRanks, number: int) -> None:
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_an_idle_server_outlives_the_patience_of_its_ranks(tmp_path: Path):
+def test_idle_server_outlives_the_timeout_of_its_ranks(tmp_path: Path):
     with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=3") as server:
         time.sleep(12)
         assert server.client.ask("/v1/completions", {"prompt": "add 1 2 =", "max_tokens": 2})[0] == 200
@@ -134,13 +135,13 @@ def test_an_idle_server_outlives_the_patience_of_its_ranks(tmp_path: Path):
 @pytest.mark.stress
 @pytest.mark.timed
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_a_rank_that_is_killed_ends_all_within_ten_seconds(tmp_path: Path, is_idle: bool):
+def test_killed_rank_ends_all_within_ten_seconds(tmp_path: Path, is_idle: bool):
     assert kill_a_rank(tmp_path, is_idle=is_idle) < 10
 
 
 @pytest.mark.guarantee("The server on ranks: a killed rank ends all, with its name")
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, is_idle: bool):
+def test_killed_rank_ends_all_with_its_name(tmp_path: Path, is_idle: bool):
     kill_a_rank(tmp_path, is_idle=is_idle)
 
 
@@ -154,7 +155,7 @@ sys.exit(main())
 
 
 @pytest.mark.control("The server on ranks: a killed rank ends all, with its name")
-def test_the_test_sees_ranks_that_end_and_say_nothing(tmp_path: Path):
+def test_name_test_detects_ranks_that_end_silently(tmp_path: Path):
     """Negative control."""
     (tmp_path / "silent.py").write_text(SILENT)
     with pytest.raises(AssertionError, match=r"rank 1 is \(gone\|silent\)"):

@@ -56,7 +56,7 @@ def answers(server: ServedHere) -> list[dict[str, Any]]:
 
 
 @pytest.mark.guarantee("/v1/embeddings, score, rerank: a job's numbers")
-def test_requests_at_once_get_what_a_job_writes(server: ServedHere, expected: list[dict[str, Any]]) -> None:
+def test_concurrent_pooling_requests_equal_job(server: ServedHere, expected: list[dict[str, Any]]) -> None:
     found = answers(server)
     assert [without_names(body) for body in found] == expected
     own = server.client.ask("/v1/models", method="GET")[1]["data"][0]["id"]
@@ -66,7 +66,7 @@ def test_requests_at_once_get_what_a_job_writes(server: ServedHere, expected: li
 
 
 @pytest.mark.control("/v1/embeddings, score, rerank: a job's numbers")
-def test_the_comparison_sees_texts_in_another_order(
+def test_comparison_detects_texts_in_another_order(
     server: ServedHere, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
@@ -76,7 +76,7 @@ def test_the_comparison_sees_texts_in_another_order(
     assert [one == other for one, other in zip(found, expected)] == [True, False, False, True, True]
 
 
-def test_openais_client_takes_vectors(server: ServedHere) -> None:
+def test_openai_client_accepts_vectors(server: ServedHere) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.client.port}/v1", api_key=KEY, max_retries=0) as client:
         # It asks for base64 by itself.
         found = client.embeddings.create(model="m", input=TEXTS)
@@ -96,7 +96,7 @@ def test_openais_client_takes_vectors(server: ServedHere) -> None:
         ("/v1/embeddings", {"input": [[4000]]}, "token_out_of_vocabulary", "4000"),
     ],
 )
-def test_what_cannot_be_answered_is_said(
+def test_unanswerable_request_is_reported(
     server: ServedHere, url: str, body: dict[str, Any], code: str, words: str
 ) -> None:
     status, found, _ = server.client.ask(url, body)
@@ -104,7 +104,7 @@ def test_what_cannot_be_answered_is_said(
     assert words in found["error"]["message"]
 
 
-def test_a_client_that_leaves_frees_the_places_of_all_its_texts(server: ServedHere) -> None:
+def test_leaving_client_frees_slots_of_its_texts(server: ServedHere) -> None:
     server.allow(0)
     try:
         connection = server.client.send("/v1/embeddings", {"input": TEXTS * 4})
@@ -116,14 +116,14 @@ def test_a_client_that_leaves_frees_the_places_of_all_its_texts(server: ServedHe
     assert server.client.ask("/v1/embeddings", {"input": TEXTS * 4})[0] == 200
 
 
-def test_a_generating_server_says_which_runner_has_vectors() -> None:
+def test_generating_server_says_which_runner_has_vectors() -> None:
     with ServedHere(max_queued=4) as served:
         status, found, _ = served.client.ask("/v1/embeddings", {"input": "a"})
     assert (status, found["error"]["code"]) == (400, "wrong_runner")
     assert "model.runner=pooling" in found["error"]["message"]
 
 
-def test_a_server_that_ends_fails_what_is_open(tmp_path: Path) -> None:
+def test_ending_server_fails_open_requests(tmp_path: Path) -> None:
     with ServedHere(model=pooling_folder("last"), max_queued=4, drain_s=0) as served, ThreadPoolExecutor(1) as pool:
         served.allow(0)
         found = pool.submit(served.client.ask, "/v1/embeddings", {"input": TEXTS})

@@ -112,7 +112,7 @@ def test_openai_client_takes_several_prompts(asked: openai.OpenAI):
 
 
 @pytest.mark.finding(number="D3")
-def test_one_wrong_prompt_of_several_is_named(client: Client):
+def test_wrong_prompt_among_several_is_named(client: Client):
     for prompts, words in (
         (["a", ""], "prompt[1]: prompt is empty"),
         (["a", "b " * 300], "prompt[1]: the prompt has 600 tokens"),
@@ -130,7 +130,7 @@ def test_one_wrong_prompt_of_several_is_named(client: Client):
 
 @pytest.mark.finding(number="D3")
 @pytest.mark.parametrize("more", [{}, {"echo": True}], ids=["plain", "echo"])
-def test_prompt_logprobs_of_several_prompts_are_all_there(client: Client, more: JSON):
+def test_prompt_logprobs_of_several_prompts_are_complete(client: Client, more: JSON):
     body = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 1, **more}
     alone = [client.ask(TEXT, {**body, "prompt": each})[1]["prompt_logprobs"] for each in PROMPTS]
     assert client.ask(TEXT, {**body, "prompt": PROMPTS})[1]["prompt_logprobs"] == alone
@@ -179,7 +179,7 @@ def test_echo_puts_the_prompt_before_its_completion(
 
 
 @pytest.mark.finding(number="D3")
-def test_answers_have_the_ids_that_were_asked_for(client: Client, oracle: Any, tmp_path: Any):
+def test_answers_have_the_requested_ids(client: Client, oracle: Any, tmp_path: Any):
     text = {"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
     chat = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 5, "temperature": 0}
     chat |= {"return_token_ids": True}
@@ -208,7 +208,7 @@ def test_answers_have_the_ids_that_were_asked_for(client: Client, oracle: Any, t
 @pytest.mark.finding(number="D3")
 @pytest.mark.parametrize("text", ["add 1 2 =", "é你😀  \n", "a"])
 @pytest.mark.parametrize("adds", [None, True, False])
-def test_tokenize_is_transformers(client: Client, oracle: Any, text: str, adds: bool | None):
+def test_tokenize_equals_transformers(client: Client, oracle: Any, text: str, adds: bool | None):
     more = {} if adds is None else {"add_special_tokens": adds}
     status, body, _ = client.ask("/tokenize", {"model": "m", "prompt": text, "return_token_strs": True, **more})
     expected = oracle.encode(text, add_special_tokens=adds is not False)
@@ -227,7 +227,7 @@ def test_tokenize_is_transformers(client: Client, oracle: Any, text: str, adds: 
 
 @pytest.mark.finding(number="D3")
 @pytest.mark.parametrize("generates", [True, False])
-def test_tokenize_of_a_conversation_is_transformers(client: Client, oracle: Any, generates: bool):
+def test_tokenize_of_conversation_equals_transformers(client: Client, oracle: Any, generates: bool):
     messages = [{"role": "system", "content": "sums"}, {"role": "user", "content": "add 1 2 ="}]
     body = {"messages": messages, "add_generation_prompt": generates}
     rendered = oracle.apply_chat_template(messages, add_generation_prompt=generates, tokenize=False)
@@ -235,7 +235,7 @@ def test_tokenize_of_a_conversation_is_transformers(client: Client, oracle: Any,
 
 
 @pytest.mark.finding(number="D3")
-def test_wrong_bodies_for_tokens_are_said(client: Client):
+def test_wrong_tokenize_bodies_are_rejected(client: Client):
     for path, body, code in (
         ("/tokenize", {}, "missing_prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "conflicting_prompts"),
@@ -259,7 +259,7 @@ def test_wrong_bodies_for_tokens_are_said(client: Client):
 
 
 @pytest.mark.finding(number="D3")
-def test_paths_have_vllms_names_and_others_are_404(client: Client, asked: openai.OpenAI):
+def test_paths_have_vllm_names_and_others_are_404(client: Client, asked: openai.OpenAI):
     assert client.ask("/version", method="GET")[1] == {"version": version()}
     for method in ("GET", "POST"):
         assert Client(client.port, None).ask("/ping", method=method)[:2] == (200, {"status": "ok"})
@@ -311,7 +311,7 @@ def test_scores_answer_under_all_their_names(tmp_path: Any):
 @pytest.mark.parametrize(
     "prompt", ["add 1 2 =", pytest.param([10, 11, 12], marks=pytest.mark.matrix)], ids=["text", "ids"]
 )
-def test_completion_keeps_to_its_form(client: Client, tmp_path: Any, way: str, form: JSON, prompt: Any):
+def test_completion_keeps_to_its_format(client: Client, tmp_path: Any, way: str, form: JSON, prompt: Any):
     body = {"prompt": prompt, "max_tokens": 60, "temperature": 1.0, "seed": 2, **form}
     if way == "row":
         (answer,) = answers_of_job(tmp_path, MODEL, [openai_row("a", TEXT, body)])
@@ -333,7 +333,7 @@ def test_completion_keeps_to_its_form(client: Client, tmp_path: Any, way: str, f
 
 
 @pytest.mark.finding(number="D15")
-def test_response_format_of_a_completion_is_that_of_structured_outputs(client: Client):
+def test_response_format_of_completion_equals_structured_outputs(client: Client):
     body = {"prompt": "add 1 2 =", "max_tokens": 60, "temperature": 1.0, "seed": 4}
     found = [
         client.ask(TEXT, {**body, **form})[1]["choices"]
@@ -345,7 +345,7 @@ def test_response_format_of_a_completion_is_that_of_structured_outputs(client: C
 
 
 @pytest.mark.finding(number="D15")
-def test_wrong_format_of_a_completion_is_named(client: Client):
+def test_wrong_format_of_completion_is_named(client: Client):
     for value, words in (
         ({"type": "xml"}, "must be an object with type text, json_object, json_schema"),
         ({"type": "json_schema"}, "response_format.json_schema=None must be an object"),

@@ -47,14 +47,14 @@ def status(rank: int, failure: Failure | None = None, **changes) -> RankStatus:
     return RankStatus(rank, RankHeartbeat(rank, "node", 1, 1, 1, 812, "execute", failure=failure), 0.3, **changes)
 
 
-def test_a_run_that_ended_well(doctor, run_dir: Path):
+def test_successful_run_is_reported(doctor, run_dir: Path):
     (run_dir / "metrics.json").write_text(json.dumps(METRICS))
     code, out, err = doctor(run_dir)
     assert (code, err) == (0, "")
     assert out == "The run ended well: 7 rows, 2 of them error rows.\nError rows by code: 2 invalid_json.\n"
 
 
-def test_an_exception_is_reported_with_rank_status_advice_and_traceback(doctor, run_dir: Path):
+def test_exception_is_reported_with_status_advice_and_traceback(doctor, run_dir: Path):
     boom = Failure(FailureKind.PRIMARY, "rank 1 raised ValueError at step 812: boom", order=1)
     secondary = Failure(FailureKind.SECONDARY, "rank 0 raised RuntimeError at step 812: gloo", order=2)
     statuses = [status(0, secondary), status(1, boom)]
@@ -103,7 +103,7 @@ def test_each_end_has_its_advice(doctor, run_dir: Path, name: str):
 
 @pytest.mark.control("spmd-worker-doctor gives each end its advice")
 @pytest.mark.parametrize("name", ENDS)
-def test_the_test_sees_the_advice_of_another_end(
+def test_advice_test_detects_advice_of_another_end(
     doctor, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, control
 ):
     """Negative control."""
@@ -114,22 +114,20 @@ def test_the_test_sees_the_advice_of_another_end(
 
 
 @pytest.mark.parametrize("name", ["all signalled", "full disk"])
-def test_the_test_sees_advice_that_fits_and_is_not_the_first(
-    doctor, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_advice_test_detects_later_matching_advice(doctor, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     """Negative control."""
     monkeypatch.setattr("spmd_worker.frontends.tools.doctor.ADVICE", ADVICE[::-1])
     with pytest.raises(AssertionError, match="What to do: "):
         test_each_end_has_its_advice(doctor, run_dir, name)
 
 
-def test_the_record_of_whoever_knew_first_counts(doctor, run_dir: Path):
+def test_earliest_record_counts(doctor, run_dir: Path):
     write_record(run_dir, record_of(0, [status(0), status(1, is_gone=True)], 1000.0))
     write_record(run_dir, record_of(2, [status(0, is_gone=True), status(2)], 1002.0))
     assert "To blame: rank 1 is gone" in doctor(run_dir)[1]
 
 
-def test_records_without_a_diagnosis_still_give_the_rank_status(doctor, run_dir: Path):
+def test_records_without_diagnosis_still_give_rank_status(doctor, run_dir: Path):
     write_record(run_dir, ErrorRecord(0, 1000.0, (status(0), RankStatus(1, None)), None))
     code, out, _ = doctor(run_dir)
     assert code == 1
@@ -137,7 +135,7 @@ def test_records_without_a_diagnosis_still_give_the_rank_status(doctor, run_dir:
     assert "To blame" not in out
 
 
-def test_a_run_that_was_killed_as_a_whole(doctor, run_dir: Path):
+def test_killed_run_is_reported_with_its_last_step(doctor, run_dir: Path):
     age(run_dir / STEP_STATS_NAME, 3600)
     code, out, _ = doctor(run_dir)
     assert code == 1
@@ -146,19 +144,19 @@ def test_a_run_that_was_killed_as_a_whole(doctor, run_dir: Path):
     )
 
 
-def test_a_run_under_way_is_not_called_dead(doctor, run_dir: Path):
+def test_running_run_is_not_called_dead(doctor, run_dir: Path):
     code, out, _ = doctor(run_dir)
     assert code == 1
     assert "It may be running still." in out
 
 
-def test_metrics_of_an_earlier_run_do_not_vouch_for_this_one(doctor, run_dir: Path):
+def test_metrics_of_earlier_run_do_not_count(doctor, run_dir: Path):
     (run_dir / "metrics.json").write_text(json.dumps(METRICS))
     age(run_dir / "metrics.json", 60)
     assert doctor(run_dir)[0] == 1
 
 
-def test_ranks_that_diverged_left_their_last_steps(doctor, run_dir: Path):
+def test_diverged_ranks_are_reported_by_their_records(doctor, run_dir: Path):
     (run_dir / "records.rank1.log").write_bytes(b"")
     code, out, _ = doctor(run_dir)
     assert code == 1
@@ -166,7 +164,7 @@ def test_ranks_that_diverged_left_their_last_steps(doctor, run_dir: Path):
     assert "python -m spmd_worker.tools.replay --diff A B: " in out
 
 
-def test_what_cannot_be_told_exits_with_2(doctor, tmp_path: Path, run_dir: Path):
+def test_unreadable_run_exits_with_2(doctor, tmp_path: Path, run_dir: Path):
     assert doctor(tmp_path / "nosuch")[0] == 2
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -179,7 +177,7 @@ def test_what_cannot_be_told_exits_with_2(doctor, tmp_path: Path, run_dir: Path)
     assert "error.rank0.json: not an error record" in err
 
 
-def test_a_record_survives_its_way(run_dir: Path):
+def test_error_record_round_trips(run_dir: Path):
     record = record_of(1, [status(0), status(1, STALLED)], 12.5, "trace")
     write_record(run_dir, record)
     value = json.loads((run_dir / "error.rank1.json").read_text())

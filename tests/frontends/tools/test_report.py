@@ -31,7 +31,7 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_page_and_timeline_are_written_into_the_run_directory(report, run_dir: Path):
+def test_page_and_timeline_are_written_into_run_directory(report, run_dir: Path):
     code, out, err = report(run_dir)
     assert (code, err) == (0, "")
     assert "<h1>Run night</h1>" in (run_dir / "report.html").read_text(encoding="utf-8")
@@ -45,9 +45,7 @@ def test_page_and_timeline_are_written_into_the_run_directory(report, run_dir: P
     assert "7 rows (no error rows)" in out
 
 
-def test_without_matplotlib_there_are_tables_and_how_to_have_charts(
-    report, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_page_has_tables_and_hint_without_matplotlib(report, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     report(run_dir)
     assert "<svg " in (run_dir / "report.html").read_text(encoding="utf-8")
     for name in ("matplotlib", "matplotlib.figure"):
@@ -62,7 +60,7 @@ def test_without_matplotlib_there_are_tables_and_how_to_have_charts(
     assert "pip install &#x27;spmd-worker[report]&#x27;" in page
 
 
-def test_the_last_line_is_a_json_object(report, run_dir: Path):
+def test_last_line_is_a_json_object(report, run_dir: Path):
     _, out, _ = report(run_dir)
     assert json.loads(out.splitlines()[-1]) == {
         "report": str(run_dir / "report.html"),
@@ -79,14 +77,14 @@ def test_the_last_line_is_a_json_object(report, run_dir: Path):
     }
 
 
-def test_another_place_for_the_page_is_the_timelines_too(report, run_dir: Path, tmp_path: Path):
+def test_page_and_timeline_share_the_output_folder(report, run_dir: Path, tmp_path: Path):
     code, _, _ = report(run_dir, "--output", tmp_path / "night.html")
     assert code == 0
     assert {path.name for path in tmp_path.glob("*.*")} == {"night.html", "timeline.json"}
     assert {path.name for path in run_dir.iterdir()} == {"steps.csv", "metrics.json"}
 
 
-def test_a_killed_run_is_reported_up_to_its_last_whole_line(report, run_dir: Path):
+def test_killed_run_is_reported_to_last_complete_line(report, run_dir: Path):
     (run_dir / "metrics.json").unlink()
     steps = run_dir / STEP_STATS_NAME
     steps.write_bytes(steps.read_bytes()[:-5])
@@ -96,7 +94,7 @@ def test_a_killed_run_is_reported_up_to_its_last_whole_line(report, run_dir: Pat
     assert json.loads(out.splitlines()[-1])["num_steps"] == 2
 
 
-def test_a_run_killed_before_its_first_step_is_reported(report, run_dir: Path):
+def test_run_killed_before_first_step_is_reported(report, run_dir: Path):
     (run_dir / STEP_STATS_NAME).write_bytes(b"")
     code, out, _ = report(run_dir)
     assert code == 0
@@ -104,7 +102,7 @@ def test_a_run_killed_before_its_first_step_is_reported(report, run_dir: Path):
     assert "steps.csv holds no step" in (run_dir / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_folder_that_is_not_there_is_named(report, tmp_path: Path):
+def test_missing_folder_is_named(report, tmp_path: Path):
     code, out, err = report(tmp_path / "nothing")
     assert (code, out) == (2, "")
     assert err == (
@@ -112,13 +110,13 @@ def test_a_folder_that_is_not_there_is_named(report, tmp_path: Path):
     )
 
 
-def test_a_file_instead_of_its_folder_is_told(report, run_dir: Path):
+def test_file_given_for_its_folder_is_reported(report, run_dir: Path):
     code, _, err = report(run_dir / STEP_STATS_NAME)
     assert code == 2
     assert "is a file: give the folder it is in" in err
 
 
-def test_a_folder_without_steps_says_whether_a_job_ran_there(report, run_dir: Path):
+def test_folder_without_steps_says_whether_job_ran(report, run_dir: Path):
     (run_dir / STEP_STATS_NAME).unlink()
     code, _, err = report(run_dir)
     assert code == 2
@@ -129,7 +127,7 @@ def test_a_folder_without_steps_says_whether_a_job_ran_there(report, run_dir: Pa
     assert f"{run_dir} has no steps.csv: no job ran in this folder" in err
 
 
-def test_damaged_files_are_named_with_the_line_and_the_way_out(report, run_dir: Path):
+def test_damaged_files_are_named_with_line_and_remedy(report, run_dir: Path):
     (run_dir / "metrics.json").write_text('{"rows": ')
     code, _, err = report(run_dir)
     assert code == 2
@@ -141,7 +139,7 @@ def test_damaged_files_are_named_with_the_line_and_the_way_out(report, run_dir: 
     assert f"{run_dir / STEP_STATS_NAME}: line 1 does not name the columns" in report(run_dir)[2]
 
 
-def test_a_page_that_cannot_be_written_is_told_with_the_reason(report, run_dir: Path):
+def test_unwritable_page_is_reported_with_reason(report, run_dir: Path):
     code, _, err = report(run_dir, "--output", run_dir / "no folder" / "page.html")
     assert code == 2
     assert err == f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"

@@ -75,7 +75,7 @@ def say(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.finding(number="D11")
-def test_tools_say_alike_what_is_no_folder(say, tmp_path: Path):
+def test_tools_report_missing_folder_alike(say, tmp_path: Path):
     for code, out, err in say(tmp_path / "absent").values():
         assert (code, out) == (2, "")
         assert f": {tmp_path / 'absent'}: no such folder {WHERE}" in err
@@ -92,7 +92,7 @@ def test_tools_say_alike_what_is_no_folder(say, tmp_path: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_tools_say_alike_that_no_job_ran(say, tmp_path: Path):
+def test_tools_report_alike_that_no_job_ran(say, tmp_path: Path):
     told = say(tmp_path)
     assert all(code == 2 for code, _, _ in told.values())
     assert all("no job " in err for _, _, err in told.values())
@@ -100,7 +100,7 @@ def test_tools_say_alike_that_no_job_ran(say, tmp_path: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_tools_agree_on_a_run_that_ended(say, runs: Path):
+def test_tools_agree_on_ended_run(say, runs: Path):
     run_dir = runs / "ended" / "out.jsonl.run"
     told = say(run_dir)
     assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=0, collect=2)
@@ -110,7 +110,7 @@ def test_tools_agree_on_a_run_that_ended(say, runs: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_tools_agree_on_a_run_that_failed(say, runs: Path):
+def test_tools_agree_on_failed_run(say, runs: Path):
     """Its output is complete, and doctor said that it had ended well."""
     told = say(runs / "failed" / "out.jsonl.run")
     assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=0)
@@ -120,7 +120,7 @@ def test_tools_agree_on_a_run_that_failed(say, runs: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_tools_agree_on_a_run_that_was_killed(say, runs: Path):
+def test_tools_agree_on_killed_run(say, runs: Path):
     told = say(runs / "killed" / "out.jsonl.run")
     assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=0)
     assert told["doctor"][1].startswith("The run did not end: ")
@@ -128,7 +128,7 @@ def test_tools_agree_on_a_run_that_was_killed(say, runs: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_tools_agree_on_a_run_that_runs(say, runs: Path, tmp_path: Path):
+def test_tools_agree_on_running_run(say, runs: Path, tmp_path: Path):
     run_dir = tmp_path / "run"
     shutil.copytree(runs / "killed" / "out.jsonl.run", run_dir)
     with FileLock(run_dir / "lock", "job.run_dir", "wait"):
@@ -140,7 +140,7 @@ def test_tools_agree_on_a_run_that_runs(say, runs: Path, tmp_path: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_copy_of_a_run_that_ended_ended_well(say, runs: Path, tmp_path: Path):
+def test_copy_of_ended_run_counts_as_ended(say, runs: Path, tmp_path: Path):
     """Times of files, which a copy does not keep, said that it had not."""
     run_dir = tmp_path / "run"
     shutil.copytree(runs / "ended" / "out.jsonl.run", run_dir)
@@ -149,7 +149,7 @@ def test_copy_of_a_run_that_ended_ended_well(say, runs: Path, tmp_path: Path):
 
 
 @pytest.mark.finding(number="D11")
-def test_doctor_names_the_failure_of_an_unfinished_run(say, runs: Path, tmp_path: Path):
+def test_doctor_names_the_failure_of_unfinished_run(say, runs: Path, tmp_path: Path):
     run_dir = tmp_path / "run"
     shutil.copytree(runs / "killed" / "out.jsonl.run", run_dir)
     status = RankStatus(0, RankHeartbeat(0, "n", 1, 1, 1, 2, "execute"))
@@ -159,7 +159,7 @@ def test_doctor_names_the_failure_of_an_unfinished_run(say, runs: Path, tmp_path
 
 
 @pytest.mark.finding(number="D11")
-def test_replay_takes_a_run_directory_or_its_log(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_replay_accepts_a_run_directory_or_its_log(runs: Path, capsys: pytest.CaptureFixture[str]):
     run_dir = runs / "ended" / "out.jsonl.run"
     replay = tool("replay", capsys)
     assert replay(run_dir) == replay(run_dir / "steps.log")
@@ -167,7 +167,7 @@ def test_replay_takes_a_run_directory_or_its_log(runs: Path, capsys: pytest.Capt
 
 
 @pytest.mark.finding(number="D11")
-def test_replay_says_that_no_log_was_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_replay_reports_that_no_log_was_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(runs / "ended" / "out.jsonl.run", tmp_path / "run")
     (tmp_path / "run" / "steps.log").unlink()
     code, _, err = tool("replay", capsys)(tmp_path / "run")
@@ -175,7 +175,7 @@ def test_replay_says_that_no_log_was_written(runs: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.finding(number="D11")
-def test_verify_says_what_it_wants_of_a_folder(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_says_what_it_expects_of_folder(runs: Path, capsys: pytest.CaptureFixture[str]):
     code, _, err = tool("verify", capsys)(runs / "ended" / "out.jsonl.run", runs / "ended" / "out.jsonl")
     assert (code, "is a folder: give the output of a job (job.output)" in err) == (2, True)
 
@@ -197,7 +197,7 @@ def test_tool_names_its_argument_alike(name: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("name", ["steps.csv", "metrics.json", "journal", "timeline.json", "lock"])
-def test_report_is_written_over_no_file_of_the_run(
+def test_report_overwrites_no_file_of_the_run(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ):
     shutil.copytree(runs / "failed" / "out.jsonl.run", tmp_path / "run")
@@ -207,7 +207,7 @@ def test_report_is_written_over_no_file_of_the_run(
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
-def test_metrics_of_the_runs_are_as_their_jobs_were(runs: Path):
+def test_fixture_metrics_match_their_jobs(runs: Path):
     """The fixture is what it says."""
     metrics = json.loads((runs / "failed" / "out.jsonl.run" / "metrics.json").read_text())
     assert metrics["error_rows"] == 1

@@ -170,12 +170,13 @@ def test_equal_rows_of_every_shape_are_the_same(verify):
 
 
 @pytest.mark.parametrize(("number", "path", "value", "words"), DIFFERENCES, ids=lambda value: str(value)[:40])
-def test_a_difference_is_named_with_row_sample_token_and_both_values(verify, number, path, value, words):
+def test_difference_is_named_with_position_and_both_values(verify, number, path, value, words):
+    """The position is row, sample and token."""
     other = [changed(row, path, value) if index == number else row for index, row in enumerate(ROWS)]
     assert verify(ROWS, other) == (1, f'row {number} (custom_id "row-{number}"), {words}')
 
 
-def test_the_first_sign_of_a_difference_is_the_one_named(verify):
+def test_first_sign_of_difference_is_named(verify):
     """Log-probabilities part before the token that they lead to, and an earlier row before a later one."""
     early = changed(ROWS[0], ["outputs", 0, "logprobs", 1, 0, "logprob"], -9.0)
     both = changed(early, ["outputs", 0, "token_ids", 2], 99)
@@ -196,7 +197,7 @@ def test_tokens_only_leaves_log_probabilities_out(verify):
     assert verify(ROWS, other, "--tokens-only") == (0, "same")
 
 
-def test_a_file_with_log_probabilities_and_one_without_have_the_same_tokens(verify):
+def test_logprobs_do_not_matter_for_equal_tokens(verify):
     with_logprobs, without = [plain_row(0)], [plain_row(0, has_logprobs=False)]
     assert verify(with_logprobs, without)[1].endswith("in the first, nothing in the second")
     assert verify(with_logprobs, without, "--tokens-only") == (0, "same")
@@ -219,20 +220,20 @@ def test_usage_model_and_response_ids_are_not_compared(verify):
     assert verify(ROWS, other) == (0, "same")
 
 
-def test_rows_are_matched_by_custom_id_whatever_their_order(verify):
+def test_rows_match_by_custom_id_in_any_order(verify):
     assert verify(ROWS, ROWS[::-1]) == (0, "same")
     other = [changed(row, ["outputs", 0, "token_ids", 0], 9) if row["custom_id"] == "row-1" else row for row in ROWS]
     assert verify(ROWS, other[::-1])[1].startswith('row 1 (custom_id "row-1"), sample 0, token 0: 1 in the first, 9')
 
 
-def test_rows_without_custom_id_are_matched_by_their_index(verify):
+def test_rows_without_custom_id_are_matched_by_index(verify):
     rows = [changed(plain_row(number), ["custom_id"], None) for number in range(3)]
     assert verify(rows, rows[::-1]) == (0, "same")
     other = [rows[0], rows[1], changed(rows[2], ["outputs", 0, "text"], "else")]
     assert verify(rows, other)[1].startswith("row 2, sample 0, text, character 0")
 
 
-def test_a_repeated_custom_id_pairs_first_with_first_and_second_with_second(verify):
+def test_repeated_custom_ids_are_paired_in_order(verify):
     """The runtime answers a repeated custom_id with an error row that carries it too."""
     refused = {"custom_id": "row-0", "index": 1, "error": {"code": "duplicate_custom_id", "message": "..."}}
     assert verify([ROWS[0], refused], [ROWS[0], refused]) == (0, "same")
@@ -267,7 +268,7 @@ def test_bytes_are_compared_as_they_are(verify):
 
 
 @given(st.lists(st.integers(0, 3), max_size=6), st.lists(st.integers(0, 3), max_size=6))
-def test_any_two_lists_of_tokens_are_the_same_exactly_when_they_are_equal(first: list[int], second: list[int]):
+def test_token_lists_are_same_exactly_when_equal(first: list[int], second: list[int]):
     module = import_module("spmd_worker.frontends.tools.verify")
     rows = [changed(ROWS[2], ["outputs", 0, "token_ids"], ids) for ids in (first, second)]
     difference = module.compare_rows(*rows, tokens_only=False, totals=module.Totals())
@@ -275,7 +276,7 @@ def test_any_two_lists_of_tokens_are_the_same_exactly_when_they_are_equal(first:
 
 
 @pytest.mark.parametrize("line", ["[1]", "not json", '{"half": '])
-def test_files_that_cannot_be_compared_end_with_2_and_say_why(verify, tmp_path: Path, capsys, line: str):
+def test_incomparable_files_exit_with_2_and_reason(verify, tmp_path: Path, capsys, line: str):
     main = import_module("spmd_worker.frontends.tools.verify").main
     good, bad = write(tmp_path / "good", ROWS[:1]), tmp_path / "bad"
     bad.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
@@ -315,20 +316,20 @@ def openai_pooled_row(**answer: Any) -> dict[str, Any]:
     ],
     ids=["embedding", "scores", "another kind", "OpenAI's", "a reranker's"],
 )
-def test_rows_that_are_pooled_are_compared_by_their_numbers(verify, mine, theirs, said, options):
+def test_pooled_rows_are_compared_by_their_numbers(verify, mine, theirs, said, options):
     assert verify([mine], [mine], *options) == (0, "same")
     code, line = verify([mine], [theirs], *options)
     assert code == 1
     assert said in line
 
 
-def test_a_row_without_an_answer_is_not_taken_for_the_same(verify):
+def test_row_without_an_answer_is_not_the_same(verify):
     code, line = verify([pooled_row(vector=[1.0])], [pooled_row(vector=[2.0])])
     assert code == 2
     assert "has no error, and no outputs, choices, embedding" in line
 
 
-def test_a_line_that_is_nested_too_deeply_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_too_deeply_nested_line_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "deep.jsonl"
     path.write_text("[" * 200_000 + "\n")
     assert import_module("spmd_worker.frontends.tools.verify").main([str(path), str(path)]) == 2
@@ -351,7 +352,7 @@ def test_damaged_rows_are_neither_same_nor_different(verify, answer: dict[str, A
 
 
 @pytest.mark.finding(number="D11")
-def test_half_a_character_is_shown_by_its_number(tmp_path: Path):
+def test_lone_surrogate_is_shown_by_its_number(tmp_path: Path):
     """A terminal cannot print it."""
     for name, text in (("a.jsonl", "x\ud800"), ("b.jsonl", "y")):
         write(tmp_path / name, [{"outputs": [{"text": text}]}])
