@@ -64,12 +64,13 @@ def test_a_figure_of_some(many):
 """
 
 
-def test_no_test_compares_a_clock_but_the_timed_ones_which_are_of_the_stress_tier():
+def test_clocks_are_compared_only_in_timed_tests():
+    """Timed tests are of the stress tier."""
     assert clock_violations(REPOSITORY / "tests") == []
     assert timed_outside_the_stress_tier(REPOSITORY / "tests") == []
 
 
-def test_a_comparison_in_a_test_that_runs_beside_others_and_a_timed_test_of_the_gate_are_found(tmp_path: Path):
+def test_clock_check_detects_untimed_comparison_and_gate_test(tmp_path: Path):
     (tmp_path / "test_x.py").write_text(BESIDE_OTHERS)
     assert clock_violations(tmp_path) == [
         "test_x.py:8: time.perf_counter() - began < 1",
@@ -78,14 +79,14 @@ def test_a_comparison_in_a_test_that_runs_beside_others_and_a_timed_test_of_the_
     assert timed_outside_the_stress_tier(tmp_path) == ["test_x.py:11: test_of_the_gate"]
 
 
-def test_waiting_timed_tests_and_names_that_only_look_like_clocks_are_left_alone(tmp_path: Path):
+def test_clock_check_ignores_waits_and_similar_names(tmp_path: Path):
     (tmp_path / "test_x.py").write_text(ALLOWED)
     (tmp_path / "waiting.py").write_text(PLANTED["a loop"])
     assert clock_violations(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_comparison_is_found_at_its_line(tmp_path: Path, name: str):
+def test_clock_check_detects_comparison_at_its_line(tmp_path: Path, name: str):
     (tmp_path / "test_x.py").write_text(PLANTED[name])
     (found,) = clock_violations(tmp_path)
     path, line, code = found.split(":", 2)

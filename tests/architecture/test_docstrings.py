@@ -23,11 +23,11 @@ def num_openings(figures: ModuleType, root: Path) -> int:
     return figures.docstring_openings(module for module in modules if module.is_product).total()
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     assert missing_docstrings(REPOSITORY) == []
 
 
-def test_a_module_that_says_nothing_is_found(tmp_path: Path):
+def test_docstring_check_detects_module_without_one(tmp_path: Path):
     plant(tmp_path, {"kv_cache/block_ops.py": "x = 1\n"})
     assert missing_docstrings(tmp_path) == ["kv_cache/block_ops.py:1: no module docstring: say what it is"]
 
@@ -37,7 +37,7 @@ def test_docstrings_begin_with_their_subject(figures: ModuleType):
     assert found <= MOST_OPENINGS, f"{found} docstrings begin with a question word or a preposition: subject first"
 
 
-def test_a_docstring_that_begins_with_a_question_word_is_counted(figures: ModuleType, tmp_path: Path):
+def test_opening_count_detects_question_word(figures: ModuleType, tmp_path: Path):
     """Negative control."""
     before = num_openings(figures, plant(tmp_path, {}))
     pool = '"""Of blocks."""\nclass Pool:\n    """Pool: what it is."""\n    def f(self):\n        """What it is."""\n'

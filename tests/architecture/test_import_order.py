@@ -94,17 +94,17 @@ PLANTED = [
 
 
 @pytest.mark.guarantee("No pickle, no eval; .bin refused")
-def test_the_house_keeps_its_order():
+def test_repository_keeps_its_import_order():
     assert import_violations(REPOSITORY) == []
 
 
-def test_a_clean_house_has_no_violation(tmp_path: Path):
+def test_clean_tree_has_no_violation(tmp_path: Path):
     assert import_violations(plant(tmp_path, {})) == []
 
 
 @pytest.mark.control("No pickle, no eval; .bin refused")
 @pytest.mark.parametrize(("path", "code", "words"), PLANTED, ids=lambda value: str(value)[:50])
-def test_a_planted_import_is_found_at_its_line(tmp_path: Path, path: str, code: str, words: str):
+def test_import_check_detects_violation_at_its_line(tmp_path: Path, path: str, code: str, words: str):
     found = import_violations(plant(tmp_path, {path: f"+\n{code}\n"}))
     first_line = CLEAN_HOUSE[path].count("\n") + 2
     lines = range(first_line, first_line + code.count("\n") + 1)
@@ -113,7 +113,7 @@ def test_a_planted_import_is_found_at_its_line(tmp_path: Path, path: str, code: 
     assert all(v.startswith((f"{path}:", "import cycle:", "cycle of folders:")) for v in found if "torch" not in v)
 
 
-def test_an_unlisted_module_and_an_unlisted_folder_are_found(tmp_path: Path):
+def test_import_check_detects_unlisted_module_and_folder(tmp_path: Path):
     files = {"spmd_worker/util/__init__.py": "", "spmd_worker/util/misc.py": DOC}
     assert import_violations(plant(tmp_path, files)) == [
         "spmd_worker/util/__init__.py:1: spmd_worker.util stands nowhere in the house: "
@@ -123,7 +123,7 @@ def test_an_unlisted_module_and_an_unlisted_folder_are_found(tmp_path: Path):
     ]
 
 
-def test_code_in_an_init_and_a_missing_init_are_found(tmp_path: Path):
+def test_import_check_detects_init_code_and_missing_init(tmp_path: Path):
     files = {
         "spmd_worker/replica/sequence/__init__.py": "from json import loads\n",
         "spmd_worker/ops/kernels/cpu/gemm.py": DOC,
@@ -135,7 +135,7 @@ def test_code_in_an_init_and_a_missing_init_are_found(tmp_path: Path):
     ]
 
 
-def test_a_cycle_inside_a_room_is_found_once_and_named(tmp_path: Path):
+def test_import_check_detects_and_names_cycle_once(tmp_path: Path):
     files = {
         "spmd_worker/replica/sequence/first.py": DOC + "import spmd_worker.replica.sequence.second\n",
         "spmd_worker/replica/sequence/second.py": DOC
@@ -148,7 +148,7 @@ def test_a_cycle_inside_a_room_is_found_once_and_named(tmp_path: Path):
     assert found == [f"import cycle: {' -> '.join(names)}"]
 
 
-def test_a_cycle_of_folders_is_found_where_files_make_none(tmp_path: Path):
+def test_import_check_detects_cycle_of_folders(tmp_path: Path):
     files = {
         "spmd_worker/replica/sequence/late.py": DOC + "import spmd_worker.replica.scheduler.scheduler\n",
         "spmd_worker/replica/scheduler/own.py": DOC + "import spmd_worker.replica.scheduler.scheduler\n",
@@ -158,7 +158,7 @@ def test_a_cycle_of_folders_is_found_where_files_make_none(tmp_path: Path):
     assert found == [f"cycle of folders: {' -> '.join(names)}"]
 
 
-def test_a_module_that_needs_torch_through_others_is_found_where_a_command_imports_it(tmp_path: Path):
+def test_import_check_detects_indirect_torch_import_by_command(tmp_path: Path):
     files = {
         "spmd_worker/ranks/topology.py": "+\nimport spmd_worker.ranks.groups\n",
         "spmd_worker/tools/__init__.py": "",
@@ -172,12 +172,12 @@ def test_a_module_that_needs_torch_through_others_is_found_where_a_command_impor
     ]
 
 
-def test_a_target_in_yaml_is_found(tmp_path: Path):
+def test_import_check_detects_target_in_yaml(tmp_path: Path):
     found = import_violations(plant(tmp_path, {"conf/model/m.yaml": "path: x\n_target_: os.system\n"}))
     assert found == ["conf/model/m.yaml:2: _target_ is forbidden: YAML holds values only"]
 
 
-def test_code_in_an_optional_language_is_imported_late_by_all_others(tmp_path: Path):
+def test_import_check_detects_early_import_of_optional_language(tmp_path: Path):
     kernels, room = "spmd_worker/ops/kernels/triton/matmul_kernels.py", "spmd_worker/ops/kernels"
     files = {
         **{f"{folder}/__init__.py": "" for folder in (room, f"{room}/triton", "spmd_worker/worker")},
@@ -194,17 +194,17 @@ def test_code_in_an_optional_language_is_imported_late_by_all_others(tmp_path: P
     assert own.startswith("spmd_worker/worker/own.py:4: triton is optional and for spmd_worker.ops.kernels.triton only")
 
 
-def test_the_entry_points_may_import_every_room_late_or_for_types(tmp_path: Path):
+def test_entry_points_may_import_late_or_for_types(tmp_path: Path):
     code = "+\nif TYPE_CHECKING:\n    from spmd_worker.llm import LLM\n\n\ndef late():\n    import torch\n"
     assert import_violations(plant(tmp_path, {"launch.py": code, "spmd_worker/__init__.py": code})) == []
 
 
-def test_names_that_only_look_forbidden_are_left_alone(tmp_path: Path):
+def test_similar_names_are_not_import_violations(tmp_path: Path):
     code = "+\nmodel.eval()\nself.load(path)\nimport re\nre.compile('x')\npickled = 1\n"
     assert import_violations(plant(tmp_path, {ENGINE: code, REQUEST: code})) == []
 
 
-def test_a_torch_import_appended_to_any_torch_free_module_of_the_real_tree_is_found(tmp_path: Path):
+def test_import_check_detects_appended_torch_in_real_tree(tmp_path: Path):
     torch_free = [m for m in read_modules(REPOSITORY).values() if is_torch_free(m.name) and m.text]
     for module in torch_free:
         planted = tmp_path / module.path
@@ -214,7 +214,7 @@ def test_a_torch_import_appended_to_any_torch_free_module_of_the_real_tree_is_fo
     assert set(found) == {str(module.path) for module in torch_free}
 
 
-def test_every_path_of_the_house_is_there_and_in_its_wing():
+def test_every_path_of_house_exists_in_its_wing():
     modules = read_modules(REPOSITORY)
     paths = (*house.WINGS, *house.APART, *house.COMMANDS, *house.WITHOUT_TORCH, *house.WITH_TORCH, *house.TORCH_LATE)
     assert [path for path in paths if path not in modules] == []

@@ -12,12 +12,12 @@ def names_of_two_modules(tests: Path) -> list[str]:
     return sorted(name for name, count in names.items() if count > 1 and name != "conftest.py")
 
 
-def test_no_two_modules_of_the_tests_have_one_name():
+def test_modules_of_tests_have_unique_names():
     """Every folder of tests is a place to import from: of two modules with one name, the second cannot be imported."""
     assert names_of_two_modules(REPOSITORY / "tests") == []
 
 
-def test_a_helper_with_the_name_of_another_is_found(tmp_path: Path):
+def test_name_check_detects_helper_with_duplicate_name(tmp_path: Path):
     for path in (
         "histories.py",
         "scheduler/histories.py",

@@ -23,18 +23,18 @@ PLANTED = {
 }
 
 
-def test_nothing_new_waits_for_the_device():
+def test_new_code_never_waits_for_the_device():
     assert read_back_violations(REPOSITORY) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_read_back_is_found_at_its_line(tmp_path: Path, name: str):
+def test_read_back_check_detects_call_at_its_line(tmp_path: Path, name: str):
     assert read_back_violations(plant(tmp_path, {RUNNER: f"{HEAD}{PLANTED[name]}\n"})) == [
         f"{RUNNER}:7: {name}: the host waits for the device: keep it there, or list it in house.py"
     ]
 
 
-def test_a_listed_one_more_and_one_less_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_back_check_detects_other_counts_than_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         sync_rules.house, "MAY_READ_BACK", {"spmd_worker.ops.sampling.filters": {"tensor": (1, "planted")}}
     )
@@ -47,7 +47,7 @@ def test_a_listed_one_more_and_one_less_are_found(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_what_stays_where_it_is_and_other_floors_are_left_alone(tmp_path: Path):
+def test_host_tensors_and_other_floors_may_read_back(tmp_path: Path):
     kept = "    y = torch.tensor([1])\n    return torch.from_numpy(x).to(device, non_blocking=True) + y.items()"
     files = {RUNNER: f"{HEAD}{kept}\n", "spmd_worker/worker/worker.py": f"{HEAD}    return x.item()\n"}
     assert read_back_violations(plant(tmp_path, files)) == []

@@ -71,12 +71,12 @@ def test_replicated_code_sees_nothing_that_differs_between_ranks():
     assert replica_violations(REPOSITORY) == []
 
 
-def test_a_clean_house_and_names_that_only_look_forbidden_are_left_alone(tmp_path: Path):
+def test_clean_tree_and_similar_names_have_no_violation(tmp_path: Path):
     assert replica_violations(plant(tmp_path, {SCHEDULER: "+" + ALLOWED})) == []
 
 
 @pytest.mark.parametrize(("code", "words"), PLANTED, ids=lambda value: str(value)[:50])
-def test_a_planted_difference_is_found_at_its_line(tmp_path: Path, code: str, words: str):
+def test_replica_check_detects_difference_at_its_line(tmp_path: Path, code: str, words: str):
     found = replica_violations(plant(tmp_path, {SCHEDULER: f"+\n{code}\n"}))
     first_line = CLEAN_HOUSE[SCHEDULER].count("\n") + 2
     lines = range(first_line, first_line + code.count("\n") + 1)
@@ -97,7 +97,7 @@ def test_a_planted_difference_is_found_at_its_line(tmp_path: Path, code: str, wo
         ("spmd_worker.base.metrics.log", False),
     ],
 )
-def test_what_is_replicated(module: str, is_replicated: bool, tmp_path: Path):
+def test_modules_are_replicated_as_listed(module: str, is_replicated: bool, tmp_path: Path):
     path = module.replace(".", "/") + ".py"
     assert house.is_replicated(module) is is_replicated
     assert bool(replica_violations(plant(tmp_path, {path: '"""Planted."""\n\nimport time\n'}))) is is_replicated

@@ -30,12 +30,12 @@ ALLOWED = [
 ]
 
 
-def test_no_floor_names_a_later_one():
+def test_floors_name_no_later_floor():
     assert string_violations(REPOSITORY) == []
 
 
 @pytest.mark.parametrize(("path", "code", "words"), PLANTED, ids=lambda value: str(value)[:50])
-def test_a_planted_name_is_found_at_its_line(tmp_path: Path, path: str, code: str, words: str):
+def test_string_check_detects_name_at_its_line(tmp_path: Path, path: str, code: str, words: str):
     found = string_violations(plant(tmp_path, {**HOUSE, path: f"+\n{code}\n"}))
     line = CLEAN_HOUSE[path].count("\n") + 2 + code.count("\n")
     assert len(found) == 1
@@ -44,5 +44,5 @@ def test_a_planted_name_is_found_at_its_line(tmp_path: Path, path: str, code: st
 
 
 @pytest.mark.parametrize(("path", "code"), ALLOWED, ids=lambda value: str(value)[:50])
-def test_names_of_the_own_and_earlier_floors_and_texts_for_people_are_left_alone(tmp_path: Path, path: str, code: str):
+def test_earlier_floors_and_texts_are_no_violation(tmp_path: Path, path: str, code: str):
     assert string_violations(plant(tmp_path, {**HOUSE, path: f"+\n{code}\n"})) == []

@@ -43,11 +43,11 @@ def torch_free_modules(root: Path) -> list[str]:
     return [name for name in read_modules(root) if is_torch_free(name)]
 
 
-def test_every_torch_free_module_imports_with_torch_blocked():
+def test_every_torch_free_module_imports_without_torch():
     assert import_without_torch(REPOSITORY, torch_free_modules(REPOSITORY)) == {}
 
 
-def test_a_torch_import_reached_through_other_modules_is_found(tmp_path: Path):
+def test_torch_check_detects_import_through_other_modules(tmp_path: Path):
     planted = {
         "kv_cache/block.py": '"""Blocks."""\n\nBlockId = int\n',
         "kv_cache/block_pool.py": '"""Pool."""\n\nfrom kv_cache.cache_engine import engine\n',
@@ -60,7 +60,7 @@ def test_a_torch_import_reached_through_other_modules_is_found(tmp_path: Path):
     assert found == {"kv_cache.block_pool": blocked, "kv_cache.cache_manager": blocked}
 
 
-def test_importing_the_cache_manager_and_the_scheduler_does_not_import_torch():
+def test_cache_manager_and_scheduler_import_no_torch():
     command = (
         "import kv_cache.cache_manager, spmd_worker.replica.scheduler.scheduler, sys; assert 'torch' not in sys.modules"
     )

@@ -62,7 +62,7 @@ def asked(api: Any, texts: list[str], **config: Any) -> list[Any]:
     return asyncio.run(ask_all())
 
 
-def test_samples_that_ask_at_once_get_what_one_call_gives(provider: Any):
+def test_concurrent_samples_equal_one_call(provider: Any):
     texts = [f"add {number} 3 =" for number in range(40)]
     outputs = asked(provider, texts, temperature=0.0, max_tokens=6, logprobs=True, top_logprobs=2)
     with LLM(MODEL, **OPTIONS) as llm:
@@ -78,7 +78,7 @@ def test_samples_that_ask_at_once_get_what_one_call_gives(provider: Any):
         assert {len(each.top_logprobs) for each in choice.logprobs.content} <= {2, 3}
 
 
-def test_draws_depend_on_what_is_asked_and_how_often_not_on_the_order(provider: Any):
+def test_samples_depend_on_request_and_repetition_not_order(provider: Any):
     texts = [f"{number} z {number}" for number in range(6)] * 2
     config = {"temperature": 2.0, "max_tokens": 6, "num_choices": 2}
 
@@ -95,7 +95,7 @@ def test_draws_depend_on_what_is_asked_and_how_often_not_on_the_order(provider: 
     assert any(one != other for one, other in first.values()), "another epoch draws other numbers"
 
 
-def test_what_cannot_be_answered_is_said(provider: Any):
+def test_unanswerable_request_is_reported(provider: Any):
     (output,) = asked(provider, ["add 3 " * 60], temperature=0.0)
     assert (output.choices[0].stop_reason, output.choices[0].message.content) == ("model_length", "")
     assert "64" in output.error
@@ -108,7 +108,7 @@ def test_what_cannot_be_answered_is_said(provider: Any):
         asked(provider, ["a"], temperature=-1.0)
 
 
-def test_a_forked_process_ends_nothing_at_its_exit(provider: Any, monkeypatch: pytest.MonkeyPatch):
+def test_forked_process_ends_nothing_at_its_exit(provider: Any, monkeypatch: pytest.MonkeyPatch):
     """`shutdown` is called there too, and took locks that the parent's threads may have held."""
     with monkeypatch.context() as patched:
         patched.setattr(provider, "_exchange", SimpleNamespace(end=lambda why: os._exit(7)))

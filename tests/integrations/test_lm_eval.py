@@ -165,7 +165,7 @@ def is_alike(own: object, other: object, scale: float = 1.0) -> bool:
 
 @pytest.mark.guarantee("lm-evaluation-harness scores as its own model")
 @pytest.mark.parametrize("layout", ["one rank", "tensor", "data"])
-def test_three_tasks_score_as_with_the_harness_own_model(alone: dict, layout: str, request: pytest.FixtureRequest):
+def test_three_tasks_score_like_the_harness_own_model(alone: dict, layout: str, request: pytest.FixtureRequest):
     reference = alone["hf"]
     found = (alone if layout == "one rank" else request.getfixturevalue("of_two_ranks"))[layout]
     assert differences(found, reference) == []
@@ -174,12 +174,12 @@ def test_three_tasks_score_as_with_the_harness_own_model(alone: dict, layout: st
 
 
 @pytest.mark.control("lm-evaluation-harness scores as its own model")
-def test_the_comparison_sees_another_model(alone: dict):
+def test_comparison_detects_another_model(alone: dict):
     """The control: with a shorter window the long text scores otherwise."""
     assert [each for each in differences(alone["short"], alone["hf"]) if each.startswith("local_text")]
 
 
-def test_the_chat_template_is_applied_as_transformers_applies_it(alone: dict):
+def test_chat_template_is_applied_like_in_transformers(alone: dict):
     expected, found = alone["hf chat"], alone["chat"]
     prompts = [sample[2] for sample in found["samples"]["local_sums"]]
     assert prompts == [sample[2] for sample in expected["samples"]["local_sums"]]
@@ -198,7 +198,7 @@ runpy.run_module("spmd_worker.integrations.lm_eval_model", run_name="__main__", 
 """The harness reads the thousands of its own tasks for long."""
 
 
-def test_the_module_is_the_harness_own_command_with_this_model(tasks: Path, folder: Path):
+def test_module_is_the_harness_command_with_this_model(tasks: Path, folder: Path):
     out, script = folder / "command", folder / "command.py"
     script.write_text(COMMAND)
     command = [

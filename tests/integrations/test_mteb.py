@@ -76,7 +76,7 @@ def encoded(encoder: Any, kind: str, prompt_type: str | None, **options: Any) ->
 
 
 @pytest.mark.guarantee("mteb's prompt comes before a text, and no second one", is_control_inside=True)
-def test_vectors_are_those_of_embed_behind_the_prompt_that_belongs_to_them(make: Callable[..., Any]):
+def test_vectors_equal_embed_with_the_matching_prompt(make: Callable[..., Any]):
     plain = make()
     told = make({"prompts": PROMPTS, "default_prompt_name": "query", "similarity_fn_name": "dot"})
     assert plain.mteb_model_meta.similarity_fn_name == "cosine"

@@ -29,7 +29,7 @@ def _vllm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_vllm")
-def test_what_it_asks_is_there_and_parameters_survive_its_copy():
+def test_requested_names_exist_and_parameters_survive_a_copy():
     importlib.import_module(MODULE)
     names = importlib.import_module("vllm.sampling_params")
     assert names.SamplingParams is SamplingParams
@@ -48,7 +48,7 @@ def test_what_it_asks_is_there_and_parameters_survive_its_copy():
 
 @pytest.mark.guarantee("outlines: an output type is a form")
 @pytest.mark.usefixtures("_vllm")
-def test_an_output_type_is_a_form_of_the_answer():
+def test_output_type_constrains_the_answer():
     importlib.import_module(MODULE)
     names = importlib.import_module("vllm.sampling_params")
     with LLM(MODEL, device="cpu", num_blocks=32) as llm:
@@ -64,7 +64,7 @@ def test_an_output_type_is_a_form_of_the_answer():
 
 @pytest.mark.control("outlines: an output type is a form")
 @pytest.mark.usefixtures("_vllm")
-def test_the_test_sees_an_output_type_that_is_forgotten(monkeypatch: pytest.MonkeyPatch, control):
+def test_output_test_detects_forgotten_output_type(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
 
     def forgetful(structured_outputs: object = None, **given: Any) -> SamplingParams:
@@ -73,11 +73,11 @@ def test_the_test_sees_an_output_type_that_is_forgotten(monkeypatch: pytest.Monk
     importlib.import_module(MODULE)
     monkeypatch.setattr(importlib.import_module("vllm.sampling_params"), "SamplingParams", forgetful)
     with control("fullmatch"):
-        test_an_output_type_is_a_form_of_the_answer()
+        test_output_type_constrains_the_answer()
 
 
 @pytest.mark.usefixtures("_vllm")
-def test_another_vllm_that_was_imported_is_not_mixed_with_ours():
+def test_other_imported_vllm_is_not_mixed_with_ours():
     sys.modules["vllm"] = importlib.import_module("string")
     with pytest.raises(ImportError, match=rf"^vllm was imported already: import {MODULE} before it$"):
         importlib.import_module(MODULE)

@@ -136,7 +136,7 @@ def is_of_it(name: str) -> bool:
     return name == MODULE or name.split(".")[0] in ("vllm", "swift", "trl")
 
 
-def test_its_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.CaptureFixture[str]):
+def test_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.CaptureFixture[str]):
     write_swift(swift)
     module: Any = importlib.import_module(MODULE)
     assert "ms-swift 4.6.0" in module.replaced
@@ -154,19 +154,19 @@ def test_its_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.
         engine.StatelessProcessGroup.create("a", 1, 0, 2)
 
 
-def test_another_release_is_refused_before_anything_is_replaced(swift: Path):
+def test_other_release_is_rejected_before_anything_is_replaced(swift: Path):
     write_swift(swift, "4.7.0")
     with pytest.raises(ImportError, match=r"ms-swift 4.7.0 is installed and this package knows the calls of 4.6: pip"):
         importlib.import_module(MODULE)
     assert "vllm" not in sys.modules
 
 
-def test_without_it_the_way_to_it_is_said(swift: Path):
+def test_missing_swift_is_reported_with_remedy(swift: Path):
     with pytest.raises(ImportError, match=r"ms-swift is not installed: pip install 'ms-swift==4.6.\*'"):
         importlib.import_module(MODULE)
 
 
-def test_too_late_is_said(swift: Path):
+def test_late_import_is_reported(swift: Path):
     write_swift(swift)
     importlib.import_module("swift")
     sys.modules["vllm"] = importlib.import_module("swift.infer_engine")

@@ -229,7 +229,7 @@ def ours(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ours]:
 
 
 @pytest.mark.guarantee("TRL's trainers sample with this engine")
-def test_a_script_for_trl_runs_with_this_engine_in_its_place(ours: Ours, capfd: pytest.CaptureFixture[str]):
+def test_trl_script_runs_with_this_engine(ours: Ours, capfd: pytest.CaptureFixture[str]):
     ours.imported().main([str(ours.packages / "train.py"), str(MODEL)])
     output = capfd.readouterr()
     first, second, constrained = output.out.splitlines()
@@ -243,7 +243,7 @@ def test_a_script_for_trl_runs_with_this_engine_in_its_place(ours: Ours, capfd: 
 
 
 @pytest.mark.control("TRL's trainers sample with this engine")
-def test_without_the_integration_the_stand_in_has_no_engine(ours: Ours, monkeypatch: pytest.MonkeyPatch, control):
+def test_engine_check_detects_missing_integration(ours: Ours, monkeypatch: pytest.MonkeyPatch, control):
     """Negative control."""
     module = ours.imported()
     importlib.reload(sys.modules["trl.generation.vllm_generation"])
@@ -251,7 +251,7 @@ def test_without_the_integration_the_stand_in_has_no_engine(ours: Ours, monkeypa
         module.main([str(ours.packages / "train.py"), str(MODEL)])
 
 
-def test_a_trainer_that_asks_for_the_engine_itself_is_told_that_it_is_there(ours: Ours):
+def test_trainers_own_availability_check_finds_the_engine(ours: Ours):
     """TRL's trainer for distillation has a name of its own for that question."""
     path = ours.packages / "trl" / "trainer" / "distillation_trainer.py"
     path.write_text(f"{path.read_text()}\n\ndef is_vllm_available():\n    return False\n")
@@ -259,7 +259,7 @@ def test_a_trainer_that_asks_for_the_engine_itself_is_told_that_it_is_there(ours
     assert sys.modules["trl.trainer.distillation_trainer"].is_vllm_available() is True
 
 
-def test_another_release_of_trl_is_refused_and_nothing_is_replaced(ours: Ours):
+def test_other_trl_release_is_rejected_and_replaces_nothing(ours: Ours):
     init, generation = ours.packages / "trl" / "__init__.py", "trl/generation/vllm_generation.py"
     write(init, '__version__ = "1.17.10"\n')
     with pytest.raises(
@@ -286,7 +286,7 @@ def answers_of(done: ranks.CompletedRanks) -> list[tuple[str, str]]:
     return [each[1:] for each in sorted(re.findall(r"answers (\d) (.*?) after (\d) syncs", done.output))]
 
 
-def test_ranks_whose_tools_ask_more_and_less_often_all_come_to_an_end(packages: Path):
+def test_ranks_with_uneven_tool_calls_all_finish(packages: Path):
     rounds = [[2, 0, 1], [0, 0]]
     awake, asleep = (answers_of(with_tools(packages, rounds, "wrapped", how)) for how in ("awake", "sleeps"))
     assert [answers for answers, _ in awake] == [answers for answers, _ in asleep]
@@ -297,12 +297,12 @@ def test_ranks_whose_tools_ask_more_and_less_often_all_come_to_an_end(packages: 
     assert answers_of(with_tools(packages, rounds[:1], "wrapped", "awake"))[0] == awake[0]
 
 
-def test_nothing_is_synced_where_no_rank_calls_tools(packages: Path):
+def test_weights_are_not_synced_when_tools_are_uncalled(packages: Path):
     done = with_tools(packages, [[0, 0], [0]], "wrapped", "sleeps")
     assert answers_of(done) == [("[]", "0")] * 2
 
 
-def test_without_turns_the_ranks_are_at_different_calls(packages: Path):
+def test_ranks_reach_different_calls_without_turns(packages: Path):
     """Negative control: where TRL would wait for ever."""
     done = with_tools(packages, [[2, 0, 1], [0, 0]], "as it is", "awake")
     assert done.returncode != 0

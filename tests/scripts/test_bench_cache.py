@@ -19,7 +19,8 @@ def bench(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.matrix
-def test_it_prints_a_row_for_each_state_and_operation_and_ends_in_one_json_line(bench, capsys):
+def test_cache_bench_prints_rows_and_one_json_line(bench, capsys):
+    """Each state and operation has a row."""
     code = import_module("bench_runtime").main(["cache", "--blocks", "1000,2000", "--rounds", "20"])
     *rows, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
@@ -36,7 +37,7 @@ def test_it_prints_a_row_for_each_state_and_operation_and_ends_in_one_json_line(
 
 
 @pytest.mark.parametrize("state", ["plain", "filling", "evicting", "worst"])
-def test_a_world_stays_in_its_state(bench, state):
+def test_world_stays_in_its_state(bench, state):
     world = bench.World(1000, state)
     world.fill()
     for _ in range(40):
@@ -58,7 +59,7 @@ def test_a_world_stays_in_its_state(bench, state):
     ("last_ns", "lookup_ms", "is_within_target"),
     [(149.0, (9.0, 10.0), True), (150.0, (9.0, 10.0), False), (149.0, (9.0, 11.0), False)],
 )
-def test_a_ratio_or_a_lookup_that_misses_its_bound_is_said(bench, last_ns, lookup_ms, is_within_target):
+def test_bound_miss_of_ratio_or_lookup_is_reported(bench, last_ns, lookup_ms, is_within_target):
     rows = {"plain": {"allocate": [100.0, last_ns]}, "worst": {"allocate": [100.0, 900.0]}}
     result = bench.cache_summary(rows, lookup_ms)
     assert result["ratios"] == {"plain allocate": last_ns / 100}
@@ -66,7 +67,8 @@ def test_a_ratio_or_a_lookup_that_misses_its_bound_is_said(bench, last_ns, looku
     assert result["is_within_target"] is is_within_target
 
 
-def test_a_prompt_of_100_000_tokens_is_found_whole(bench):
+def test_long_prompt_is_found_completely(bench):
+    """The prompt has 100,000 tokens."""
     naming_ms, finding_ms = bench.measure_long_lookup(6300)
     assert naming_ms > 0
     assert finding_ms > 0

@@ -36,7 +36,7 @@ def run(script: str, *arguments: str | Path) -> ranks.CompletedRanks:
 
 
 @pytest.mark.matrix
-def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Path):
+def test_throughput_reports_its_parts_floor_and_ids(rows: Path, tmp_path: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--ids", tmp_path / "ids.json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
@@ -57,7 +57,7 @@ def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Pa
     assert figures["job_s"] > figures["generate_s"]
 
 
-def test_a_floor_is_what_takes_longer_of_each_step(monkeypatch: pytest.MonkeyPatch):
+def test_floor_takes_the_slower_part_of_each_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     floor = import_module("machine_floor")
     layers = floor.CachedLayers({0: 2, 8: 1}, num_heads=4, head_size=16, token_bytes=64.0)
@@ -85,7 +85,7 @@ def test_a_floor_is_what_takes_longer_of_each_step(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_the_floor_and_what_is_beside_the_model_are_less_than_what_is_measured(rows: Path):
+def test_floor_and_host_part_are_below_measured_time(rows: Path):
     """On a quiet machine: each is measured by itself."""
     figures = json.loads(run("bench_throughput.py", MODEL, rows, *SETTINGS).stdout.splitlines()[-1])
     assert figures["floor_s"] < figures["split_generate_s"]
@@ -93,7 +93,7 @@ def test_the_floor_and_what_is_beside_the_model_are_less_than_what_is_measured(r
 
 
 @pytest.mark.matrix
-def test_rows_that_meet_numbers_that_are_not_finite_are_error_rows(tmp_path: Path):
+def test_rows_with_non_finite_numbers_are_error_rows(tmp_path: Path):
     """Only rows that were refused counted. Token 7 is a column of the logits too, so no row is answered."""
     model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
     shutil.copytree(MODEL, model)
@@ -108,7 +108,7 @@ def test_rows_that_meet_numbers_that_are_not_finite_are_error_rows(tmp_path: Pat
 
 
 @pytest.mark.matrix
-def test_throughput_says_what_the_job_says_when_it_fails(rows: Path):
+def test_throughput_reports_the_error_of_failed_job(rows: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--no-split", "job.max_error_rows=0")
     assert done.returncode != 0
     assert "1 error rows are more than job.max_error_rows=0" in done.stderr
@@ -137,7 +137,7 @@ def test_journal_compares_pairs_of_runs_with_equal_outputs(
     assert result["overhead"] == pytest.approx(result["with"][0] / result["without"][0] - 1, abs=1e-3)
 
 
-def test_the_figure_is_that_of_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_figure_matches_the_published_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     draw = import_module("draw_benchmarks")
     figures = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
@@ -147,7 +147,7 @@ def test_the_figure_is_that_of_the_figures(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.matrix
-def test_admission_shows_that_a_watermark_saves_computing_again(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_admission_bench_shows_watermark_saves_recomputation(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     assert import_module("bench_runtime").main(["admission", "--rows", "64"]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
@@ -159,7 +159,7 @@ def test_admission_shows_that_a_watermark_saves_computing_again(monkeypatch: pyt
     assert all(share == 0 for (_, mode, _), share in recomputed.items() if mode == "swap")
 
 
-def test_batches_are_compared_with_those_laid_out_anew(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_batches_are_compared_with_those_rebuilt(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     sizes = ("--sequences", "8", "--contexts", "30,64", "--steps", "3", "--turns", "2")
     assert import_module("bench_runtime").main(["batches", *sizes]) == 0
@@ -170,7 +170,7 @@ def test_batches_are_compared_with_those_laid_out_anew(monkeypatch: pytest.Monke
         assert 4 * 8 <= each["bytes"]["kept"] < each["bytes"]["anew"]
 
 
-def test_the_host_s_part_of_a_step_is_timed_with_a_step_ahead_and_without(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_host_part_is_timed_with_and_without_async(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     sizes = ("--sequences", "3", "--context", "20", "--steps", "6", "--turns", "2")
     assert import_module("bench_runtime").main(["host", *sizes]) == 0
@@ -190,7 +190,7 @@ def test_log_probabilities_are_compared_on_the_same_rows(monkeypatch: pytest.Mon
     assert figures["overhead"] == pytest.approx(sum(ratios) / 2 - 1, abs=1e-3)
 
 
-def test_the_servers_ratio_is_the_median_of_turns_in_which_either_is_first(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_serve_ratio_is_the_median_of_alternating_turns(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     bench, order = import_module("bench_serve"), list[str]()
     seconds = {"serve": iter([[2.0], [1.0, 1.0, 9.0], [4.0]]), "generate": iter([[1.0], [0.9], [3.0]])}
@@ -203,7 +203,7 @@ def test_the_servers_ratio_is_the_median_of_turns_in_which_either_is_first(monke
     assert figures["ratio"] == pytest.approx(0.75)
 
 
-def test_masks_times_steps_of_rows_with_a_form_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_masks_bench_times_steps_with_and_without_grammar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     bench, folder = import_module("bench_runtime"), str(write_model(tmp_path))
     sizes = ["--rows", "3", "--steps", "24", "--turns", "2"]
@@ -216,9 +216,7 @@ def test_masks_times_steps_of_rows_with_a_form_and_without(tmp_path: Path, monke
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_embed_bench_reports_speed_memory_and_equal_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Its sides are forked."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     bench, order = import_module("bench_embed"), list[str]()
@@ -249,7 +247,7 @@ def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doo
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_lockstep_has_a_row_for_each_number_of_ranks_and_sequences():
+def test_lockstep_bench_has_row_per_ranks_and_sequences():
     done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])["results"]

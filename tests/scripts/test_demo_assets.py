@@ -88,7 +88,7 @@ def test_folder_is_at_most_four_megabytes() -> None:
     assert sum(sizes.values()) <= MAX_FOLDER_BYTES, sizes
 
 
-def test_model_shape_divides_by_four_ranks_and_four_stages() -> None:
+def test_model_config_divides_by_four_ranks_and_stages() -> None:
     config = read_json(MODEL / "config.json")
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["num_hidden_layers"], config["num_attention_heads"], config["num_key_value_heads"]) == (4, 8, 4)
@@ -119,25 +119,25 @@ def test_generation_ends_at_either_end_token() -> None:
     assert config["do_sample"] is False
 
 
-def test_every_id_the_model_can_emit_is_a_token() -> None:
+def test_every_id_of_model_is_a_token() -> None:
     tokenizer = load_tokenizer()
     assert tokenizer.get_vocab_size() == read_json(MODEL / "config.json")["vocab_size"]
     assert sorted(tokenizer.get_vocab().values()) == list(range(tokenizer.get_vocab_size()))
 
 
-def test_shipped_tokenizer_is_the_one_the_script_makes() -> None:
+def test_shipped_tokenizer_equals_the_scripts() -> None:
     made = demo_module("demo_tokenizer").build_tokenizer()
     assert json.loads(made.to_str()) == read_json(MODEL / "tokenizer.json")
 
 
-def test_repeated_words_are_one_token_and_other_text_is_bytes() -> None:
+def test_repeated_words_are_single_tokens_other_text_bytes() -> None:
     tokenizer = load_tokenizer()
     assert tokenizer.encode("reverse a d d =").tokens == ["reverse", "Ġ", "a", "Ġ", "d", "Ġ", "d", "Ġ", "="]
     assert len(tokenizer.encode("日本").ids) == 6
 
 
 @given(st.text())
-def test_any_text_comes_back_from_the_tokenizer(text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(text: str) -> None:
     tokenizer = load_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
@@ -149,7 +149,7 @@ def test_chat_template_renders_a_conversation() -> None:
     )
 
 
-def test_chat_template_renders_what_the_model_was_trained_on() -> None:
+def test_chat_template_renders_the_training_prompt() -> None:
     rendered = render_chat([{"role": "user", "content": "copy a b c ="}], add_generation_prompt=True)
     assert rendered == demo_module("demo_tokenizer").chat_prompt("copy a b c =")
 
@@ -178,7 +178,7 @@ def test_generator_gives_the_published_numbers() -> None:
     ]
 
 
-def test_draws_keep_to_their_side_of_the_split() -> None:
+def test_samples_keep_to_their_side_of_split() -> None:
     tasks = demo_module("tasks")
     for held_out in (False, True):
         generator = tasks.SplitMix64(5)
@@ -186,7 +186,7 @@ def test_draws_keep_to_their_side_of_the_split() -> None:
         assert all(tasks.is_held_out(instance.prompt) == held_out for instance in drawn)
 
 
-def test_shipped_prompts_are_held_out_distinct_and_rightly_answered() -> None:
+def test_shipped_prompts_are_held_out_distinct_and_answered() -> None:
     tasks = demo_module("tasks")
     requests, answers = read_rows(DEMO / "prompts.jsonl"), read_rows(DEMO / "answers.jsonl")
     assert [row["custom_id"] for row in requests] == [row["custom_id"] for row in answers]
@@ -197,13 +197,13 @@ def test_shipped_prompts_are_held_out_distinct_and_rightly_answered() -> None:
         assert request["custom_id"].split("-")[0] == prompt_of(request).split(" ")[0] == answer["task"]
 
 
-def test_shipped_rows_are_the_ones_the_script_makes() -> None:
+def test_shipped_rows_equal_the_scripts() -> None:
     requests, answers = demo_module("make_prompts").demo_rows()
     assert requests == read_rows(DEMO / "prompts.jsonl")
     assert answers == read_rows(DEMO / "answers.jsonl")
 
 
-def test_shipped_prompts_mix_tasks_forms_and_lengths() -> None:
+def test_shipped_prompts_mix_tasks_shapes_and_lengths() -> None:
     tokenizer = load_tokenizer()
     requests, answers = read_rows(DEMO / "prompts.jsonl"), read_rows(DEMO / "answers.jsonl")
     assert len(requests) >= 400
@@ -239,7 +239,7 @@ def test_score_counts_a_corrupted_row_as_wrong(tmp_path: Path, capsys: pytest.Ca
     assert "99.79 % right is below the 100.00 % of --at-least" in printed.err
 
 
-def test_score_allows_a_few_wrong_rows_and_shows_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_allows_few_wrong_rows_and_shows_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = right_output_rows()
     for row in rows[:4]:
         row.update(outputs=[], error={"code": "invalid_request", "message": "too long"})
@@ -249,7 +249,7 @@ def test_score_allows_a_few_wrong_rows_and_shows_three(tmp_path: Path, capsys: p
     assert "too long" in printed
 
 
-def test_score_refuses_missing_unknown_and_repeated_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_rejects_missing_unknown_and_repeated_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = right_output_rows()
     assert score(tmp_path, rows[:-2]) == 1
     assert "2 of 480 rows are missing" in capsys.readouterr().err

@@ -39,12 +39,12 @@ def gpu_check():
     return script("gpu_check")
 
 
-def test_it_runs_the_interpreter_it_is_given_and_installs_nothing(tmp_path: Path):
+def test_script_runs_the_given_interpreter_and_installs_nothing(tmp_path: Path):
     """It once made a .venv with the pinned torch, which is the CPU's where the index has one."""
     assert asked_of_python(tmp_path, "--dry") == ["scripts/gpu_check.py --dry", "path "]
 
 
-def test_wheels_that_are_given_are_unpacked_beside_it_without_a_registry(tmp_path: Path):
+def test_given_wheels_are_unpacked_without_a_registry(tmp_path: Path):
     (tmp_path / "omegaconf.whl").touch()
     install, _, check, path = asked_of_python(tmp_path, WHEELS=str(tmp_path))
     beside = path.removeprefix("path ")
@@ -53,7 +53,7 @@ def test_wheels_that_are_given_are_unpacked_beside_it_without_a_registry(tmp_pat
     assert not Path(beside).exists()
 
 
-def test_what_a_part_ends_with_is_read_and_what_it_found_counts():
+def test_final_output_of_part_decides_its_result():
     check = gpu_check()
     assert check.result_of(["words", '{"a": 1}', "a warning after it"]) == {"a": 1}
     assert check.result_of(["one", "{no object}"]) == ["one", "{no object}"]
@@ -81,7 +81,7 @@ def test_what_a_part_ends_with_is_read_and_what_it_found_counts():
             assert check.has_failed(part, {"returncode": returncode, "result": result}) == has_failed, (part, result)
 
 
-def test_a_benchmark_whose_rows_end_in_errors_or_early_has_failed():
+def test_benchmark_with_error_or_short_rows_has_failed():
     """Kernels that answered NaN counted as ok: rows that ended as non_finite_logits were not looked at."""
     check = gpu_check()
     part = check.Part("benchmark", [], 1.0, num_output_tokens=200)
@@ -96,7 +96,8 @@ def test_a_benchmark_whose_rows_end_in_errors_or_early_has_failed():
     assert check.has_failed(part, {"returncode": 0, "result": {"wrong": []}})
 
 
-def test_benchmarks_ask_for_what_their_rows_say_and_the_comparison_runs_with_both_workers(tmp_path: Path):
+def test_benchmarks_match_their_rows_and_both_workers(tmp_path: Path):
+    """The comparison runs with both workers."""
     for is_dry in (True, False):
         (tmp_path / str(is_dry)).mkdir()
         parts = gpu_check().parts(tmp_path / str(is_dry), is_dry=is_dry)
@@ -110,14 +111,14 @@ def test_benchmarks_ask_for_what_their_rows_say_and_the_comparison_runs_with_bot
         assert triton.arguments[triton.arguments.index("--worker-cls") + 1].endswith(".TritonWorker")
 
 
-def test_plain_benchmarks_have_few_rows_as_each_sequence_is_launched_by_itself(tmp_path: Path):
+def test_plain_benchmarks_have_few_rows(tmp_path: Path):
     """They had as many as the others, and could not end in their time."""
     for part in gpu_check().parts(tmp_path, is_dry=False):
         if part.name.startswith("benchmark"):
             assert part.num_output_tokens == (256 * 100 if part.name.endswith("triton") else 64 * 32), part.name
 
 
-def test_a_comparison_whose_rows_end_early_is_not_near(monkeypatch):
+def test_comparison_with_short_rows_is_not_near(monkeypatch):
     """A row that ended as non_finite_logits was compared as far as it went, and counted as whole."""
     compare = script("gpu_compare")
     figures = {"dtype": "bfloat16", "device": "cpu", "num_tokens": 8, "num_same_tokens": 8, "tokens_per_s": 1.0}
@@ -129,7 +130,7 @@ def test_a_comparison_whose_rows_end_early_is_not_near(monkeypatch):
 
 
 @pytest.mark.matrix
-def test_rows_of_a_comparison_that_end_early_are_counted(tmp_path: Path, monkeypatch):
+def test_short_rows_of_comparison_are_counted(tmp_path: Path, monkeypatch):
     compare = script("gpu_compare")
     compare.make_checkpoint(tmp_path)
     prompts, run_ours, asked = compare.make_prompts(3), compare.run_ours, []
@@ -150,7 +151,7 @@ def test_rows_of_a_comparison_that_end_early_are_counted(tmp_path: Path, monkeyp
     assert asked == [worker]
 
 
-def test_a_part_whose_packages_are_missing_is_named_and_the_check_is_not_ok(tmp_path: Path, monkeypatch, capsys):
+def test_missing_packages_of_part_fail_the_check(tmp_path: Path, monkeypatch, capsys):
     check = gpu_check()
     ran = []
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformers" else name)
@@ -178,7 +179,7 @@ def test_a_part_whose_packages_are_missing_is_named_and_the_check_is_not_ok(tmp_
 
 
 @pytest.mark.matrix
-def test_what_the_contract_rests_on_must_have_its_value():
+def test_contract_findings_must_have_their_value():
     """Bits that differed were said, and the probe ended well."""
     import torch
 
@@ -203,7 +204,7 @@ def test_relative_paths_are_the_callers(tmp_path: Path):
     assert notes[2] == "scripts/gpu_check.py"
 
 
-def test_a_part_that_takes_too_long_is_ended_and_the_others_go_on():
+def test_part_over_its_limit_is_ended_others_continue():
     check = gpu_check()
     found = check.run(check.Part("hangs", ["-c", "import time; time.sleep(600)"], 2.0))
     assert found["returncode"] != 0
@@ -216,7 +217,7 @@ def test_all_parts_fit_into_ten_minutes(tmp_path: Path):
     assert [part.name for part in parts][:4] == ["probe", "kernels", "tests", "compare"]
 
 
-def test_all_files_with_tests_marked_gpu_are_run_but_for_parts_of_their_own(tmp_path: Path):
+def test_files_marked_gpu_run_except_separate_parts(tmp_path: Path):
     """Two files were named, and those of the cache on CUDA and of a caller's world with NCCL never ran."""
     (tmp_path / "deeper").mkdir()
     marked = {
@@ -232,7 +233,7 @@ def test_all_files_with_tests_marked_gpu_are_run_but_for_parts_of_their_own(tmp_
 
 
 @pytest.mark.stress
-def test_no_test_marked_gpu_is_left_out():
+def test_every_test_marked_gpu_is_run():
     """As pytest finds them in all of tests/, which takes half a minute."""
     check = gpu_check()
 
@@ -250,7 +251,8 @@ def test_no_test_marked_gpu_is_left_out():
 
 
 @pytest.mark.stress
-def test_the_same_code_runs_without_a_gpu_and_ends_in_one_json_object():
+def test_dry_run_needs_no_gpu_and_prints_json():
+    """The code is that of the run on a GPU."""
     variables = {**os.environ, "PYTHON": sys.executable}
     command = ["bash", str(SCRIPT), "--dry"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1150, check=False)

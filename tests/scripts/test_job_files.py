@@ -51,7 +51,7 @@ def check_overrides(overrides: list[str]) -> None:
     assert done.returncode == 0, done.output
 
 
-def test_every_rank_of_a_slurm_job_starts_with_what_the_user_gave(cluster: dict[str, str]):
+def test_every_slurm_rank_starts_with_the_users_arguments(cluster: dict[str, str]):
     overrides = ["model.path=/models/a b", "parallel.tensor_parallel_size=8"]
     subprocess.run(["bash", str(SLURM), *overrides], env=cluster, check=True, timeout=LIMIT_S)
     arguments = Path(f"{cluster['CALLS']}.torchrun").read_text().splitlines()
@@ -63,7 +63,7 @@ def test_every_rank_of_a_slurm_job_starts_with_what_the_user_gave(cluster: dict[
     assert "requeue" not in Path(cluster["CALLS"]).read_text()
 
 
-def test_a_slurm_job_that_runs_out_of_time_is_queued_again(cluster: dict[str, str], tmp_path: Path):
+def test_slurm_job_out_of_time_is_queued_again(cluster: dict[str, str], tmp_path: Path):
     job = subprocess.Popen(["bash", str(SLURM), "seed=1"], env={**cluster, "SLOW": "1"}, start_new_session=True)
     try:
         ranks_started = Path(f"{cluster['CALLS']}.torchrun")
@@ -75,12 +75,12 @@ def test_a_slurm_job_that_runs_out_of_time_is_queued_again(cluster: dict[str, st
         os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_slurm_is_told_to_requeue_and_to_warn():
+def test_slurm_header_requests_requeue_and_warning():
     lines = [line for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --requeue", "#SBATCH --signal=B:USR1@120", "#SBATCH --open-mode=append"} <= {*lines}
 
 
-def test_the_kubernetes_job_starts_as_many_nodes_as_its_ranks_expect():
+def test_kubernetes_job_starts_the_nodes_ranks_expect():
     job = yaml.safe_load(KUBERNETES.read_text())
     assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (nodes,) = job["spec"]["replicatedJobs"]

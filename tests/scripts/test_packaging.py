@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix
-def test_the_wheel_has_every_file_of_the_packages(wheel: Path):
+def test_wheel_has_every_file_of_the_packages(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     expected = files_of_the_packages()
@@ -82,7 +82,7 @@ def run_installed(environment: Path, folder: Path, program: str, *arguments: obj
 
 
 @pytest.mark.matrix
-def test_the_commands_run_from_the_wheel_in_an_environment_of_its_own(environment: Path, tmp_path: Path):
+def test_commands_run_from_wheel_in_separate_environment(environment: Path, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 123 + 456 =", "max_tokens": 8}\n')
     shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", tmp_path / "model")
     job = ["model.path=model", "device=cpu", "cache.num_blocks=64", "job.input=rows.jsonl", "job.output=out.jsonl"]
@@ -103,7 +103,7 @@ def test_the_commands_run_from_the_wheel_in_an_environment_of_its_own(environmen
 
 @pytest.mark.matrix
 @pytest.mark.finding(number="D10")
-def test_demo_from_the_wheel_says_what_is_missing(environment: Path, tmp_path: Path):
+def test_demo_from_the_wheel_names_missing_files(environment: Path, tmp_path: Path):
     demo = REPOSITORY / "scripts" / "demo"
     with pytest.raises(AssertionError, match=r"error: model\.path=scripts/demo/model is in the repository, and not"):
         run_installed(environment, tmp_path, "spmd-worker", "experiment=demo", "plan=true")
@@ -114,7 +114,7 @@ def test_demo_from_the_wheel_says_what_is_missing(environment: Path, tmp_path: P
 
 
 @pytest.mark.matrix
-def test_the_tools_run_from_the_wheel_and_help_with_their_own_name(environment: Path, tmp_path: Path):
+def test_tools_run_from_wheel_under_their_own_name(environment: Path, tmp_path: Path):
     for command, entry in SETTINGS["project"]["scripts"].items():
         _, _, tool = entry.removesuffix(":main").rpartition(".")
         if tool == "launch":
@@ -137,7 +137,7 @@ def test_the_tools_run_from_the_wheel_and_help_with_their_own_name(environment: 
 
 
 @pytest.mark.matrix
-def test_modules_that_the_docs_name_are_in_the_wheel(environment: Path, tmp_path: Path, control):
+def test_modules_named_in_docs_are_in_the_wheel(environment: Path, tmp_path: Path, control):
     pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     modules = {name for text in texts for name in re.findall(r"(?:-m|import|from) (spmd_worker[a-z_.]*[a-z])\b", text)}
@@ -165,14 +165,14 @@ def test_modules_that_the_docs_name_are_in_the_wheel(environment: Path, tmp_path
         assert missing(modules | {"spmd_worker.attic"}, offered) == []
 
 
-def test_what_the_code_imports_is_among_the_dependencies():
+def test_imports_of_the_code_are_among_dependencies():
     names = {line.split(">")[0].split("=")[0] for line in SETTINGS["project"]["dependencies"]}
     assert {"torch", "hydra-core", "omegaconf", "pyyaml", "tokenizers", "numpy", "jinja2"} <= names
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower()
     assert [name for name in sorted(names) if f"{name}==" not in pins] == []
 
 
-def test_every_tool_has_its_command_and_every_extra_is_pinned():
+def test_every_tool_has_command_and_extras_are_pinned():
     tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")}
     assert SETTINGS["project"]["scripts"] == {
         "spmd-worker": "launch:main",

@@ -27,7 +27,7 @@ def as_typed(value: object) -> str:
 
 
 @pytest.mark.guarantee("The reference page has every key and its default")
-def test_every_key_stands_in_the_table_with_its_default():
+def test_every_key_is_in_table_with_its_default():
     check_table(PAGE, RunConfig())
     assert "(docs/reference/configuration.md)" in README.split("## Configuration")[1]
 
@@ -56,7 +56,7 @@ def check_table(page: str, config: RunConfig) -> None:
     ],
     ids=["another default", "another name", "no row", "a row too many"],
 )
-def test_the_comparison_sees_a_table_that_is_another(row: str, broken: str, control):
+def test_comparison_detects_another_table(row: str, broken: str, control):
     """Negative control: of the page's and of the code's."""
     assert PAGE.count(row) == 1
     with control():
@@ -65,7 +65,7 @@ def test_the_comparison_sees_a_table_that_is_another(row: str, broken: str, cont
         check_table(PAGE, RunConfig(seed=1))
 
 
-def test_the_models_are_those_of_the_command(capsys):
+def test_models_equal_those_of_the_command(capsys):
     assert launch.main(["families"]) == 0
     assert f"prints this:\n\n{capsys.readouterr().out}\n" in README
 
@@ -84,7 +84,7 @@ def test_every_folder_has_its_line_in_the_tree():
     assert sorted(named) == sorted(folders)
 
 
-def test_the_rows_it_shows_parse():
+def test_shown_rows_parse():
     rows = [line for line in README.splitlines() if line.startswith('{"') and '"outputs":' not in line]
     assert len(rows) == 8
     parsed = [parse_row(index, line.encode(), SamplingParams()) for index, line in enumerate(rows)]
@@ -93,7 +93,7 @@ def test_the_rows_it_shows_parse():
     assert list(shown) == ["custom_id", "index", "outputs", "usage", "error"]
 
 
-def test_its_python_runs_and_prints_what_it_says(tmp_path: Path):
+def test_shown_python_prints_what_it_says(tmp_path: Path):
     (example,) = re.findall(r"(?s)```python\n(.*?)```", README)
     (expected,) = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", example)
     script = tmp_path / "example.py"
@@ -103,7 +103,7 @@ def test_its_python_runs_and_prints_what_it_says(tmp_path: Path):
     assert done.stdout == f"{expected}\n"
 
 
-def test_the_files_it_names_exist():
+def test_named_files_exist():
     named = set(re.findall(r"(?:scripts|docs)/[a-z_]+\.(?:sh|py|md)", README))
     assert len(named) >= 5
     assert [path for path in sorted(named) if not (REPOSITORY / path).is_file()] == []
@@ -135,14 +135,14 @@ def check_preempted(folder: Path, beside: str, *more: str) -> None:
 
 @pytest.mark.finding(number="D7")
 @pytest.mark.parametrize("beside", BESIDE)
-def test_demo_of_a_small_cache_preempts(tmp_path: Path, beside: str):
+def test_small_cache_demo_preempts(tmp_path: Path, beside: str):
     check_preempted(tmp_path, beside, "job.max_rows=60")
 
 
 @pytest.mark.stress
 @pytest.mark.finding(number="D7")
 @pytest.mark.parametrize("beside", BESIDE)
-def test_demo_of_a_small_cache_preempts_with_all_rows(tmp_path: Path, beside: str):
+def test_small_cache_demo_preempts_with_all_rows(tmp_path: Path, beside: str):
     check_preempted(tmp_path, beside)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     answers = {each["custom_id"]: each["answer"] for each in map(json.loads, ANSWERS.read_text().splitlines())}
@@ -151,6 +151,6 @@ def test_demo_of_a_small_cache_preempts_with_all_rows(tmp_path: Path, beside: st
 
 
 @pytest.mark.finding(number="D7")
-def test_demo_of_a_larger_cache_preempts_nothing(tmp_path: Path):
+def test_bigger_cache_demo_preempts_nothing(tmp_path: Path):
     """Negative control: the numbers that the README had before."""
     assert demo_metrics(tmp_path, "cache.num_blocks=40", "job.max_rows=60")["preemptions"] == 0

@@ -27,7 +27,7 @@ def written(pages: ModuleType) -> dict[str, str]:
 
 
 @pytest.mark.guarantee("Reference pages are made from the options' records")
-def test_the_table_in_the_docs_is_current(pages: ModuleType):
+def test_reference_pages_are_current(pages: ModuleType):
     assert len(written(pages)) == 3
     assert pages.documents() == written(pages), "run python scripts/reference_pages.py"
 
@@ -39,7 +39,7 @@ def test_every_name_of_vllm_is_in_its_page():
 
 
 @pytest.mark.control("Reference pages are made from the options' records")
-def test_that_comparison_sees_another_table(pages: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_another_table(pages: ModuleType, monkeypatch: pytest.MonkeyPatch):
     """Negative control: a keyword less, and a key with another sentence."""
     before = written(pages)
     monkeypatch.setattr(pages, "KEYWORDS", {name: row for name, row in KEYWORDS.items() if name != "quantization"})

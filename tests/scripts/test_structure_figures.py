@@ -75,30 +75,30 @@ def structure(figures: ModuleType, files: dict[str, str]) -> dict[str, Any]:
     return figures.structure(figures.parse(files))
 
 
-def test_figures_of_a_small_tree_are_as_counted_by_hand(figures: ModuleType, tree: Path):
+def test_figures_of_small_tree_match_hand_count(figures: ModuleType, tree: Path):
     found = structure(figures, figures.read_tree(tree))
     assert {row: found[row] for row in FIGURES} == FIGURES
 
 
-def test_words_are_counted_in_prose_and_in_names(figures: ModuleType, tree: Path):
+def test_words_are_counted_in_prose_and_names(figures: ModuleType, tree: Path):
     words = figures.word_counts(figures.parse(figures.read_tree(tree)).values())
     counted = {word: value for word, value in words.items() if value != [0, 0]}
     assert counted == {"place": [2, 1], "whole": [1, 1], "none, no X": [0, 1]}
 
 
-def test_a_class_is_found_after_its_folder_moved(figures: ModuleType):
+def test_class_is_found_after_its_folder_moved(figures: ModuleType):
     moved = {path.replace("worker/worker/", "worker/devices/worker/"): text for path, text in FILES.items()}
     moved = {path: text.replace("_worker.worker.", "_worker.devices.worker.") for path, text in moved.items()}
     assert structure(figures, moved)["files under the worker"] == 2
 
 
-def test_what_is_not_found_is_named_in_its_cell(figures: ModuleType, tree: Path):
+def test_missing_class_is_named_in_its_cell(figures: ModuleType, tree: Path):
     found = structure(figures, figures.read_tree(tree))
     assert found["files under the runner"] == "ModelRunner is defined in 0 modules"
     assert found["files a row passes"].startswith("1; RowReader is defined in 0 modules; ")
 
 
-def test_a_row_passes_what_lies_between_stations(figures: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_row_passes_the_files_between_stations(figures: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(figures, "STATIONS", ("Reader", "Writer|Output"))
     files = {
         "spmd_worker/a.py": "import spmd_worker.b\nimport spmd_worker.other\nclass Reader: pass\n",
@@ -111,19 +111,19 @@ def test_a_row_passes_what_lies_between_stations(figures: ModuleType, monkeypatc
     assert structure(figures, files)["files a row passes"] == 3
 
 
-def test_a_cycle_of_rooms_is_printed_instead_of_floors(figures: ModuleType):
+def test_cycle_of_wings_is_printed_instead_of_floors(figures: ModuleType):
     files = {**FILES, "kv_cache/block.py": "from spmd_worker.llm import LLM\n"}
     assert structure(figures, files)["floors"].startswith("cycle: ")
 
 
-def test_every_class_the_figures_name_is_in_this_tree(figures: ModuleType):
+def test_every_class_of_figures_is_in_this_tree(figures: ModuleType):
     """A renamed class is entered as `Old|New`."""
     modules = figures.parse(figures.read_tree(REPOSITORY))
     names = (*figures.UNDER.values(), *figures.STATIONS)
     assert [name for name in names if len(figures.modules_of(modules, name)) != 1] == []
 
 
-def test_revisions_and_the_tree_are_printed_side_by_side(
+def test_revisions_and_tree_are_printed_in_columns(
     figures: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     git(tree, "init", "--quiet")

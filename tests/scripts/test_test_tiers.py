@@ -46,7 +46,8 @@ def asked(lines: list[str]) -> list[str]:
     return [line.removeprefix("asked: ") for line in lines if line.startswith("asked: ")]
 
 
-def test_the_stress_tier_is_two_runs_and_ends_with_both_closing_lines_and_their_sum(script: Path):
+def test_stress_tier_is_two_runs_with_summed_results(script: Path):
+    """The output ends with both closing lines and their sum."""
     code, lines = run(script, "--stress", "tests/test_x.py")
     beside, alone = asked(lines)
     assert beside.startswith("-m pytest -q -m stress and not timed and not gpu -n 3 ")
@@ -65,15 +66,14 @@ def test_the_stress_tier_is_two_runs_and_ends_with_both_closing_lines_and_their_
 @pytest.mark.parametrize(
     ("first", "second", "expected"), [("0", "0", 0), ("0", "1", 1), ("2", "0", 2), ("5", "0", 0), ("5", "5", 5)]
 )
-def test_either_run_that_fails_fails_the_tier_and_one_that_has_no_test_does_not(
-    script: Path, first: str, second: str, expected: int
-):
+def test_stress_tier_fails_when_either_run_fails(script: Path, first: str, second: str, expected: int):
+    """A run that has no test does not fail it."""
     code, lines = run(script, "--stress", FIRST_CODE=first, SECOND_CODE=second, TESTS_SEED="7")
     assert code == expected
     assert lines[0].startswith("stress tier, seed 7: ")
 
 
-def test_the_other_tiers_are_one_run_whose_closing_line_is_the_last(script: Path):
+def test_other_tiers_are_one_run_with_closing_line(script: Path):
     code, lines = run(script)
     assert len(asked(lines)) == 1
     assert "-m not matrix and not stress and not gpu -n 3 --dist loadfile" in asked(lines)[0]

@@ -62,7 +62,7 @@ def run_tests(folder: Path, source: str) -> tuple[int, str]:
 
 
 @pytest.mark.matrix
-def test_a_test_whose_ranks_hang_says_where_all_are_and_the_run_goes_on(tmp_path: Path):
+def test_hanging_ranks_are_located_and_the_run_continues(tmp_path: Path):
     code, output = run_tests(tmp_path, RANKS_HANG)
     assert code == 1, output
     assert "test_planted.py::test_whose_ranks_hang has hung" in output
@@ -73,7 +73,7 @@ def test_a_test_whose_ranks_hang_says_where_all_are_and_the_run_goes_on(tmp_path
 
 
 @pytest.mark.matrix
-def test_a_test_that_holds_the_interpreter_is_named_and_the_run_goes_on(tmp_path: Path):
+def test_hang_inside_interpreter_is_named_and_run_continues(tmp_path: Path):
     """As a deadlock of the interpreter did: no Python runs any more, no limit of Python's is heard."""
     code, output = run_tests(tmp_path, INTERPRETER_IS_HELD)
     assert code == 1, output

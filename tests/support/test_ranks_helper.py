@@ -45,7 +45,7 @@ def test_every_rank_runs_and_its_output_is_captured(way: str):
     assert done.stderr.count("name servers attempts:0") == 2
 
 
-def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tmp_path: Path):
+def test_ranks_import_repository_and_helpers_from_any_folder(tmp_path: Path):
     source = "import kv_cache, spmd_worker.replica.sequence, ranks\nprint(spmd_worker.replica.sequence.__file__)"
     done = ranks.run_ranks(source, nproc=1, timeout_s=START_S, cwd=tmp_path)
     assert done.returncode == 0, done.output
@@ -53,7 +53,7 @@ def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tm
 
 
 @every_launcher
-def test_a_failing_rank_fails_the_run_ends_the_others_and_its_last_words_are_kept(way: str):
+def test_failing_rank_ends_run_and_keeps_its_output(way: str):
     source = """
         import os, sys, time
         if os.environ["RANK"] == "1":
@@ -115,7 +115,7 @@ threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_forked_script_ends_as_one_of_a_fresh_interpreter_does(tmp_path: Path, ending: str):
+def test_forked_script_ends_like_a_fresh_interpreter(tmp_path: Path, ending: str):
     """Though nothing is taken apart at its end: threads, handlers, finalizers, what is in a stream, exit code."""
     script, output, errors = (tmp_path / name for name in ("script.py", "output", "errors"))
     script.write_text(AT_THE_END + ending + "\n")
@@ -132,12 +132,12 @@ def test_a_forked_script_ends_as_one_of_a_fresh_interpreter_does(tmp_path: Path,
     assert errors.read_text().splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
 
 
-def test_a_plain_commands_exit_code_passes_through_unchanged():
+def test_plain_commands_exit_code_passes_through_unchanged():
     done = ranks.run_command(["bash", "-c", "echo words; exit 70"], timeout_s=10)
     assert (done.returncode, done.stdout, done.stderr) == (70, "words\n", "")
 
 
-def test_what_an_outer_torchrun_set_does_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_outer_torchrun_settings_do_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     command = ["bash", "-c", "echo ${MASTER_PORT:-none} ${TORCHELASTIC_RUN_ID:-none} $ADDED"]
@@ -146,7 +146,8 @@ def test_what_an_outer_torchrun_set_does_not_reach_the_ranks(monkeypatch: pytest
 
 
 @pytest.mark.matrix
-def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(tmp_path: Path):
+def test_hanging_ranks_are_killed_and_located_in_time(tmp_path: Path):
+    """No process is left."""
     source = f"""
         import os, pathlib, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -164,7 +165,7 @@ def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(
     assert "in the_hanging_line" in str(error_result.value)
 
 
-def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed(monkeypatch: pytest.MonkeyPatch):
+def test_leftover_process_is_killed_and_named_in_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks, "GRACE_S", 1.0)
     # In a session of its own and without its parent, as a rank is whose torchrun was killed.
     command = ["bash", "-c", "setsid sleep 599 & echo $!"]
@@ -206,7 +207,7 @@ def _is_running(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def test_what_torch_says_of_name_servers_alone_is_left_out():
+def test_name_server_warnings_of_torch_are_left_out():
     said = "[W1125 18:11:02.22 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
     other = said.replace("err=-3", "err=-2")
     assert ranks.without_unanswered_names(f"a\n{said}\nb {said}\n{other}\n") == f"a\nb {said}\n{other}\n"
