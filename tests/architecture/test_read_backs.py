@@ -47,7 +47,7 @@ def test_read_back_check_detects_other_counts_than_listed(tmp_path: Path, monkey
     ]
 
 
-def test_host_tensors_and_other_floors_may_read_back(tmp_path: Path):
+def test_read_back_check_ignores_uploads_and_other_floors(tmp_path: Path):
     kept = "    y = torch.tensor([1])\n    return torch.from_numpy(x).to(device, non_blocking=True) + y.items()"
     files = {RUNNER: f"{HEAD}{kept}\n", "spmd_worker/worker/worker.py": f"{HEAD}    return x.item()\n"}
     assert read_back_violations(plant(tmp_path, files)) == []

@@ -171,7 +171,7 @@ def test_removed_lock_file_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.Mon
         FileLock(path, "it", "give another").__enter__()
 
 
-def test_ending_note_stays_whatever_other_threads_do(tmp_path: Path):
+def test_ending_note_stays_despite_notes_of_other_threads(tmp_path: Path):
     """A signal's thread notes it while the main thread goes on for a while."""
     with FileLock(tmp_path / "lock", "it", "give another") as lock:
         lock.note("answers rows")

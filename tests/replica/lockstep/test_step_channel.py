@@ -92,7 +92,7 @@ def test_channel_can_be_closed_in_its_heartbeat_thread(monkeypatch: pytest.Monke
 # What crosses.
 
 
-def test_answers_come_in_rank_order_whatever_their_arrival():
+def test_answers_come_in_rank_order_for_any_arrival():
     with star(3) as (leader, followers):
         for follower in reversed(followers):
             follower.answer(5, f"from {follower.rank}".encode())

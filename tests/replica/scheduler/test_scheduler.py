@@ -107,7 +107,7 @@ def test_prompt_is_admitted_only_with_all_its_blocks():
     assert run.step() == [Row(0, 0, 6, 1, 1)], "a chunk of 7 tokens would have found its blocks"
 
 
-def test_no_more_sequences_run_than_allowed():
+def test_running_sequences_never_exceed_max_num_seqs():
     run = Run(max_num_seqs=2)
     for max_tokens in (2, 3, 1):
         run.admit(2, max_tokens=max_tokens)

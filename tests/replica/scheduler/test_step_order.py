@@ -36,7 +36,7 @@ def test_oldest_step_ends_when_its_ids_are_needed():
 
 
 @pytest.mark.parametrize("event", [WorkerEvent(1, "sleep", b""), EndWorkerEvent(1, "")], ids=["prepare", "end"])
-def test_no_step_is_in_flight_when_workers_change(event: Any):
+def test_worker_events_wait_for_steps_in_flight(event: Any):
     scheduler: Any = SimpleNamespace(has_unfinished=True, waits_for_ids=False)
     assert must_end_oldest(1, False, (event,), scheduler, False)
     assert not must_end_oldest(0, False, (event,), scheduler, False)

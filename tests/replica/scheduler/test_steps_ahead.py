@@ -280,7 +280,7 @@ OTHER_PLANS = {
 
 
 @pytest.mark.parametrize("changes", OTHER_PLANS.values(), ids=OTHER_PLANS)
-def test_repeated_looking_plan_is_rejected_for_same_reason(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]):
+def test_plan_like_the_last_is_rejected_alike(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]):
     said, states = [], []
     for _ in range(2):
         mirror = decoding_mirror()

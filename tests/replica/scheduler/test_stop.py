@@ -77,7 +77,7 @@ def test_ids_and_lengths_end_a_sequence(tokens, sampling, reason, stop_reason):
     assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
 
 
-def test_model_length_ends_sequence_whatever_it_asked():
+def test_model_length_ends_sequence_despite_its_own_limits():
     assert ending([5, 5], max_model_len=5, num_prompt_tokens=3).finish_reason is FinishReason.LENGTH
     assert ending([5], max_model_len=5, num_prompt_tokens=3, min_tokens=40).finish_reason is None
     assert ending([5, 5], max_model_len=5, num_prompt_tokens=3, min_tokens=40).finish_reason is FinishReason.LENGTH
