@@ -38,9 +38,10 @@ def describe_slices(model: DecoderForCausalLM) -> str:
                 owned.setdefault((own, experts.num_experts), []).append(str(number))
     lines += [f"experts {_run(own)} of {count} in layers {_run(found)}" for (own, count), found in owned.items()]
     cut: dict[tuple[str, str, HeldSlice], list[str]] = {}
-    for module, name, part in model.weights.held_slices():
+    for name, held in model.weights.held.items():
+        part = held.held_slice
         if not part.is_whole:
-            inside = module.rpartition(".")[2]
+            inside = held.module_name.rpartition(".")[2]
             cut.setdefault((_NUMBER.sub("*", name), inside, part), []).append(name)
     for (pattern, inside, part), names in cut.items():
         where = "" if f".{inside}." in f".{pattern}" else f", in {inside}"

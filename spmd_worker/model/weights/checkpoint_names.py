@@ -249,39 +249,13 @@ class CheckpointNames:
                     for piece in (own if is_own else slices_like(index))
                     if piece.checkpoint_name.startswith(prefix)
                 }
-        found = self._tensors_besides_layers()
+        found = _tensors_besides_layers(config, self._head if self._has_head and not self._is_tied else "")
         for index, kind in enumerate(kinds):
             found |= {self._layer_prefix(index) + name: tensor for name, tensor in of_kind[kind].items()}
         held = {piece.checkpoint_name: piece.checkpoint_shape for piece in own}
         shapes = {name: tensor.shape for name, tensor in found.items()}
         assert held.items() <= shapes.items(), held.items() - shapes.items()
         return found
-
-    def _tensors_besides_layers(self) -> dict[str, ModelTensor]:
-        config, names, pooling = self._model_config, self._names, self._model_config.pooling
-        hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            f"{names.embedding}.weight": (config.num_embeddings, config.embedding_size)
-        }
-        if config.num_positions:
-            shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
-        if config.num_token_types:
-            shapes[f"{names.token_types}.weight"] = (config.num_token_types, hidden)
-        leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
-        norms = {names.norm: config.has_last_norm, names.embedding_norm: config.has_embedding_norm}
-        for norm in [name for name, is_there in norms.items() if is_there]:
-            shapes |= {f"{norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
-        if config.num_projection_parameters:
-            shapes[f"{names.project_in}.weight"] = (hidden, config.embedding_size)
-            shapes[f"{names.project_out}.weight"] = (config.embedding_size, hidden)
-        if config.has_head_bias and pooling is None:
-            shapes[f"{names.head}.bias"] = (config.vocab_size,)
-        if not self._is_tied and self._has_head:
-            shapes[self._head] = (config.vocab_size, config.embedding_size)
-        scores = {} if pooling is None or not self._has_score else head_shapes(pooling, names)
-        # A head of which a classifier takes rows is held by it alone.
-        is_float32 = {name: pooling is not None and name == self._head for name in shapes} | dict.fromkeys(scores, True)
-        return {name: ModelTensor(shape, is_float32=is_float32[name]) for name, shape in (shapes | scores).items()}
 
     def _is_of_other_layer(self, name: str) -> bool:
         """Of one that looks at images, or of one beyond the model's where files may have such."""
@@ -291,6 +265,31 @@ class CheckpointNames:
         number, config = int(layer[1]), self._model_config
         is_beyond = number >= config.num_layers + len(config.image_layers)
         return number in config.image_layers or (self._names.ignores_later_layers and is_beyond)
+
+
+def _tensors_besides_layers(config: ModelConfig, own_head: str) -> dict[str, ModelTensor]:
+    """`own_head` is the name of a head for tokens that is not the embedding, "" for none."""
+    names, pooling, hidden = config.names, config.pooling, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (config.num_embeddings, config.embedding_size)}
+    if config.num_positions:
+        shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
+    if config.num_token_types:
+        shapes[f"{names.token_types}.weight"] = (config.num_token_types, hidden)
+    leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
+    norms = {names.norm: config.has_last_norm, names.embedding_norm: config.has_embedding_norm}
+    for norm in [name for name, is_there in norms.items() if is_there]:
+        shapes |= {f"{norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
+    if config.num_projection_parameters:
+        shapes[f"{names.project_in}.weight"] = (hidden, config.embedding_size)
+        shapes[f"{names.project_out}.weight"] = (config.embedding_size, hidden)
+    if config.has_head_bias and pooling is None:
+        shapes[f"{names.head}.bias"] = (config.vocab_size,)
+    if own_head:
+        shapes[own_head] = (config.vocab_size, config.embedding_size)
+    scores = {} if pooling is None or not pooling.has_score_weight else head_shapes(pooling, names)
+    # A head of which a classifier takes rows is held by it alone.
+    is_float32 = {name: pooling is not None and name == own_head for name in shapes} | dict.fromkeys(scores, True)
+    return {name: ModelTensor(shape, is_float32=is_float32[name]) for name, shape in (shapes | scores).items()}
 
 
 def head_shapes(pooling: PoolingConfig, names: Names) -> dict[str, tuple[int, ...]]:

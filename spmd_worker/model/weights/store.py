@@ -37,7 +37,6 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.weight_slice import (
-    HeldSlice,
     ModelTensor,
     PaddingSlice,
     Rectangle,
@@ -113,12 +112,6 @@ class WeightStore:
         """Slices that this rank has of them, by name."""
         return held_weights(self.slices, self._layers)
 
-    def held_slices(self) -> list[tuple[str, str, HeldSlice]]:
-        """Of each checkpoint tensor of which this rank has something: the module that has it, its name, and which part
-        of it that is.
-        """
-        return [(held.module_name, name, held.held_slice) for name, held in self.held.items()]
-
     @property
     def buffer_names(self) -> frozenset[str]:
         """Those that are buffers: in an update they may be left out, and `sleep(level=2)` keeps them."""
@@ -154,14 +147,14 @@ class WeightStore:
         halfway, when a file cannot be read, for a tied head that differs and for an element that is not finite.
         """
         start_s, num_bytes_before = time.perf_counter(), source.num_bytes_read
-        parameters = self._parameters()
+        parameters = _parameters(self._layers)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._check_covered(source, parameter_problems(self.slices, self.paddings, shapes))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
         with ThreadPoolExecutor(num_threads, "fill-weights", keep_alone) as threads:
             for name, held in sorted(pieces, key=lambda pair: (source.position(pair[0]), pair[1].piece.source)):
-                self._check_tied(source, name, held.piece.source)
+                _check_tied(source, self._names.tied, name, held.piece.source)
                 blocks = list(source.blocks(name, held.piece.source, _BLOCK_BYTES))
                 # Neighbours are one thread's: they may share what a source makes in larger blocks.
                 each = max(-(-len(blocks) // num_threads), 1)
@@ -185,9 +178,8 @@ class WeightStore:
     def reload(self, source: WeightSource) -> None:
         """An update of all weights from files. Raises CheckpointError as `fill` does, and RuntimeError as `load`."""
         self._check_covered(source)
-        if self._names.tied is not None:
-            embedding = self._names.tied[0]
-            self._check_tied(source, embedding, full_rectangle(self.shapes[embedding]))
+        for name, shape in self.shapes.items():
+            _check_tied(source, self._names.tied, name, full_rectangle(shape))
         # One that was loaded before is of a try that broke off.
         self.update.forget_tied_head()
         for name in sorted(self.tensors, key=source.position):
@@ -306,24 +298,6 @@ class WeightStore:
         for name in self.tensors:
             source.dtype(name)
 
-    def _check_tied(self, source: WeightSource, name: str, region: Rectangle) -> None:
-        """Some files have a tied head as well, which says nothing as long as it is the embedding. For a region of the
-        embedding; nothing for other tensors.
-        """
-        embedding, head = self._names.tied or ("", "")
-        if name != embedding or head not in source.names():
-            return
-        is_same_kind = (source.dtype(name), source.shape(name)) == (source.dtype(head), source.shape(head))
-        blocks = source.blocks(name, region, _BLOCK_BYTES) if is_same_kind else iter(())
-        differing = next((block for block in blocks if not _is_same(source, name, head, block)), None)
-        if is_same_kind and differing is None:
-            return
-        first, stop = (0, 0) if differing is None else differing[0]
-        where = "in dtype or shape" if differing is None else f"between rows {first} and {stop - 1}"
-        way_out = f"set it to false to use both, or remove {head!r} from the files if it is a leftover"
-        fault = f"differs from {name!r} {where}"
-        raise CheckpointError(tied_head_fault(f"{source.folder}: tensor {head!r}", fault, way_out))
-
     @torch.no_grad()
     def _write_blocks(self, source: WeightSource, held: HeldPiece, blocks: list[Rectangle]) -> None:
         name = held.piece.checkpoint_name
@@ -333,21 +307,41 @@ class WeightStore:
                 check_finite(_in_file(source, name), values, self._dtype_of(name), [start for start, _ in block])
             held.write_block(block, values)
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """Parameters to fill, each once, by name. They have storage: a copy into a meta tensor would do nothing."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, layer in self._layers.items():
-            for own, parameter in layer.named_parameters(recurse=False):
-                found.setdefault(id(parameter), (f"{name}.{own}".removeprefix("."), parameter))
-        on_meta = [name for name, parameter in found.values() if parameter.is_meta]
-        assert not on_meta, ("parameters without storage", on_meta[:3])
-        return dict(found.values())
-
     def _is_tied_head(self, name: str) -> bool:
         return self._names.tied is not None and name == self._names.tied[1]
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if self.tensors[name].is_float32 else self._dtype
+
+
+def _parameters(layers: Mapping[str, CheckpointLayer]) -> dict[str, Tensor]:
+    """Parameters to fill, each once, by name. They have storage: a copy into a meta tensor would do nothing."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, layer in layers.items():
+        for own, parameter in layer.named_parameters(recurse=False):
+            found.setdefault(id(parameter), (f"{name}.{own}".removeprefix("."), parameter))
+    on_meta = [name for name, parameter in found.values() if parameter.is_meta]
+    assert not on_meta, ("parameters without storage", on_meta[:3])
+    return dict(found.values())
+
+
+def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, region: Rectangle) -> None:
+    """Some files have a tied head as well, which says nothing as long as it is the embedding. For a region of the
+    embedding; nothing for other tensors.
+    """
+    embedding, head = tied or ("", "")
+    if name != embedding or head not in source.names():
+        return
+    is_same_kind = (source.dtype(name), source.shape(name)) == (source.dtype(head), source.shape(head))
+    blocks = source.blocks(name, region, _BLOCK_BYTES) if is_same_kind else iter(())
+    differing = next((block for block in blocks if not _is_same(source, name, head, block)), None)
+    if is_same_kind and differing is None:
+        return
+    first, stop = (0, 0) if differing is None else differing[0]
+    where = "in dtype or shape" if differing is None else f"between rows {first} and {stop - 1}"
+    way_out = f"set it to false to use both, or remove {head!r} from the files if it is a leftover"
+    fault = f"differs from {name!r} {where}"
+    raise CheckpointError(tied_head_fault(f"{source.folder}: tensor {head!r}", fault, way_out))
 
 
 def _in_file(source: WeightSource, name: str) -> str:
