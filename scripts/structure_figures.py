@@ -55,7 +55,14 @@ STATIONS: Final = (
     *("BlockPool", "BlockTable", "CacheManager", "BlockOps", "CacheEngine"),
     *("Lockstep", "StepMessage", "StepChannel", "TcpLeader", "SequenceGroupMetadataDelta", "Mirror"),
     *("ExternalLauncherExecutor", "WorkerWrapper", "worker.Worker", "ModelRunner", "Batch"),
-    *("DecoderForCausalLM", "Attention", "FeedForward", "RMSNorm", "RotaryEmbedding", "VocabularyParallelHead"),
+    *(
+        "DecoderForCausalLM",
+        "attention.Attention",
+        "feed_forward.FeedForward",
+        "RMSNorm",
+        "RotaryEmbedding",
+        "VocabularyParallelHead",
+    ),
     *("ColumnParallelLinear", "CpuBackend", "CpuKernels", "Sampler", "StepResult"),
     *("IncrementalDecoder", "RequestOutput", "RowAnswer", "JobOutput", "OutputFile"),
 )

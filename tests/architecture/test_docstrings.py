@@ -8,7 +8,7 @@ import pytest
 from docstring_rules import missing_docstrings
 from planting import REPOSITORY, plant
 
-MOST_OPENINGS = 1152
+MOST_OPENINGS = 529
 """Docstrings of the product that begin with What, Whose, Of, As, See, ...: lower it with them, never raise it."""
 
 
