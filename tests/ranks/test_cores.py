@@ -61,7 +61,7 @@ def test_user_thread_count_overrides_the_share():
     assert (share.num_threads, share.cores) == (5, None)
 
 
-def test_torchrun_omp_threads_differ_from_a_user_setting():
+def test_torchrun_thread_default_is_distinguished_from_user_setting():
     """torchrun changes its own environment after its start, so what it was started with tells who set the 1."""
     users = replace(EIGHT, launcher_variables={"OMP_NUM_THREADS": "1"})
     assert share_cores(users, 0, 2, TORCHRUNS).num_threads is None

@@ -122,7 +122,7 @@ with LLM(job["folder"], **options) as llm:
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
 )
-def test_updated_token_classifier_reaches_every_rank(tmp_path: Path, layout: str) -> None:
+def test_updated_two_token_classifier_reaches_every_rank(tmp_path: Path, layout: str) -> None:
     """Both rows are of one rank's part of the embedding, which alone failed; the other had the rows besides its own."""
     folder = pooling_folder("causal")
     with safe_open(folder / "model.safetensors", "pt") as file:

@@ -115,7 +115,7 @@ def test_template_exceeding_cpu_time_fails_and_next_runs(name: str, monkeypatch:
 
 
 @pytest.mark.control("Chat templates are bounded (SECURITY.md)")
-def test_unbounded_rendering_control_succeeds_in_this_process():
+def test_template_bound_check_detects_unbounded_rendering():
     assert (
         ChatTemplate("{{ ('a' * 9999).replace('a', 'b' * 9999) | length }}", {}).render(CONVERSATIONS[0]) == "99980001"
     )
