@@ -38,6 +38,7 @@ CALLS = {
     "a call more on rank 1": lambda: with_call_more_on_rank_1(),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
     "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
+    "no folder on rank 1": lambda: llm.start_profile(None if RANK else sys.argv[3]),
     "no width on rank 1": lambda: llm.beam_search(PROMPTS, None if RANK else BEAMS),
     "an adapter on rank 1": lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request="x" if RANK else None),
     "sizes on rank 1": lambda: llm.reinitialize_distributed(tensor_parallel_size="2" if RANK else 2),
@@ -117,6 +118,7 @@ NO_PAYLOAD = (
     "TypeError: a value of type set cannot cross processes, because nothing is unpickled from a wire: numbers, texts, "
     "bytes, lists, tuples and dicts can"
 )
+NO_FOLDER = "ValueError: start_profile needs the folder to write to: start_profile(folder)"
 NO_BEAMS = "TypeError: params is a NoneType: give BeamSearchParams"
 NO_ADAPTER = (
     "ValueError: lora_request=x is refused: there are no adapters; merge it into the checkpoint (PEFT's "
@@ -131,6 +133,7 @@ EXPECTED = {
     "on both": (PARAMETERS.format(3), PARAMETERS.format(4)),
     "a request of rank 0 alone": (WAITS, FAILED.format(0, "generate", WAITS)),
     "a payload on rank 1": (FAILED.format(1, "worker_event", NO_PAYLOAD), NO_PAYLOAD),
+    "no folder on rank 1": (FAILED.format(1, "worker_event", NO_FOLDER), NO_FOLDER),
     "no width on rank 1": (FAILED.format(1, "beam_search", NO_BEAMS), NO_BEAMS),
     "an adapter on rank 1": (FAILED.format(1, "generate", NO_ADAPTER), NO_ADAPTER),
     "sizes on rank 1": (FAILED.format(1, "reinitialize_distributed", NO_SIZE), NO_SIZE),

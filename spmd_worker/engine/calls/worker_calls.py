@@ -66,26 +66,34 @@ class WorkerCalls:
         the commit is found after it. Raises WorkerEventError, on every rank, naming the lowest rank that refused and
         why; the LLM is as it was before.
         """
+        return self._event(name, lambda: payload, reset_prefix_cache=reset_prefix_cache)
+
+    def _event(self, name: str, payload: Callable[[], Any], *, reset_prefix_cache: bool = False) -> list[Any]:
+        """A worker event. What `payload` raises, the other ranks hear of."""
         with self._engine.calls.inside("worker_event"):
             engine = self._engine
             engine.life.check_open()
 
             def prepare() -> tuple[str, Any, bool]:
                 engine.changes.complete_weights()
-                return name, payload, reset_prefix_cache
+                return name, payload(), reset_prefix_cache
 
             self._turns.check_outside("worker_event")
-            agree_on_call(engine, "worker_event", prepare)
+            _, agreed, _ = agree_on_call(engine, "worker_event", prepare)
             then = [ResetPrefixCache()] if reset_prefix_cache else []
-            return engine.changes.worker_event(name, payload, then, engine.run_step)
+            return engine.changes.worker_event(name, agreed, then, engine.run_step)
 
     def start_profile(self, folder: str | Path | None = None) -> None:
         """Record what every rank computes, with torch's profiler, until `stop_profile`. Raises WorkerEventError where a
         rank cannot write to `folder`, ValueError without one.
         """
-        if folder is None:
-            raise ValueError("start_profile needs the folder to write to: start_profile(folder)")
-        self.worker_event("start_profile", str(folder))
+
+        def payload() -> str:
+            if folder is None:
+                raise ValueError("start_profile needs the folder to write to: start_profile(folder)")
+            return str(folder)
+
+        self._event("start_profile", payload)
 
     def stop_profile(self) -> list[str]:
         """Write `trace.rank<N>.json` of every rank, for ui.perfetto.dev: the paths of this executor's workers. Raises
