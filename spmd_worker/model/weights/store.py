@@ -112,7 +112,7 @@ class WeightStore:
         """Slices that this rank has of them, by name."""
         return held_weights(self.slices, self._layers)
 
-    @property
+    @cached_property
     def buffer_names(self) -> frozenset[str]:
         """Those that are buffers: in an update they may be left out, and `sleep(level=2)` keeps them."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.is_buffer)
