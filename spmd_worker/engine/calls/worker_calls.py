@@ -48,10 +48,12 @@ class WorkerCalls:
         pass. Of a packed weight (those of the linear layers on the CPU) each parameter that is asked for is a copy,
         kept until `func` ends: where memory is short, ask for a few in each call.
         `collective_rpc("get_model_inspection")` shows shapes and slices without any. What was cached before is not
-        found after it, changed or not. Raises ValueError for what cannot be changed, with nothing changed on this rank;
-        where other ranks did not refuse in the same call, what computes next raises RanksDisagreeError on all, until
-        all weights were loaded. Calls are told apart by their number, so every rank makes as many where some may be
-        refused.
+        found after it, changed or not.
+
+        Raises ValueError for what cannot be changed, with nothing changed on this rank but weights that are shown in
+        place (norms, the embedding; all where nothing is packed); where other ranks did not refuse in the same call,
+        what computes next raises RanksDisagreeError on all, until all weights were loaded. Calls are told apart by
+        their number, so every rank makes as many where some may be refused.
         """
         return self._engine.changes.apply_model(_of_host(func) if callable(func) else func)
 
