@@ -48,6 +48,7 @@ from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.model_config.rope import sliding_layers, sliding_layers_or_all
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
@@ -404,7 +405,7 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         theirs = whole.get_text_config()
         ours = model_config_of(config, tmp_path / "config.json")
         row, heads = row_of(ours), getattr(theirs, "num_kv_heads", theirs.num_attention_heads)
-        assert ours.num_kv_heads == (row.num_kv_heads or getattr(theirs, "num_key_value_heads", heads))
+        assert ours.num_kv_heads == (row.attention.num_kv_heads or getattr(theirs, "num_key_value_heads", heads))
         assert ours.max_position_embeddings == theirs.max_position_embeddings
         passed = [each for each in getattr(theirs, "cross_attention_layers", []) if each < theirs.num_hidden_layers]
         num_layers = theirs.num_hidden_layers - len(passed)
@@ -433,7 +434,7 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         partial = [rope.get("partial_rotary_factor", 1.0) for rope in ropes]
         assert [rope.partial_factor for rope in ours.ropes] == partial
         flags = getattr(theirs, "no_rope_layers", None) or [int(bool(ropes))] * ours.num_layers
-        if row.rope_layers != "all":
+        if row.rope is not None and row.rope.layers in (sliding_layers, sliding_layers_or_all):
             flags = [int(kind == "sliding_attention") for kind in kinds]
         assert [layer.rope is not None for layer in ours.layers] == [flag == 1 for flag in flags]
         scale = getattr(theirs, "query_pre_attn_scalar", ours.head_size) ** -0.5

@@ -42,7 +42,7 @@ WORDS = {
     "exception while loading": r"rank {rank} raised (ValueError|KeyError) while loading the model: '?planted'?",
     "exit in the sampler": rf"rank {{rank}} is gone: {SEEN}",
     "full disk": r"rank 0 raised OSError at step \d+: \[Errno 28\] No space left on device",
-    "hang in forward": r"rank {rank} is stuck: step \d+, phase execute, for \d+\.\d s, at worker.py",
+    "hang in forward": r"rank {rank} is stuck: step \d+, phase execute, for \d+\.\d s, at running_worker.py",
     "endless loop in forward": r"rank {rank} is busy while others waited for too long: step \d+, phase execute, for ",
 }
 """By fault: how the terminal names the culprit."""

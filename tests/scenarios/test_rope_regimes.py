@@ -198,7 +198,7 @@ def test_longrope_counts_the_tokens_that_are_computed():
     """The last one that is sampled is not. The original length is 80."""
     with make("longrope") as llm:
         found = [
-            llm.llm_engine.rope_regime(num_prompt, SamplingParams(max_tokens=max_tokens))
+            llm.llm_engine.requests.rope_regime(num_prompt, SamplingParams(max_tokens=max_tokens))
             for num_prompt, max_tokens in ((80, 1), (79, 2), (70, 11), (81, 1), (80, 2), (70, 12), (70, None))
         ]
     assert found == [0, 0, 0, 1, 1, 1, 1]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from native_libraries import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, each_library, library_for
-from spmd_worker.kernels.cpu.int8 import Int8CpuKernels
-from spmd_worker.kernels.cpu.native import CpuKernels
 from torch import Tensor
+
+from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
 
 # (inputs, outputs, rows): a last panel that is alone, several parts of the inputs, of the rows and of the panels.
 SHAPES = [(64, 80, 5), (96, 96, 1), (320, 608, 33), (704, 560, 150), (1312, 96, 300)]

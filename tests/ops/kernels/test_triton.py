@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY
+from ranks import IMPORT_PATH
 
 HERE = Path(__file__).parent
 LEAST_CASES = 10
@@ -18,7 +18,7 @@ LONGEST_S = 500.0
 
 def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False, timeout_s: float = LONGEST_S) -> dict:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    folders = os.pathsep.join(map(str, (REPOSITORY, HERE.parent)))
+    folders = os.pathsep.join(IMPORT_PATH)
     variables |= {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     if interpret:
         # Interpreted matmuls are numpy's. OpenBLAS adds up some rows of a tile in another order than others where the

@@ -345,7 +345,7 @@ def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
         sys.stderr.flush()
         os._exit(exit_code)
     """
-    path = os.pathsep.join(map(str, (PLANTS.parent, ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
+    path = os.pathsep.join(map(str, (PLANTS.parent, *ranks.IMPORT_PATH)))
     done = ranks.run_ranks(source, num_ranks, 240.0, [name, folder], env={"PYTHONPATH": path}, under_torchrun=True)
     assert done.returncode == 1, done.output
     assert len(re.findall(r"exitcode +: 70 ", done.stderr)) == num_ranks, done.output
