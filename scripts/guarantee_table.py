@@ -47,7 +47,7 @@ def document(tests: Path) -> str:
 
 
 def guarantees(tests: Path) -> dict[str, Guarantee]:
-    """What the files below `tests` mark, by the promise's words."""
+    """Guarantees that the files below `tests` mark, by their words."""
     found: dict[str, Guarantee] = {}
     for path in sorted(tests.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")

@@ -170,7 +170,7 @@ def methods() -> str:
 
 
 def offered() -> str:
-    """What `spmd_worker` offers."""
+    """Table of the names that `spmd_worker` offers."""
     lines = ["## Imports", "", "`spmd_worker` offers " + ", ".join(map(code, sorted(OFFERED))) + ".", ""]
     lines += ["| name of `vllm` | here |", "| --- | --- |"]
     lines += [f"| {code(name)} | not here: {words} |" for name, words in ABSENT.items()]
