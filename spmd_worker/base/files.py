@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import stat
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -264,11 +265,16 @@ def _is_deeper_than(value: Any, limit: int) -> bool:
     """
     level = [value]
     for _ in range(limit + 1):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
+        # Mostly in C: a vocabulary has 100,000 numbers and as many pairs of texts.
+        if _CONTAINERS.isdisjoint(map(type, level)):
             return False
-        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+        objects = [item for item in level if type(item) is dict]
+        arrays = [item for item in level if type(item) is list]
+        level = [*chain.from_iterable(map(dict.values, objects)), *chain.from_iterable(arrays)]
     return True
+
+
+_CONTAINERS: Final = frozenset((dict, list))
 
 
 def _kind(value: Any) -> str:

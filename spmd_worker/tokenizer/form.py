@@ -11,7 +11,7 @@ import base64
 import binascii
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,7 +116,7 @@ def _steps(key: str, value: Any) -> list[Mapping[str, Any]]:
 def _check_model(model: Mapping[str, Any]) -> None:
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        tokens: Iterable[Any] = vocabulary
+        tokens = list(vocabulary)
         _check_ids("model.vocab", list(vocabulary.values()))
     else:
         entries = _list("model.vocab", vocabulary)
@@ -127,17 +127,22 @@ def _check_model(model: Mapping[str, Any]) -> None:
         unknown = model.get("unk_id")
         if unknown is not None and not (_is_id(unknown) and unknown < len(entries)):
             raise _FormError(f"model.unk_id={_short(unknown)} must be the index of one of {len(entries)} tokens")
-    for token in tokens:
-        if not isinstance(token, str) or len(token) > _MAX_TOKEN_CHARACTERS:
-            raise _FormError(f"model.vocab: {_short(token)} must be a text of at most {_MAX_TOKEN_CHARACTERS}")
+    if not _are_tokens(tokens):
+        token = next(each for each in tokens if not _are_tokens([each]))
+        raise _FormError(f"model.vocab: {_short(token)} must be a text of at most {_MAX_TOKEN_CHARACTERS}")
     _check_prefix(model)
 
 
+def _are_tokens(tokens: Sequence[Any]) -> bool:
+    # Without a loop in Python: a vocabulary may have 250,000 tokens, and a start reads it.
+    return set(map(type, tokens)) <= {str} and max(map(len, tokens), default=0) <= _MAX_TOKEN_CHARACTERS
+
+
 def _check_ids(key: str, ids: list[Any]) -> None:
-    for each in ids:
-        if not _is_id(each):
-            raise _FormError(f"{key}: the id {_short(each)} must be a whole number from 0 to {_MAX_ID - 1}")
-    if len(dict.fromkeys(ids)) < len(ids):
+    if not set(map(type, ids)) <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) < _MAX_ID:
+        wrong = next(each for each in ids if not _is_id(each))
+        raise _FormError(f"{key}: the id {_short(wrong)} must be a whole number from 0 to {_MAX_ID - 1}")
+    if len(set(ids)) < len(ids):
         counts: dict[int, int] = {}
         for each in ids:
             counts[each] = counts.get(each, 0) + 1

@@ -111,7 +111,7 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
         counted = Counted.LETTERS_AND_DIGITS
     elif counted is Counted.CHARACTERS and is_byte_level and not normalizer:
         counted = Counted.BYTES
-    longest = max((len(text) for text in vocabulary), default=1)
+    longest = max(map(len, vocabulary), default=1)
     longest = max((longest, 1, *(len(content.encode()) for content in contents)))
     return TokenBound(counted, longest, letters, any(token.lstrip or token.rstrip for token in added))
 
