@@ -7,7 +7,7 @@ waits for the answers, and a test of what every replica does, or of one that fai
 import time
 
 from spmd_worker.engine.data_parallel.round import ReplicaRound
-from spmd_worker.frontends.batch.row_exchange import RowDrawer
+from spmd_worker.frontends.batch.row_exchange import RowClaimer
 from spmd_worker.frontends.batch.row_window import NumberedLine
 
 _PAUSE_S = 0.002
@@ -19,7 +19,7 @@ def give_every_replica_a_part(num_replicas: int) -> None:
 
     Waits for as long as that needs; where another replica fails meanwhile, it raises as the round does.
     """
-    take, draw = ReplicaRound.take, RowDrawer.draw
+    take, draw = ReplicaRound.take, RowClaimer.claim
 
     # Rounds of two worlds may have one name, so what has begun is known by the object.
     def take_in_turn(self: ReplicaRound, total: int, most: int) -> range:
@@ -34,7 +34,7 @@ def give_every_replica_a_part(num_replicas: int) -> None:
         self.store.add(key, 1)
         return share
 
-    def draw_in_turn(self: RowDrawer) -> list[NumberedLine]:
+    def draw_in_turn(self: RowClaimer) -> list[NumberedLine]:
         key = f"{self._prefix}/first chunks"
         has_begun = getattr(self, "has_begun", False)
         # A chunk belongs to who drew its number, whenever it is there.
@@ -46,4 +46,4 @@ def give_every_replica_a_part(num_replicas: int) -> None:
             self._store.add(key, 1)
         return rows
 
-    ReplicaRound.take, RowDrawer.draw = take_in_turn, draw_in_turn
+    ReplicaRound.take, RowClaimer.claim = take_in_turn, draw_in_turn

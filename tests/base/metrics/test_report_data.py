@@ -7,7 +7,7 @@ from step_runs import QUIET, pressed_steps, quiet_steps
 
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.frontends.report import text as report_text
-from spmd_worker.frontends.report.charts import usual_top
+from spmd_worker.frontends.report.charts import clipped_height
 from spmd_worker.frontends.report.data import make_columns, make_totals, slowest_steps
 
 
@@ -69,11 +69,11 @@ def test_slowest_steps_come_first_and_ties_by_order():
 
 def test_chart_top_ignores_few_outliers_only():
     """A few outliers do not flatten a chart; many are no outliers."""
-    assert usual_top([10.0] * 99 + [1_000.0]) == 15
-    assert usual_top([10.0] * 99 + [25.0]) == 25, "not far above the others"
-    assert usual_top([10.0] * 80 + [1_000.0] * 20) == 1_000
-    assert usual_top([10.0] * 9 + [50.0]) == 50, "few columns are wide enough to be seen"
-    assert usual_top([0.0, 0.0]) == 0
+    assert clipped_height([10.0] * 99 + [1_000.0]) == 15
+    assert clipped_height([10.0] * 99 + [25.0]) == 25, "not far above the others"
+    assert clipped_height([10.0] * 80 + [1_000.0] * 20) == 1_000
+    assert clipped_height([10.0] * 9 + [50.0]) == 50, "few columns are wide enough to be seen"
+    assert clipped_height([0.0, 0.0]) == 0
 
 
 def test_report_numbers_are_formatted_for_people():
