@@ -197,7 +197,7 @@ def test_report_figures_come_from_the_metrics():
         "10 blocks in use at the peak 100 % of 10; 5 on the host",
         "25 % of prompts from the cache 250 of 1,000 tokens",
         "3 preemptions 2 by swap, 1 by recompute",
-        "5.0 % computed again 55 of 1,100 tokens computed",
+        "5.0 % recomputed 55 of 1,100 tokens computed",
     ):
         assert words in text, words
 
@@ -205,11 +205,11 @@ def test_report_figures_come_from_the_metrics():
 def test_report_figures_of_killed_run_come_from_steps():
     text = Page(page_of(pressed_steps(), None)).text
     for words in (
-        "1 request ended as far as the steps tell",
+        "1 request ended according to the steps",
         "12 output tokens 236 tokens per second",
         "51.0 ms to generate from the first step to the last",
         "81 % of prompts from the cache 256 of 316 tokens",
-        "not known computed again of 72 tokens computed",
+        "unknown recomputed of 72 tokens computed",
     ):
         assert words in text, words
 
@@ -227,17 +227,16 @@ def test_report_page_survives_odd_or_missing_metrics(value: Any):
         (
             pressed_steps(),
             "The cache of 10 blocks was too small for all sequences at once: 59 % of the time at least 90 % of it was "
-            "in use, and sequences were preempted 3 times. Twice their blocks were copied to host memory; once what "
-            "they had computed was dropped and had to be computed again (55 tokens, 5.0 % of all that was computed).",
+            "in use. 2 preemptions by swap copied blocks to host memory; 1 preemption by recompute dropped tokens that "
+            "had to be recomputed (55 tokens, 5.0 % of all computed tokens).",
         ),
         (
             [QUIET._replace(num_swapped_out=1)],
-            "sequences were preempted once. Once their blocks were copied to host memory, so that nothing was "
-            "computed twice.",
+            "it was in use. 1 preemption by swap copied blocks to host memory. 25 %",
         ),
         (
             [QUIET._replace(num_recomputed=1)],
-            "were preempted once. Once what they had computed was dropped and had to be computed again (55 tokens",
+            "it was in use. 1 preemption by recompute dropped tokens that had to be recomputed (55 tokens",
         ),
         (
             quiet_steps(2),
@@ -266,7 +265,7 @@ def test_slowest_steps_are_listed_with_reason_and_events():
         *("1", "4", "30.0 ms", "9.8 ms", "10.3", "2", "agreeing with other ranks, or waiting for them (92 %)"),
         "1 preempted by recompute",
     ]
-    assert rows[2][6:] == ["computing 10 prompt and 2 decode tokens (63 %)", ""]
+    assert rows[2][6:] == ["computing 10 prompt tokens and 2 decode tokens (63 %)", ""]
     assert [row[1] for row in rows[1:]] == ["4", "1", "2", "3", "5", "6"]
 
 
