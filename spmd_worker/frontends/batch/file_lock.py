@@ -13,15 +13,14 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from typing import Final, get_type_hints
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, open_own_file, parse_json_object
 from spmd_worker.base.process import age_s, command_of, is_exiting, node_name, parent_of, start_time_of
 
 ENDING: Final = "ending"
-"""State of a holder that is about to end."""
+"""Activity of a holder that is about to end."""
 
 _LEAVE_S: Final = 15.0
 """Time to wait for a holder that is about to end: longer than a signalled rank takes to learn the cause and end."""
@@ -32,7 +31,7 @@ _COMMAND_CHARACTERS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Holder of a lock, by its own record. `node` decides whether its process ids are this machine's."""
+    """Holder of a lock, by its own record. Its process ids are valid on this machine if `node` is this one."""
 
     pid: int
     parent: int
@@ -44,15 +43,13 @@ class LockHolder:
     @property
     def is_leaving(self) -> bool:
         """Whether it will soon end by itself."""
-        if self.doing == ENDING:
-            return True
-        if self.node != node_name():
-            return False
+        if self.doing == ENDING or self.node != node_name():
+            return self.doing == ENDING
         has_ended = start_time_of(self.pid) != self.start_time
         return has_ended or is_exiting(self.pid) or parent_of(self.pid) != self.parent
 
     def describe(self) -> str:
-        """Readable text: its process, age and activity."""
+        """Its process, age and activity, as text."""
         if self.node != node_name():
             return f"process {self.pid} on {self.host}, {self.doing}"
         command = command_of(self.pid)
@@ -62,10 +59,10 @@ class LockHolder:
 
 
 class FileLock:
-    """Held from `__enter__` to `__exit__`, which removes the file if it `is_temporary`.
+    """A lock held from `__enter__` to `__exit__`, which removes the file if it `is_temporary`.
 
-    `owned` and `way_out` are for the error message: `job.run_dir=DIR`, `give another job.run_dir`. Raises ConfigError
-    naming the holder, or the file that cannot be opened; nothing has changed then.
+    `owned` and `way_out` are for the error message: `job.run_dir=DIR`, `give another job.run_dir`. `__enter__` raises
+    ConfigError naming the holder, or the file that cannot be opened; nothing has changed then.
     """
 
     def __init__(self, path: Path, owned: str, way_out: str, *, is_temporary: bool = False) -> None:
@@ -89,9 +86,7 @@ class FileLock:
                 os.close(descriptor)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_temporary and _is_same_file(self._descriptor, self._path):
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -111,14 +106,12 @@ class FileLock:
                 self._write(doing)
 
     def _write(self, doing: str) -> None:
-        descriptor = self._descriptor
-        if descriptor < 0 or not _is_same_file(descriptor, self._path):
-            return
-        pid = os.getpid()
-        own = LockHolder(pid, os.getppid(), start_time_of(pid) or 0, socket.gethostname(), node_name(), doing)
-        record = json.dumps(asdict(own)).encode("ascii") + b"\n"
-        os.pwrite(descriptor, record, 0)
-        os.ftruncate(descriptor, len(record))
+        descriptor, pid = self._descriptor, os.getpid()
+        if descriptor >= 0 and _is_same_file(descriptor, self._path):
+            own = LockHolder(pid, os.getppid(), start_time_of(pid) or 0, socket.gethostname(), node_name(), doing)
+            record = json.dumps(asdict(own)).encode("ascii") + b"\n"
+            os.pwrite(descriptor, record, 0)
+            os.ftruncate(descriptor, len(record))
 
     def _open(self) -> int:
         try:
@@ -135,27 +128,29 @@ class FileLock:
             except BlockingIOError:
                 holder = _read_holder(descriptor)
             except OSError as error:
-                # Some network file systems have no locks, or none with these mount options.
+                # Some network file systems support locks only with certain mount options, or never.
                 raise ConfigError(
                     f"{self._owned} is on a file system that cannot lock {self._path} ({error.strerror}): mount it "
-                    f"with locks (for Lustre -o flock), or {self._way_out} on another"
+                    f"with locks (for Lustre -o flock), or {self._way_out} on another file system"
                 ) from None
             if holder is None or not holder.is_leaving or time.monotonic() > deadline_s:
-                who = "its process cannot be told" if holder is None else holder.describe()
+                who = "unknown process" if holder is None else holder.describe()
                 raise ConfigError(
-                    f"{self._owned} belongs to a job that runs now ({who}): wait for its end, or {self._way_out}"
+                    f"{self._owned} is in use by a running job ({who}): wait for its end, or {self._way_out}"
                 )
             time.sleep(_POLL_S)
 
 
 def _read_holder(descriptor: int) -> LockHolder | None:
     try:
-        holder = LockHolder(**parse_json_object(os.pread(descriptor, _RECORD_BYTES, 0)))
-    except (JsonError, TypeError):
+        values = parse_json_object(os.pread(descriptor, _RECORD_BYTES, 0))
+    except JsonError:
         return None
-    numbers, texts = (holder.pid, holder.parent, holder.start_time), (holder.host, holder.node, holder.doing)
-    is_whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-    return holder if is_whole and all(isinstance(text, str) for text in texts) else None
+    # Each field is an int or a str.
+    if {name: type(value) for name, value in values.items()} != get_type_hints(LockHolder):
+        return None
+    is_valid = all(0 <= value < 1 << 63 for value in values.values() if isinstance(value, int))
+    return LockHolder(**values) if is_valid else None
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

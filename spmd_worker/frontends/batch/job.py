@@ -1,8 +1,7 @@
-"""The batch job: rows in, rows out, in input order, whatever single rows contain.
+"""The batch job: reads rows, answers them, and writes an output row for each, in input order.
 
 Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows too if there are several replicas
-(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by the running rows and not by the
-file.
+(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by the running rows, not by the file.
 """
 
 import logging
@@ -48,18 +47,17 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     PROVENANCE_NAME,
     check_files,
     check_job,
-    own_files,
+    check_output,
+    is_job_file,
     run_dir_of,
-    take_files,
-    try_output,
 )
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
 from spmd_worker.frontends.batch.run_dir.manifest import (
     check_manifest,
     end_manifest,
     make_manifest,
-    take_arithmetic,
-    take_input,
+    set_arithmetic,
+    set_input,
     write_manifest,
 )
 from spmd_worker.frontends.batch.run_dir.provenance import OutputDigest, write_provenance
@@ -78,7 +76,7 @@ from spmd_worker.worker.memory.garbage import settled_objects
 logger = logging.getLogger(__name__)
 
 _SCAN_S: Final = 1.0
-"""Time that a start waits for its input to be read; then reading continues in parallel."""
+"""Time that a start waits for the scan of its input; then the scan continues in parallel."""
 _PAUSE_S: Final = 0.01
 
 
@@ -99,42 +97,39 @@ class OpenRun:
 
 
 class InputCheck:
-    """The scan of the input, checked once it is known. A resumed run reads no row before: its input must be the same.
+    """Records the scan of the input once it has ended. A resumed run reads no row before: its input must be the same.
     `expect` is called with the number of rows.
     """
 
-    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, goes_on: bool) -> None:
+    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, is_resumed: bool) -> None:
         self._scan, self._run_dir, self._manifest = scan, run_dir, manifest
-        self._resume, self._goes_on = resume, goes_on
-        self._is_settled = False
+        self._resume, self._is_resumed = resume, is_resumed
+        self._is_recorded = False
         self.expect: Callable[[int | None], None] = lambda num_rows: None
 
     def may_read(self) -> bool:
-        """Whether rows may be read now. Raises what `is_settled` raises."""
-        return self.is_settled() or not self._goes_on
+        """Whether rows may be read now. Raises as `is_recorded` does."""
+        return self.is_recorded() or not self._is_resumed
 
-    def is_settled(self, timeout_s: float | None = 0.0) -> bool:
-        """Whether the input is known, after `timeout_s`; it is then in the manifest. Raises OSError for an unreadable
-        input, ConfigError for one that has changed.
+    def is_recorded(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s`; return whether the scan has ended and is in the manifest. Raises OSError for an
+        unreadable input, ConfigError for one that has changed.
         """
-        if self._is_settled:
-            return True
-        found = self._scan.wait(timeout_s)
-        if found is None:
-            return False
-        take_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
-        self._is_settled = True
-        self.expect(found.num_rows)
-        return True
+        found = None if self._is_recorded else self._scan.wait(timeout_s)
+        if found is not None:
+            set_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
+            self._is_recorded = True
+            self.expect(found.num_rows)
+        return self._is_recorded
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError, after all rows were read, if files changed meanwhile: the output would not match the input
+        """Raise ConfigError, once all rows were read, if files changed meanwhile: the output would not match the input
         that the manifest describes.
         """
         if self._scan.has_changed():
             raise ConfigError(
-                f"job.input={self._manifest['config']['job']['input']} was changed while the job read it. The answers "
-                f"are kept: start the job again with the input as it was, or give another job.run_dir"
+                f"job.input={self._manifest['config']['job']['input']} changed while the job read it. The answers are "
+                f"kept: start the job again with the unchanged input, or give another job.run_dir"
             )
 
 
@@ -146,10 +141,9 @@ def run_job(
 ) -> None:
     """Run the job on this rank; returns when every input row has its output row.
 
-    `resolved` is this run if it was read before torch could name the device: if it named another, it is re-read.
-
-    Raises ConfigError, before anything is started, for a job that cannot run, OSError if files cannot be read or
-    written, and JobError for more error rows than `job.max_error_rows` (the output is complete then).
+    `resolved` is the run as read before torch could name the device; it is re-read for another device. Raises
+    ConfigError, before anything is started, for a job that cannot run, OSError if files cannot be read or written, and
+    JobError for more error rows than `job.max_error_rows` (the output is complete then).
     """
     started_s = time.perf_counter()
     check_job(config.job)
@@ -163,7 +157,9 @@ def run_job(
         _run(resolved, environment, watchdog, run, started_s)
         if run is not None:
             # Only when nothing is left that could fail or be interrupted: starting an ended run recomputes it.
-            _end_run(run)
+            end_manifest(run.journal.folder, run.manifest)
+            run.journal.close()
+            remove_journal(run.journal.folder)
 
 
 def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
@@ -172,26 +168,28 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     check_files(resolved)
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
-    run_dir, lock = run_dir_of(config.job), held.enter_context(take_files(config.job))
+    run_dir = run_dir_of(config.job)
+    lock = held.enter_context(RunLock(run_dir, Path(config.job.output or "")))
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)
-    try_output(config.job)
+    check_output(config.job)
     lock.note("reads the input")
     fingerprint = None if resolved.tokenizer is None else resolved.tokenizer.fingerprint()
-    reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, own_files(config.job))
+    is_own = partial(is_job_file, config.job)
+    reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, is_own)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
     manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
-    # Most inputs are read in a moment: their errors are raised before anything is loaded.
+    # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
-    goes_on = check_manifest(run_dir, manifest, config.job.resume)
-    check = InputCheck(scan, run_dir, manifest, config.job.resume, goes_on)
-    if not goes_on:
+    is_resumed = check_manifest(run_dir, manifest, config.job.resume)
+    check = InputCheck(scan, run_dir, manifest, config.job.resume, is_resumed)
+    if not is_resumed:
         # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
         remove_journal(run_dir)
         sync_folder(run_dir)
     write_manifest(run_dir, manifest)
-    check.is_settled()
+    check.is_recorded()
     clear_records(run_dir)
     for name in (METRICS_NAME, PROVENANCE_NAME):
         (run_dir / name).unlink(missing_ok=True)
@@ -201,7 +199,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
         raise ConfigError(f"{error}: remove the run directory to start over, or give another job.run_dir") from None
     held.callback(journal.close)
     if journal.num_rows:
-        logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
+        logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
     return OpenRun(lock, journal, manifest, reader, check)
 
 
@@ -226,10 +224,10 @@ def _run(
                 if watchdog is not None:
                     watchdog.before_exit = run.before_exit
                 arithmetic = engine.executor.reports()[0].arithmetic
-                take_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
+                set_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
                 run.lock.note("answers rows")
                 _lead(engine, replicas, config, run, started_s, loaded_s)
-    except BaseException as error:  # reported to the other ranks, before anything is taken down, and re-raised
+    except BaseException as error:  # reported to the other ranks, before anything is shut down, and re-raised
         if engine.watchdog is not None:
             engine.watchdog.fail(error)
         if isinstance(error, ReplicaDivergedError):
@@ -240,26 +238,19 @@ def _run(
 
 
 def _follow(engine: Engine, replicas: Replicas | None) -> None:
-    """Run of every rank but 0."""
-    answered = None
+    """Run the part of every rank but 0."""
     if replicas is None:
         engine.follow()
-    else:
-        answered = help_shared_job(replicas)
-    own = report_of_rank(engine) if answered is None else report_of_replica(engine, answered)
-    engine.engine_channel.gather(own)
+    # None on a rank that leads no replica.
+    counts = None if replicas is None else help_shared_job(replicas)
+    engine.engine_channel.gather(report_of_rank(engine) if counts is None else report_of_replica(engine, counts))
 
 
 def _lead(
-    engine: Engine,
-    replicas: Replicas | None,
-    config: RunConfig,
-    run: OpenRun,
-    started_s: float,
-    loaded_s: float,
+    engine: Engine, replicas: Replicas | None, config: RunConfig, run: OpenRun, started_s: float, loaded_s: float
 ) -> None:
     job, run_dir = config.job, run.journal.folder
-    num_rows = run.manifest["num_rows"]
+    num_rows, model_name = run.manifest["num_rows"], run.manifest["model_name"]
     rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
     rows.may_read = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
@@ -272,20 +263,27 @@ def _lead(
         StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
     ):
         engine.watch_steps(stats.write)
-        answered = _answer_rows(engine, replicas, rows, output, run.manifest["model_name"])
+        if replicas is not None:
+            counts = lead_shared_job(replicas, rows, output, model_name)
+        else:
+            _answer_alone(engine, rows, output, model_name)
+            num_answered = output.counts.rows - output.counts.resumed_rows
+            counts = ReplicaCounts(num_answered, engine.counters.num_output_tokens)
         run.journal.commit()
         generated_s = time.perf_counter()
         if not engine.is_closed:
             engine.close_followers()
         # The other ranks do not wait for the output, which may take long.
-        reports = engine.engine_channel.gather(report_of_replica(engine, answered))
+        reports = engine.engine_channel.gather(report_of_replica(engine, counts))
         if replicas is not None:
             replicas.forget_round()
-        while not run.check.is_settled(timeout_s=_SCAN_S):
+        while not run.check.is_recorded(timeout_s=_SCAN_S):
             engine.times.heartbeat.enter("reading the input")
         run.check.check_unchanged()
         run.lock.note("writes the output")
-        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows, _vectors(engine))
+        pooling = engine.limits.pooling
+        vectors = None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
+        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows, vectors)
         output.is_complete = True
     metrics = job_metrics(output.counts, reports) | {
         "load_s": loaded_s - started_s,
@@ -300,30 +298,9 @@ def _lead(
     error_rows, most = output.counts.error_rows, job.max_error_rows
     if most is not None and error_rows > most:
         # The journal is kept: a launcher that restarts the job must not recompute everything.
-        raise JobError(f"{error_rows} error rows are more than job.max_error_rows={most}")
-
-
-def _end_run(run: OpenRun) -> None:
-    end_manifest(run.journal.folder, run.manifest)
-    run.journal.close()
-    remove_journal(run.journal.folder)
-
-
-def _answer_rows(
-    engine: Engine, replicas: Replicas | None, rows: JobInput, output: JobOutput, model_name: str
-) -> ReplicaCounts:
-    """Write every row's answer to the journal; returns the counts of this replica."""
-    if replicas is not None:
-        return lead_shared_job(replicas, rows, output, model_name)
-    _answer_alone(engine, rows, output, model_name)
-    num_before = output.counts.resumed_rows
-    return ReplicaCounts(output.counts.rows - num_before, engine.counters.num_output_tokens)
-
-
-def _vectors(engine: Engine) -> VectorColumn | None:
-    """Vector column of an output file with columns; None if rows are not pooled."""
-    pooling = engine.limits.pooling
-    return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
+        raise JobError(
+            f"{error_rows} error rows are more than job.max_error_rows={most}: correct those rows or raise the limit"
+        )
 
 
 def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: VectorColumn | None) -> OutputDigest:
@@ -347,7 +324,7 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
     while not rows.has_ended or runner.num_rows:
         _admit(rows, runner, output, most_unfinished, Turn(timeout_s))
         if runner.num_rows or time.monotonic() - stepped_s > patience_s(timeout_s):
-            output.take_all(runner.step())
+            output.add_all(runner.step())
             stepped_s = time.monotonic()
         elif not rows.has_ended and not rows.is_ready():
             time.sleep(_PAUSE_S)
@@ -367,4 +344,4 @@ def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished
             return
         answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
         if answer is not None:
-            output.take(answer)
+            output.add(answer)

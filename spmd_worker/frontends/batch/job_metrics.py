@@ -1,7 +1,4 @@
-"""Metrics of a job, as in `metrics.json`: the reports of all ranks, added up.
-
-A report is JSON, because it is sent to rank 0.
-"""
+"""Metrics of a job, as in `metrics.json`: the sum of the reports, in JSON, that all ranks send to rank 0."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -39,10 +36,10 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     """Metrics of the job from `counts` of all rows and `reports` of all ranks."""
     values = [json.loads(report) for report in reports]
     leaders = [value for value in values if "replica" in value]
-
-    def total(part: str, name: str) -> Any:
-        return sum(leader[part][name] for leader in leaders)
-
+    counters, times = (
+        {name: sum(leader[part][name] for leader in leaders) for name in leaders[0][part]}
+        for part in ("counters", "times")
+    )
     metrics = {
         "rows": counts.rows,
         "resumed_rows": counts.resumed_rows,
@@ -53,14 +50,14 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         "cached_prompt_tokens": counts.cached_prompt_tokens,
         "computed_prompt_tokens": counts.prompt_tokens - counts.cached_prompt_tokens,
         "output_tokens": counts.output_tokens,
-        "computed_tokens": total("counters", "num_computed_tokens"),
-        "recomputed_tokens": total("counters", "num_recomputed_tokens"),
-        "preemptions": total("counters", "num_preemptions"),
-        "preemptions_by_swap": total("counters", "num_swapped_out"),
-        "tier_stored_blocks": total("counters", "num_stored_blocks"),
-        "tier_loaded_blocks": total("counters", "num_loaded_blocks"),
-        "steps": total("counters", "num_steps"),
-        **{name: total("times", name) for name in leaders[0]["times"]},
+        "computed_tokens": counters["num_computed_tokens"],
+        "recomputed_tokens": counters["num_recomputed_tokens"],
+        "preemptions": counters["num_preemptions"],
+        "preemptions_by_swap": counters["num_swapped_out"],
+        "tier_stored_blocks": counters["num_stored_blocks"],
+        "tier_loaded_blocks": counters["num_loaded_blocks"],
+        "steps": counters["num_steps"],
+        **times,
         "peak_memory_bytes": sum(value["peak_memory_bytes"] for value in values),
     }
     if len(leaders) > 1:
@@ -76,10 +73,8 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
 
 
 def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
-    """Stage times per replica, from the first rank of each of its stages; empty without a pipeline.
-
-    A replica's ranks are consecutive, its leader first.
-    """
+    """Stage times per replica, from the first rank of each of its stages; empty without a pipeline."""
+    # A replica's ranks are consecutive, its leader first.
     replicas: list[dict[int, dict[str, Any]]] = []
     for report in reports:
         value = json.loads(report)
@@ -91,7 +86,7 @@ def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
 
 
 def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
-    """Agreed steps of each replica, and the digest of those."""
+    """Number of agreed steps of each replica, and their chained digest."""
     leaders = [value for value in map(json.loads, reports) if "replica" in value]
     return [{"steps": leader["counters"]["num_steps"], "digest_chain_head": leader["chain_head"]} for leader in leaders]
 
@@ -137,7 +132,7 @@ def _expert_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
     }
     if not shares:
         return {}
-    layer, expert = max(shares, key=lambda place: shares[place])
+    layer, expert = max(shares, key=lambda each: shares[each])
     return {
         "experts": {
             "tokens": {str(layer): counts for layer, counts in sorted(loads.items())},

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, NamedTuple
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
@@ -18,9 +17,9 @@ from spmd_worker.frontends.openai.row_answer import RowAnswer
 from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
-_PASSED_A_TURN: Final = 1000
-_PASSED_S: Final = 0.1
-"""Bounds of done rows skipped per call: the caller has steps to run in between."""
+_MAX_SKIPPED_ROWS: Final = 1000
+_MAX_SKIP_S: Final = 0.1
+"""Bounds of the done rows skipped per call: the caller has steps to run in between."""
 
 
 class InputRow(NamedTuple):
@@ -31,8 +30,8 @@ class InputRow(NamedTuple):
 
 
 class JobInput:
-    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows in `journal` are read and
-    skipped; `keys` are those of returned rows that are not done.
+    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows in `journal` are skipped; `keys`
+    are of the returned rows that are not done.
     """
 
     def __init__(
@@ -42,11 +41,10 @@ class JobInput:
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
         """Whether rows may be read; it may become true later."""
-        self.limits = limits
         self.keys: dict[int, int] = {}
         self._journal, self._input = journal, job.input
-        self._num_not_met = journal.num_rows
-        self._max_rows, self._defaults = job.max_rows, defaults
+        self._num_unread_done = journal.num_rows
+        self._max_rows, self._defaults, self._limits = job.max_rows, defaults, limits
         # A slow stream must not delay the rows that it has already written.
         self._stream = StreamLines(iter(reader)) if reader.paths is None else None
         self._lines: Iterator[tuple[int, bytes]] = self._stream or iter(reader)
@@ -63,38 +61,35 @@ class JobInput:
         """The next row to answer; None when there are no more (`has_ended`), or none yet. Never waits for a stream.
         Raises ConfigError for a row that was done and has changed since, or is missing.
         """
-        until_s = time.monotonic() + _PASSED_S
-        for _ in range(_PASSED_A_TURN):
+        until_s = time.monotonic() + _MAX_SKIP_S
+        for _ in range(_MAX_SKIPPED_ROWS):
             if not self.is_ready():
                 return None
             index, line = (-1, b"") if self._has_all() else next(self._lines, (-1, b""))
             if index < 0:
-                self._check_all_met()
+                if self._num_unread_done:
+                    raise ConfigError(
+                        f"job.input={self._input} has {self.num_rows} rows now, and {self._num_unread_done} later rows "
+                        f"were answered before: give the input and job.max_rows that the run began with, or another "
+                        f"job.run_dir"
+                    )
                 self.has_ended = True
                 return None
             self.num_rows += 1
-            row = self._custom_ids.check(parse_row(index, line, self._defaults, self.limits))
+            row = self._custom_ids.check(parse_row(index, line, self._defaults, self._limits))
             key = row_key(line)
             if not self._journal.has(index):
                 self.keys[index] = key
                 return InputRow(line, row)
             if self._journal.key_of(index) != key:
                 raise ConfigError(
-                    f"job.input={self._input}: row {index} is not the one that was answered before: give the input "
-                    f"that the run began with, or another job.run_dir"
+                    f"job.input={self._input}: row {index} has changed since it was answered: give the input that the "
+                    f"run began with, or another job.run_dir"
                 )
-            self._num_not_met -= 1
+            self._num_unread_done -= 1
             if time.monotonic() >= until_s:
                 break
         return None
-
-    def _check_all_met(self) -> None:
-        if self._num_not_met:
-            raise ConfigError(
-                f"job.input={self._input} has {self.num_rows} rows here, and {self._num_not_met} rows after them were "
-                f"answered before: give the input that the run began with, and as many of its rows, or another "
-                f"job.run_dir"
-            )
 
 
 @dataclass(slots=True)
@@ -134,8 +129,8 @@ class JobCounts:
 class JobOutput:
     """Accepts answers in any order, stores them in the journal, counts them and displays progress.
 
-    `keys` are of the rows in flight (`JobInput.keys`); `num_rows` is of the complete input, if known. As a context
-    manager it ends the display, and reports the job's end to outside monitors.
+    `keys` are of the rows in flight (`JobInput.keys`); `num_rows` is of the complete input, if known. `__exit__` ends
+    the display, and reports the job's end to outside monitors.
     """
 
     def __init__(
@@ -160,17 +155,17 @@ class JobOutput:
         self._num_rows = num_rows
         self._progress.expect(num_rows)
 
-    def take(self, answer: RowAnswer) -> None:
+    def add(self, answer: RowAnswer) -> None:
         """Store one row's answer; every row comes once. Raises OSError."""
         self.counts.add(answer)
         self._journal.append(self._keys.pop(answer.index), answer)
 
-    def take_all(self, answers: Iterable[RowAnswer]) -> None:
+    def add_all(self, answers: Iterable[RowAnswer]) -> None:
         for answer in answers:
-            self.take(answer)
+            self.add(answer)
 
     def show(self, num_output_tokens: int) -> None:
-        """Update the display; call once a step, also while no row has ended: tokens count as generated."""
+        """Update the display; call it once a step, also if no row has ended: it counts generated tokens."""
         self._journal.tick()
         now = (self.counts.rows, num_output_tokens)
         self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])
@@ -181,9 +176,7 @@ class JobOutput:
     def __enter__(self) -> "JobOutput":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.close()
         if self._prometheus is not None:
             self._prometheus.end(self._values(), is_complete=self.is_complete)

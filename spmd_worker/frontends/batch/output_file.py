@@ -10,10 +10,9 @@ import base64
 import contextlib
 import gzip
 import json
-import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Final, Protocol
 
 import numpy as np
@@ -30,7 +29,6 @@ _PARQUET_ROWS: Final = 1024
 _PARQUET_BYTES: Final = 64 << 20
 """A row group ends at this many rows, or bytes of lines."""
 
-
 VectorColumn = tuple[str, int]
 """Name and length of the vectors of a Parquet file: a list column of fixed size, float32."""
 
@@ -46,7 +44,7 @@ class LineSink(Protocol):
 
 
 class OutputFile:
-    """Lines go to `<name>.partial` next to the output, which `close` makes durable and renames.
+    """Writes lines to `<name>.partial` next to the output, which `close` makes durable and renames.
 
     As a context manager it closes on success and, on an exception, leaves neither output nor partial file.
     """
@@ -59,17 +57,12 @@ class OutputFile:
         """Begin the file; `vectors` for pooling rows. Raises OSError if it cannot be created, FileExistsError if
         another kind of file exists, and ConfigError if its format needs a missing package.
         """
-        path = Path(path)
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
         stream = begin_own_file(partial_path(path), buffering=-1)
         try:
-            sink: LineSink
-            if path.suffix == _PARQUET:
-                sink = _ParquetSink(stream, vectors)
-            else:
-                sink = _SINKS.get(path.suffix, _PlainSink)(stream)
-            return OutputFile(path, stream, sink)
+            sink = partial(_ParquetSink, vectors=vectors) if path.suffix == _PARQUET else _SINKS.get(path.suffix)
+            return OutputFile(path, stream, (sink or _PlainSink)(stream))
         except BaseException:
             stream.close()
             partial_path(path).unlink()
@@ -103,9 +96,7 @@ class OutputFile:
     def __enter__(self) -> "OutputFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -115,13 +106,11 @@ class OutputFile:
 class _PlainSink:
     def __init__(self, stream: BinaryIO) -> None:
         self.write = stream.write
-
-    def close(self) -> None:
-        """No effect: nothing is buffered."""
+        self.close = stream.flush
 
 
 def _gzip_sink(stream: BinaryIO) -> LineSink:
-    # Neither name nor time: equal lines are equal bytes.
+    # Without name and time, so that equal lines give equal bytes.
     return gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=stream, mtime=0)
 
 
@@ -145,25 +134,13 @@ class _ParquetSink:
         except ImportError as error:
             refuse_without("pyarrow", "parquet", f"job.output={_named(stream)}", error)
         text, number = pyarrow.string(), pyarrow.int64()
-        output = {
-            "index": number,
-            "text": text,
-            "token_ids": pyarrow.list_(number),
-            "finish_reason": text,
-            "stop_reason": text,
-        }
-        self._schema = pyarrow.schema(
-            {
-                "index": number,
-                "custom_id": text,
-                "outputs": pyarrow.list_(pyarrow.struct(output)),
-                "prompt_tokens": number,
-                "completion_tokens": number,
-                "error": pyarrow.struct({"code": text, "message": text}),
-                "json": text,
-                **({} if vectors is None else {vectors[0]: pyarrow.list_(pyarrow.float32(), vectors[1])}),
-            }
-        )
+        output = {"index": number, "text": text, "token_ids": pyarrow.list_(number)}
+        output |= {"finish_reason": text, "stop_reason": text}
+        columns = {"index": number, "custom_id": text, "outputs": pyarrow.list_(pyarrow.struct(output))}
+        columns |= {"prompt_tokens": number, "completion_tokens": number}
+        columns |= {"error": pyarrow.struct({"code": text, "message": text}), "json": text}
+        columns |= {} if vectors is None else {vectors[0]: pyarrow.list_(pyarrow.float32(), vectors[1])}
+        self._schema = pyarrow.schema(columns)
         self._vectors = vectors
         self._make_batch = pyarrow.RecordBatch.from_pylist
         self._writer = pyarrow.parquet.ParquetWriter(stream, self._schema, compression="zstd")
@@ -193,27 +170,26 @@ def parquet_row(index: int, line: bytes, vectors: VectorColumn | None = None) ->
     """Columns of an output line of either format; `json` is the complete line."""
     numbers, rest = _cut_vector(line, vectors)
     answer = json.loads(rest)
-    # A lone surrogate, which JSON can escape and UTF-8 cannot encode, is replaced everywhere except in `json`.
     body = answer["response"]["body"] if answer.get("response") else answer
-    outputs = [_parquet_output(each) for each in body.get("outputs") or body.get("choices") or ()]
     usage = body.get("usage") or {}
     row = {
         "index": index,
         "custom_id": answer["custom_id"],
-        "outputs": outputs,
+        "outputs": [_parquet_output(each) for each in body.get("outputs") or body.get("choices") or ()],
         "prompt_tokens": usage.get("prompt_tokens"),
         "completion_tokens": usage.get("completion_tokens"),
         "error": answer["error"],
     }
-    own = {} if vectors is None else {vectors[0]: _vector(body, *vectors) if numbers is None else numbers}
-    return {**_encodable(row), "json": line.decode("utf-8").rstrip("\n"), **own}
+    vector = {} if vectors is None else {vectors[0]: _vector(body, *vectors) if numbers is None else numbers}
+    # A lone surrogate, which JSON can escape and UTF-8 cannot encode, is replaced everywhere except in `json`.
+    return {**_encodable(row), "json": line.decode("utf-8").rstrip("\n"), **vector}
 
 
 def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.float32] | None, bytes]:
-    """The numbers of a line that has one vector of the column's length, and the line without them: a JSON parser would
-    spend most of its time on them. None, and the line unchanged, for any other.
+    """The numbers of a line with one vector of the column's length, and the line without them: a JSON parser would
+    spend most of its time on them. None and the unchanged line for other lines.
     """
-    # In a text the quote would follow a backslash: this is a key.
+    # A quote inside a text follows a backslash, so this is a key.
     key = b"" if vectors is None else f'"{vectors[0]}": ['.encode()
     if vectors is None or line.count(key) != 1:
         return None, line
@@ -228,17 +204,15 @@ def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
     data = body.get("data") or []
     vector = data[0].get(name) if len(data) == 1 else body.get(name)
     if isinstance(vector, str):
-        content = base64.b64decode(vector)
-        vector = list(struct.unpack(f"<{len(content) // 4}f", content))
+        vector = np.frombuffer(base64.b64decode(vector), "<f4").tolist()
     return vector if vector is not None and len(vector) == size else None
 
 
 def _parquet_output(output: dict[str, Any]) -> dict[str, Any]:
-    text = output["message"]["content"] if "message" in output else output["text"]
     stop_reason = output["stop_reason"]
     return {
         "index": output["index"],
-        "text": text,
+        "text": output["message"]["content"] if "message" in output else output["text"],
         "token_ids": output.get("token_ids"),
         "finish_reason": output["finish_reason"],
         "stop_reason": None if stop_reason is None else str(stop_reason),

@@ -1,10 +1,11 @@
-"""Prefaults the memory of a job's cache while the program starts: about as much as the job will need.
+"""Prefaults the memory of a job's cache while the program starts: an estimate from the size of the input.
 
-A guess from the size of the input; too little costs some time later, too much some memory.
+Too little costs some time later, too much some memory.
 """
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,51 +19,51 @@ from spmd_worker.worker.memory import host
 
 logger = logging.getLogger(__name__)
 
-_BYTES_A_TOKEN: Final = 4
+_BYTES_PER_TOKEN: Final = 4
 """Bytes of an input line per token, including its share of the answer."""
 _SAMPLE_BYTES: Final = 1 << 19
 _PROMPT: Final = re.compile(rb'"(prompt|messages)')
-_TIMES_COMPRESSED: Final = 5
+_COMPRESSION_RATIO: Final = 5
 _COMPRESSED: Final = (".gz", ".zst", ".parquet")
-_MOST_SHARE: Final = 8
-"""The maximum is this part of the free memory."""
+_FREE_MEMORY_DIVISOR: Final = 8
+"""The ranks of a node prefault at most this fraction of its free memory."""
 
 
 def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
     """Start the prefault; returns its bytes. `spec` is this rank's cache, `num_ranks` the node's ranks."""
     num_bytes = min(
-        guess_tokens(inputs, shares_beginnings=config.cache.enable_prefix_caching)
+        estimate_tokens(inputs, shares_prefixes=config.cache.enable_prefix_caching)
         // config.parallel.data_parallel_size
         // spec.block_size
         * spec.block_bytes,
         config.scheduler.max_num_seqs * -(-max_model_len // spec.block_size) * spec.block_bytes,
-        host.available_bytes() // _MOST_SHARE // num_ranks,
+        host.available_bytes() // _FREE_MEMORY_DIVISOR // num_ranks,
     )
     if config.cache.num_blocks is not None:
         num_bytes = min(num_bytes, config.cache.num_blocks * spec.block_bytes)
     try:
         reserve = HostReserve()
     except OSError as error:
-        logger.debug("the cache's memory is not committed ahead: %s", error)
+        logger.debug("the cache's memory is not prefaulted: %s", error)
         return 0
     reserve.commit(num_bytes)
     host_reserve.offer(reserve)
     return num_bytes
 
 
-def guess_tokens(inputs: Sequence[Path], *, shares_beginnings: bool) -> int:
-    """Tokens of prompts and answers of all rows; common beginnings, if rows share their blocks, count once."""
+def estimate_tokens(inputs: Sequence[Path], *, shares_prefixes: bool) -> int:
+    """Tokens of prompts and answers of all rows; common prefixes, if rows share their blocks, count once."""
     num_tokens = 0
     for path in inputs:
-        num_bytes = path.stat().st_size * (_TIMES_COMPRESSED if path.suffix in _COMPRESSED else 1)
-        if shares_beginnings and path.suffix not in _COMPRESSED:
-            num_bytes = int(num_bytes * _own_share(path))
-        num_tokens += num_bytes // _BYTES_A_TOKEN
+        num_bytes = path.stat().st_size * (_COMPRESSION_RATIO if path.suffix in _COMPRESSED else 1)
+        if shares_prefixes and path.suffix not in _COMPRESSED:
+            num_bytes = int(num_bytes * _unshared_fraction(path))
+        num_tokens += num_bytes // _BYTES_PER_TOKEN
     return num_tokens
 
 
-def _own_share(path: Path) -> float:
-    """Share of a file's lines that is not also the beginning of another line's prompt, estimated from a sample."""
+def _unshared_fraction(path: Path) -> float:
+    """Fraction of a file's bytes that is not a prefix common to two prompts, estimated from a sample."""
     with path.open("rb") as file:
         lines = sorted(map(_from_prompt, file.read(_SAMPLE_BYTES).splitlines()[:-1]))
     num_bytes = sum(map(len, lines))
@@ -78,11 +79,5 @@ def _from_prompt(line: bytes) -> bytes:
 
 
 def _common_length(first: bytes, second: bytes) -> int:
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[:middle] == second[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    lengths = range(1, min(len(first), len(second)) + 1)
+    return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])

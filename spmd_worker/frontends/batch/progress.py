@@ -1,7 +1,4 @@
-"""Displays the progress of a job, and its summary.
-
-Knows nothing about rows, files or ranks: rank 0 calls it.
-"""
+"""Displays the progress of a job, and its summary, on rank 0."""
 
 import os
 import sys
@@ -13,8 +10,6 @@ from tqdm import tqdm
 
 _DEFAULT_INTERVAL_S: Final = 10.0
 _MUCH_WAITING: Final = 0.2
-
-
 _UNKNOWN_COLUMNS, _UNKNOWN_LINES = 80, 24
 
 
@@ -24,10 +19,10 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
 
 
 class Progress:
-    """Rows, output tokens per second and time left: a bar on a terminal, plain lines elsewhere.
+    """Rows, output tokens per second and time left: a bar on a terminal, elsewhere a line every `interval_s` seconds,
+    the first and the last always.
 
-    Plain lines come at most every `interval_s` seconds, the first and the last always. `total_rows` is None when
-    unknown. `rows_before` of them were done before: they do not count for the rate.
+    `total_rows` is None when unknown. `rows_before` of them were done before and do not count for the rate.
     """
 
     def __init__(
@@ -39,11 +34,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         rows_before: int = 0,
     ) -> None:
-        self._total_rows = total_rows
+        self._total_rows, self._interval_s, self._clock = total_rows, interval_s, clock
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
-        self._interval_s = interval_s
-        self._clock = clock
         self._start_s = clock()
         self._last_shown_s: float | None = None
         self._num_rows_shown: int | None = None
@@ -57,9 +50,11 @@ class Progress:
         self._num_rows += rows
         self._num_output_tokens += output_tokens
         now_s = self._clock()
+        is_first = self._last_shown_s is None and (self._num_rows > self._num_rows_before or self._num_output_tokens)
+        last_s = self._start_s if self._last_shown_s is None else self._last_shown_s
         if self._is_terminal:
             self._show_bar(rows, now_s)
-        elif self._is_due(now_s):
+        elif is_first or now_s - last_s >= self._interval_s:
             self._show_line(now_s)
 
     def expect(self, total_rows: int | None) -> None:
@@ -69,7 +64,7 @@ class Progress:
             self._bar.total = total_rows
 
     def close(self) -> None:
-        """Display the last state. A second call does nothing."""
+        """Display the last state. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -80,52 +75,27 @@ class Progress:
             self._bar.refresh()
             self._bar.close()
 
-    def _is_due(self, now_s: float) -> bool:
-        if self._last_shown_s is None and (self._num_rows > self._num_rows_before or self._num_output_tokens):
-            return True
-        last_s = self._start_s if self._last_shown_s is None else self._last_shown_s
-        return now_s - last_s >= self._interval_s
-
     def _show_bar(self, rows: int, now_s: float) -> None:
         if self._bar is None:
             # miniters: the tokens per second change while no row ends.
-            size = _terminal_size(self._stream)
-            self._bar = _Bar(
-                total=self._total_rows,
-                initial=self._num_rows_before,
-                file=self._stream,
-                unit=" rows",
-                desc="rows",
-                miniters=0,
-                **size,
-            )
-        rate = self._tokens_per_s(now_s)
-        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            look = {"unit": " rows", "desc": "rows", "miniters": 0, **_terminal_size(self._stream)}
+            self._bar = _Bar(total=self._total_rows, initial=self._num_rows_before, file=self._stream, **look)
+        self._bar.set_postfix_str(f"{self._tokens_per_s(now_s):,.0f} tokens/s", refresh=False)
         self._bar.update(rows)
 
     def _show_line(self, now_s: float) -> None:
-        self._last_shown_s = now_s
-        self._num_rows_shown = self._num_rows
+        self._last_shown_s, self._num_rows_shown = now_s, self._num_rows
         total = "" if self._total_rows is None else f" of {self._total_rows:,}"
-        parts = [
-            f"{self._num_rows:,}{total} rows",
-            f"{self._num_output_tokens:,} output tokens",
-            f"{self._tokens_per_s(now_s):,.1f} tokens/s",
-        ]
-        left_s = self._seconds_left(now_s)
-        if left_s is not None:
-            parts.append(f"{format_seconds(left_s)} left")
-        print(", ".join(parts), file=self._stream, flush=True)
+        left, num_done = "", self._num_rows - self._num_rows_before
+        if self._total_rows is not None and num_done > 0 and self._num_rows < self._total_rows:
+            left_s = (now_s - self._start_s) / num_done * (self._total_rows - self._num_rows)
+            left = f", {format_seconds(left_s)} left"
+        text = f"{self._num_rows:,}{total} rows, {self._num_output_tokens:,} output tokens"
+        print(f"{text}, {self._tokens_per_s(now_s):,.1f} tokens/s{left}", file=self._stream, flush=True)
 
     def _tokens_per_s(self, now_s: float) -> float:
         elapsed_s = now_s - self._start_s
         return self._num_output_tokens / elapsed_s if elapsed_s > 0 else 0.0
-
-    def _seconds_left(self, now_s: float) -> float | None:
-        num_done = self._num_rows - self._num_rows_before
-        if self._total_rows is None or num_done <= 0 or self._num_rows >= self._total_rows:
-            return None
-        return (now_s - self._start_s) / num_done * (self._total_rows - self._num_rows)
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
@@ -146,10 +116,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_summary(metrics: Mapping[str, Any]) -> str:
-    """The closing summary, one aligned line per fact, from the keys of metrics.json (DESIGN.md, section 7).
-
-    `error_codes`, a mapping of code to count, is shown if present. A missing key leaves out its line.
-    """
+    """The summary of an ended job from the keys of metrics.json: an aligned line per fact, none for a missing key."""
     facts = [(label, text) for label, text in _facts(metrics) if text is not None]
     width = max((len(label) for label, _ in facts), default=0)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in facts)
@@ -165,7 +132,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("output tokens per second", _rate(metrics)),
         ("time to load", _duration(metrics, "load_s")),
         ("time to generate", _duration(metrics, "generate_s")),
-        ("time in all", _duration(metrics, "wall_s")),
+        ("total time", _duration(metrics, "wall_s")),
         ("peak memory", _memory(metrics)),
         ("replicas", _replicas(metrics)),
         ("steps", _count(metrics, "steps")),
@@ -219,8 +186,8 @@ def _lockstep(metrics: Mapping[str, Any]) -> str | None:
     seconds, num_steps = metrics.get("lockstep_s"), metrics.get("steps")
     if seconds is None or not num_steps:
         return None
-    in_all = sum(metrics.get(f"{phase}_s") or 0.0 for phase in ("schedule", "lockstep", "execute", "apply"))
-    share = f", {seconds / in_all:.1%} of the step" if in_all else ""
+    total_s = sum(metrics.get(f"{phase}_s") or 0.0 for phase in ("schedule", "lockstep", "execute", "apply"))
+    share = f", {seconds / total_s:.1%} of the step" if total_s else ""
     return f"{seconds / num_steps * 1000:.2f} ms a step{share}"
 
 
@@ -230,13 +197,13 @@ def _preemptions(metrics: Mapping[str, Any]) -> str | None:
     if not count or by_swap is None:
         return _count(metrics, "preemptions")
     recomputed, computed = metrics.get("recomputed_tokens") or 0, metrics.get("computed_tokens")
-    share = f", {recomputed:,} tokens computed again ({recomputed / computed:.1%})" if computed else ""
+    share = f", {recomputed:,} tokens recomputed ({recomputed / computed:.1%})" if computed else ""
     return f"{count:,} ({by_swap:,} by swap, {count - by_swap:,} by recompute{share})"
 
 
 def _tier(metrics: Mapping[str, Any]) -> str | None:
     stored, loaded = metrics.get("tier_stored_blocks"), metrics.get("tier_loaded_blocks")
-    return f"{stored:,} blocks kept, {loaded or 0:,} brought back" if stored else None
+    return f"{stored:,} blocks stored, {loaded or 0:,} loaded" if stored else None
 
 
 def _count(metrics: Mapping[str, Any], key: str) -> str | None:
@@ -248,7 +215,6 @@ def _duration(metrics: Mapping[str, Any], key: str) -> str | None:
 
 
 def _resumed(metrics: Mapping[str, Any]) -> str | None:
-    """Rows answered before the job was restarted."""
     return f"{metrics['resumed_rows']:,}" if metrics.get("resumed_rows") else None
 
 

@@ -1,6 +1,6 @@
 """Sends rows to the replicas of a job and answers to rank 0, through the launcher's store.
 
-    drawn         number of chunks of rows that replicas have claimed, published or not
+    claimed       number of chunks of rows that replicas have claimed, published or not
     rows/N        chunk N: lines of the input, as read by rank 0
     end           total number of chunks, once known
     answers/R/N   message N of replica R: output lines with their counts
@@ -10,6 +10,7 @@ a line of JSON with the lengths of its parts, then the parts.
 """
 
 import json
+from dataclasses import astuple
 from typing import Any, Final
 
 from spmd_worker.engine.data_parallel.round import ReplicaRound
@@ -21,7 +22,7 @@ _END: Final = "end"
 
 
 class RowSender:
-    """Rank 0's side."""
+    """Rank 0's side: publishes chunks of rows, receives answers."""
 
     def __init__(self, round_: ReplicaRound) -> None:
         self._store, self._prefix = round_.store, round_.prefix
@@ -31,7 +32,7 @@ class RowSender:
     @property
     def num_ahead(self) -> int:
         """Published chunks that no replica has claimed; below 0 when replicas wait for some."""
-        return self._num_chunks - self._store.add(f"{self._prefix}/drawn", 0)
+        return self._num_chunks - self._store.add(f"{self._prefix}/claimed", 0)
 
     def publish(self, rows: list[NumberedLine]) -> None:
         """Publish one more chunk."""
@@ -45,24 +46,21 @@ class RowSender:
     def receive(self) -> list[RowAnswer]:
         """Answers that arrived since the last call, without waiting."""
         answers: list[RowAnswer] = []
-        for replica in self._num_received:
-            while (payload := self._take(replica)) is not None:
+        for replica, number in self._num_received.items():
+            while (payload := take_bytes(self._store, f"{self._prefix}/answers/{replica}/{number}")) is not None:
                 answers += unpack_answers(payload)
+                number += 1
+            self._num_received[replica] = number
         return answers
 
     def forget(self) -> None:
-        """Remove the remaining keys, after every replica has ended."""
-        for name in ("drawn", _END):
+        """Remove the remaining keys, once every replica has ended."""
+        for name in ("claimed", _END):
             self._store.delete_key(f"{self._prefix}/{name}")
 
-    def _take(self, replica: int) -> bytes | None:
-        payload = take_bytes(self._store, f"{self._prefix}/answers/{replica}/{self._num_received[replica]}")
-        self._num_received[replica] += payload is not None
-        return payload
 
-
-class RowDrawer:
-    """A replica's side, rank 0's included; only its leader claims chunks."""
+class RowClaimer:
+    """A replica's side, also on rank 0: its leader claims chunks of rows and sends answers."""
 
     def __init__(self, round_: ReplicaRound) -> None:
         self._store, self._prefix, self._replica = round_.store, round_.prefix, round_.replica
@@ -70,15 +68,16 @@ class RowDrawer:
         self._num_sent = 0
         self.has_ended = False
 
-    def draw(self) -> list[NumberedLine]:
+    def claim(self) -> list[NumberedLine]:
         """The next chunk for this replica; empty when it is not published yet, or when `has_ended`."""
         if self.has_ended:
             return []
         if self._number is None:
-            self._number = self._store.add(f"{self._prefix}/drawn", 1) - 1
+            self._number = self._store.add(f"{self._prefix}/claimed", 1) - 1
         payload = take_bytes(self._store, f"{self._prefix}/rows/{self._number}")
         if payload is None:
-            self.has_ended = self._is_past_the_end(self._number)
+            end = f"{self._prefix}/{_END}"
+            self.has_ended = self._store.check([end]) and self._number >= int(self._store.get(end))
             return []
         self._number = None
         return unpack_rows(payload)
@@ -87,10 +86,6 @@ class RowDrawer:
         """Send answers to rank 0."""
         put_bytes(self._store, f"{self._prefix}/answers/{self._replica}/{self._num_sent}", pack_answers(answers))
         self._num_sent += 1
-
-    def _is_past_the_end(self, number: int) -> bool:
-        key = f"{self._prefix}/{_END}"
-        return self._store.check([key]) and number >= int(self._store.get(key))
 
 
 def pack_rows(rows: list[NumberedLine]) -> bytes:
@@ -105,10 +100,7 @@ def unpack_rows(payload: bytes) -> list[NumberedLine]:
 
 def pack_answers(answers: list[RowAnswer]) -> bytes:
     """Encode answers."""
-    heads = [
-        [each.index, each.error_code, each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens]
-        for each in answers
-    ]
+    heads = [[index, *counts] for index, _, *counts in map(astuple, answers)]
     return _pack(heads, [each.line for each in answers])
 
 

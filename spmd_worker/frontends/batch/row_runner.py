@@ -1,4 +1,4 @@
-"""Runs rows through one engine: every admitted row returns as its output line, whatever it contains."""
+"""Runs rows through one engine: every admitted row returns as its output line."""
 
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
@@ -12,10 +12,7 @@ from spmd_worker.replica.sequence.request import RequestId
 
 
 class RowRunner:
-    """Rows in an engine. Only on rank 0 of its replica; the other ranks follow.
-
-    `model_name` is the model's name in answers to rows that named none.
-    """
+    """Rows in an engine, on rank 0 of its replica. Answers to rows that name no model name `model_name`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
@@ -35,12 +32,12 @@ class RowRunner:
 
     @property
     def num_sequences(self) -> int:
-        """Samples and texts of the running rows."""
+        """Running samples, and texts to pool."""
         return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
 
     @property
     def num_form_bytes(self) -> int:
-        """Bytes of grammars compiled to admit rows."""
+        """Bytes of the grammars that admission has compiled."""
         grammars = self._engine.limits.grammars
         return 0 if grammars is None else grammars.num_checked_bytes
 
@@ -49,13 +46,7 @@ class RowRunner:
         if row.pooling is not None:
             return self._pooled.admit(row)
         engine = self._engine
-        encoded = resolve(
-            row,
-            engine.tokenizer,
-            engine.limits,
-            engine.config.limits,
-            self._chat_format,
-        )
+        encoded = resolve(row, engine.tokenizer, engine.limits, engine.config.limits, self._chat_format)
         if isinstance(encoded, RowError):
             return error_result(encoded)
         request_id = engine.requests.admit(
@@ -69,7 +60,7 @@ class RowRunner:
         return None
 
     def step(self) -> list[RowAnswer]:
-        """One step; returns the rows that ended in it."""
+        """Run one step; returns the rows that ended in it."""
         answers = [self._answer(output) for output in self._engine.step()]
         return [answer for answer in answers if answer is not None]
 

@@ -1,22 +1,21 @@
 """Rows read ahead of the replicas: the longest first, in chunks that shrink towards the end.
 
-The window is bounded by rows and bytes, because the file may exceed memory: rows are in order of length only within
-what had been read when more were needed.
+The window is bounded by rows and bytes, because the file may exceed memory: rows are ordered by length only within it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from spmd_worker.engine.data_parallel.round import share_of
-from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.openai.row import ChatPrompt, Prompt, Row, RowError, TextPrompt
 
 _MAX_ROWS: Final = 4096
 _MAX_BYTES: Final = 64 << 20
-_ROWS_A_TURN: Final = 256
+_ROWS_PER_CALL: Final = 256
 """Most rows read per call; rank 0 has a replica to step in between."""
-_CHARACTERS_A_TOKEN: Final = 4
+_CHARACTERS_PER_TOKEN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +26,11 @@ class NumberedLine:
     line: bytes
 
 
-class RowSource(Protocol):
-    """Source of rows."""
-
-    has_ended: bool
-    """Whether all rows were returned."""
-
-    def next_row(self) -> InputRow | None:
-        """The next row; None if there is none, or none yet."""
-
-
 class RowWindow:
-    """Window over the rows of `source`; `refuse` is called with invalid ones."""
+    """Window over the rows of `source`; `reject` is called with invalid ones."""
 
-    def __init__(self, source: RowSource, refuse: Callable[[RowError], None]) -> None:
-        self._source, self._refuse = source, refuse
+    def __init__(self, source: JobInput, reject: Callable[[RowError], None]) -> None:
+        self._source, self._reject = source, reject
         self._read: list[tuple[int, NumberedLine]] = []
         self._num_read_bytes = 0
         self._sorted: list[NumberedLine] = []
@@ -53,14 +42,14 @@ class RowWindow:
 
     def read_on(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Read some rows, if more may be held, until the turn `is_over`."""
-        for _ in range(_ROWS_A_TURN):
+        for _ in range(_ROWS_PER_CALL):
             if is_over():
                 return
             is_full = len(self._read) >= _MAX_ROWS or self._num_read_bytes >= _MAX_BYTES
             if self._source.has_ended or is_full or (found := self._source.next_row()) is None:
                 return
             if isinstance(found.row, RowError):
-                self._refuse(found.row)
+                self._reject(found.row)
             else:
                 self._read.append((expected_length(found.row), NumberedLine(found.row.index, found.line)))
                 self._num_read_bytes += len(found.line)
@@ -90,7 +79,7 @@ def expected_length(row: Row) -> int:
 
 def _prompt_length(prompt: Prompt) -> int:
     if isinstance(prompt, TextPrompt):
-        return len(prompt.text) // _CHARACTERS_A_TOKEN
+        return len(prompt.text) // _CHARACTERS_PER_TOKEN
     if isinstance(prompt, ChatPrompt):
-        return sum(len(str(message.get("content"))) for message in prompt.messages) // _CHARACTERS_A_TOKEN
+        return sum(len(str(message.get("content"))) for message in prompt.messages) // _CHARACTERS_PER_TOKEN
     return len(prompt.token_ids)

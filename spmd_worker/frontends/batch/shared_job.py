@@ -1,7 +1,7 @@
 """A job in several replicas: rank 0 reads, distributes rows, collects answers and writes; all replicas answer.
 
-Replicas claim chunks when they have capacity, so none waits for another and a faster one does more. Rank 0's replica
-claims like the others. Only rank 0 has the files: the others' rows and answers are sent through the launcher's store.
+Replicas, rank 0's too, claim chunks when they have capacity, so none waits for another and a faster one does more.
+Only rank 0 has the files: the others' rows and answers are sent through the launcher's store.
 """
 
 import time
@@ -15,7 +15,7 @@ from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
-from spmd_worker.frontends.batch.row_exchange import RowDrawer, RowSender
+from spmd_worker.frontends.batch.row_exchange import RowClaimer, RowSender
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.openai.row import Row
@@ -27,7 +27,7 @@ WAITS_FOR_RANKS: Final = True
 """Read by the watchdog, in the module of a frame."""
 
 _MAX_CHUNK_ROWS: Final = 64
-_CHUNKS_A_ROOM: Final = 8
+_CHUNKS_PER_REPLICA: Final = 8
 """Chunks that fill a replica."""
 _CHUNKS_AHEAD: Final = 2
 """Chunks published ahead per replica, to be claimed while rank 0 runs a step."""
@@ -35,77 +35,74 @@ _PAUSE_S: Final = 0.002
 _SEND_S = _RECEIVE_S = 0.05
 _MAX_HELD_BYTES: Final = 1 << 20
 
-Deliver = Callable[[list[RowAnswer]], None]
-
 
 class ReplicaWork:
     """One replica's part, on its leader: claim, step, pass answers to `deliver`. Call `advance` until `has_ended`."""
 
     def __init__(
-        self, engine: Engine, round_: ReplicaRound, drawer: RowDrawer, model_name: str, deliver: Deliver
+        self,
+        engine: Engine,
+        round_: ReplicaRound,
+        claimer: RowClaimer,
+        model_name: str,
+        deliver: Callable[[list[RowAnswer]], None],
     ) -> None:
         self.counts = ReplicaCounts()
         self.has_ended = False
-        self._engine, self._round, self._drawer, self._deliver = engine, round_, drawer, deliver
+        self._engine, self._round, self._claimer, self._deliver = engine, round_, claimer, deliver
         self._runner = RowRunner(engine, model_name)
-        self._drawn: deque[NumberedLine] = deque()
-        self._num_told_tokens = 0
+        self._claimed: deque[NumberedLine] = deque()
+        self._num_reported_tokens = 0
         self._last_step_s = time.monotonic()
 
     def advance(self) -> None:
-        """One step, or a pause without work. Raises RankFailedError when a replica has failed."""
-        if not self._drawn and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
-            self._drawn.extend(self._drawer.draw())
+        """Run one step, or pause without work. Raises RankFailedError when a replica has failed."""
+        if not self._claimed and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
+            self._claimed.extend(self._claimer.claim())
         # All of them may be rejected, and then the next are due at once.
-        has_rows = bool(self._drawn)
+        has_rows = bool(self._claimed)
         self._admit()
         if self._runner.num_rows:
             self._step()
-        elif self._drawer.has_ended and not self._drawn and not self.has_ended:
-            self._end()
+        elif self._claimer.has_ended and not self._claimed and not self.has_ended:
+            self.has_ended = True
+            self._engine.close_followers()
+            self._report_tokens()
         else:
             if not has_rows:
                 time.sleep(_PAUSE_S)
-            self._step_if_due()
+            is_due = time.monotonic() - self._last_step_s > patience_s(self._engine.config.executor.timeout_s)
+            if is_due and self._engine.channel.size > 1 and not self.has_ended:
+                self._step()
         if self._round.send_heartbeat():
-            self._tell_tokens()
+            self._report_tokens()
 
     def _admit(self) -> None:
         """Admit claimed rows, up to MOST_FORM_BYTES of compiled grammars or the end of the turn: a step may be due."""
         most_form_bytes = self._runner.num_form_bytes + MOST_FORM_BYTES
         turn = Turn(self._engine.config.executor.timeout_s)
-        while self._drawn and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
-            each = self._drawn.popleft()
+        while self._claimed and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
+            each = self._claimed.popleft()
             # Rank 0 has accepted its format, and checked its custom id.
             row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
             assert isinstance(row, Row), row
             answer = self._runner.admit(row)
             if answer is not None:
-                self._hand_over([answer])
+                self._count_and_deliver([answer])
 
     def _step(self) -> None:
-        self._hand_over(self._runner.step())
+        self._count_and_deliver(self._runner.step())
         self._last_step_s = time.monotonic()
 
-    def _hand_over(self, answers: list[RowAnswer]) -> None:
+    def _count_and_deliver(self, answers: list[RowAnswer]) -> None:
         self.counts.rows += len(answers)
         self.counts.output_tokens += sum(answer.num_output_tokens for answer in answers)
         self._deliver(answers)
 
-    def _step_if_due(self) -> None:
-        is_due = time.monotonic() - self._last_step_s > patience_s(self._engine.config.executor.timeout_s)
-        if is_due and self._engine.channel.size > 1 and not self.has_ended:
-            self._step()
-
-    def _end(self) -> None:
-        self.has_ended = True
-        self._engine.close_followers()
-        self._tell_tokens()
-
-    def _tell_tokens(self) -> None:
+    def _report_tokens(self) -> None:
         num_tokens = self._engine.counters.num_output_tokens
-        self._round.count(num_tokens - self._num_told_tokens)
-        self._num_told_tokens = num_tokens
+        self._round.count(num_tokens - self._num_reported_tokens)
+        self._num_reported_tokens = num_tokens
 
 
 class JobSharer:
@@ -115,8 +112,8 @@ class JobSharer:
         self._round, self._rows, self._output = round_, rows, output
         self._timeout_s = engine.config.executor.timeout_s
         self._sender = RowSender(round_)
-        self._window = RowWindow(rows, lambda row: output.take(error_result(row)))
-        self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_A_ROOM))
+        self._window = RowWindow(rows, lambda row: output.add(error_result(row)))
+        self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_PER_REPLICA))
         self._has_ended = False
         self._last_receive_s = float("-inf")
 
@@ -133,11 +130,11 @@ class JobSharer:
         now_s = time.monotonic()
         if now_s - self._last_receive_s >= _RECEIVE_S:
             self._last_receive_s = now_s
-            self._output.take_all(self._sender.receive())
+            self._output.add_all(self._sender.receive())
             self._output.show(self._round.num_counted)
 
     def close(self) -> None:
-        """Remove the keys, after every replica has ended."""
+        """Remove the keys of the store, once every replica has ended."""
         self._sender.forget()
 
     def _publish(self) -> None:
@@ -154,12 +151,12 @@ class JobSharer:
 
 
 def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model_name: str) -> ReplicaCounts:
-    """Rank 0's part. Returns its own replica's counts, when every row is answered and every replica has ended."""
+    """Run rank 0's part until every row is answered and every replica has ended. Returns its own replica's counts."""
     engine = replicas.engine
     with replicas.round() as round_:
         engine.engine_channel.broadcast(model_name.encode())
         sharer = JobSharer(engine, round_, rows, output)
-        work = ReplicaWork(engine, round_, RowDrawer(round_), model_name, output.take_all)
+        work = ReplicaWork(engine, round_, RowClaimer(round_), model_name, output.add_all)
         while not (sharer.is_done and work.has_ended):
             sharer.advance()
             work.advance()
@@ -171,28 +168,24 @@ def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model
 
 
 def help_shared_job(replicas: Replicas) -> ReplicaCounts | None:
-    """Part of every other rank. Returns its replica's counts, when the job has ended; None except on a leader."""
-    engine, counts = replicas.engine, None
+    """Run any other rank's part until the job has ended. Returns its replica's counts; None except on a leader."""
+    engine = replicas.engine
     with replicas.round() as round_:
         model_name = engine.engine_channel.broadcast(None).decode()
+        work = None
         if engine.is_leader and round_.replica:
-            counts = _help(engine, round_, model_name)
+            claimer = RowClaimer(round_)
+            outbox = _Outbox(claimer)
+            work = ReplicaWork(engine, round_, claimer, model_name, outbox.put)
+            while not work.has_ended:
+                work.advance()
+                outbox.send_if_due()
+            outbox.send()
+            round_.finish()
         else:
             engine.follow()
         _wait_until_over(round_)
-    return counts
-
-
-def _help(engine: Engine, round_: ReplicaRound, model_name: str) -> ReplicaCounts:
-    drawer = RowDrawer(round_)
-    outbox = _Outbox(drawer)
-    work = ReplicaWork(engine, round_, drawer, model_name, outbox.put)
-    while not work.has_ended:
-        work.advance()
-        outbox.send_if_due()
-    outbox.send()
-    round_.finish()
-    return work.counts
+    return None if work is None else work.counts
 
 
 def _wait_until_over(round_: ReplicaRound) -> None:
@@ -202,10 +195,10 @@ def _wait_until_over(round_: ReplicaRound) -> None:
 
 
 class _Outbox:
-    """Buffer of answers to rank 0: sent in small batches, soon."""
+    """Buffer of answers to rank 0."""
 
-    def __init__(self, drawer: RowDrawer) -> None:
-        self._drawer = drawer
+    def __init__(self, claimer: RowClaimer) -> None:
+        self._claimer = claimer
         self._answers: list[RowAnswer] = []
         self._num_bytes = 0
         self._last_sent_s = time.monotonic()
@@ -221,5 +214,5 @@ class _Outbox:
 
     def send(self) -> None:
         if self._answers:
-            self._drawer.send(self._answers)
+            self._claimer.send(self._answers)
         self._answers, self._num_bytes, self._last_sent_s = [], 0, time.monotonic()

@@ -1,7 +1,6 @@
-"""Charts of the report as data: series, colours and texts.
+"""Charts of the report as data: series, colours and texts; drawing.py draws them and page.py makes tables.
 
-drawing.py draws them and page.py makes tables. A colour has one meaning on the complete page; colour-blind readers can
-distinguish them (most are Okabe and Ito's).
+A colour has one meaning on the page; colour-blind readers can distinguish them (most are Okabe and Ito's).
 """
 
 from dataclasses import dataclass
@@ -31,18 +30,19 @@ PHASE_LOOKS: Final = {
 }
 """Colour and plain text of each phase, in the order of the stack."""
 
-_WORTH_A_LINE: Final = 0.02
-_SHARE_ABOVE: Final = 0.02
+_MIN_PEAK_SHARE: Final = 0.02
+"""Share of the blocks that a column's mean must hide for the chart to show its maximum."""
+_OUTLIER_SHARE: Final = 0.02
 """Share of columns that may exceed a chart in which all others would be flat next to them."""
-_FAR_ABOVE: Final = 3.0
+_OUTLIER_FACTOR: Final = 3.0
 _FEW_COLUMNS: Final = 40
-_FAR_ABOVE_FEW: Final = 10.0
+_OUTLIER_FACTOR_OF_FEW: Final = 10.0
 """Few columns are wide: they are visible even when lower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One number for each column of the frame; one for the complete run in a chart of shares."""
+    """One number for each column of the frame; in a chart of shares one for the run."""
 
     label: str
     color: str
@@ -56,10 +56,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`series` are stacked, the first at the bottom, or have a lane each, or share one bar.
+    """A chart: its `series` are stacked, the first at the bottom, or have a lane each, or share one bar.
 
-    Values are in `unit`, in microseconds for "time". `peak` is the maximum of any step of a column. Values are cut at
-    `limit`, if given, and higher ones are marked. `numbered` are steps to number, from 1.
+    Values are in `unit`, in microseconds for "time". `peak` is the maximum of any step of a column. Values above
+    `limit`, if given, are clipped and marked. `numbered` are the steps to number, from 1.
     """
 
     kind: Literal["stack", "lanes", "shares"]
@@ -71,7 +71,7 @@ class Chart:
     limit: float | None = None
     numbered: tuple[StepStats, ...] = ()
 
-    def in_words(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         return duration(value) if self.unit == "time" else count(value)
 
 
@@ -99,9 +99,8 @@ class Frame:
 
 
 def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
-    """All charts, in the page's order; the slowest steps are numbered in the chart of durations.
-
-    Events that never happened have no chart.
+    """All charts, in the page's order, without charts of events that never happened; the slowest steps are numbered in
+    the chart of durations.
     """
     totals = frame.totals
     return [
@@ -115,12 +114,12 @@ def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
     ]
 
 
-def usual_top(heights: list[float]) -> float:
-    """Height that nearly all columns remain below, with a margin; the tallest if it is not far above them."""
+def clipped_height(heights: list[float]) -> float:
+    """Height of a chart: the maximum, or a height above nearly all columns if the maximum is far above them."""
     by_height = sorted(heights)
-    usual = by_height[int((len(by_height) - 1) * (1 - _SHARE_ABOVE))]
-    far = _FAR_ABOVE if len(heights) >= _FEW_COLUMNS else _FAR_ABOVE_FEW
-    return 1.5 * usual if 0 < far * usual < by_height[-1] else by_height[-1]
+    usual = by_height[int((len(by_height) - 1) * (1 - _OUTLIER_SHARE))]
+    factor = _OUTLIER_FACTOR if len(heights) >= _FEW_COLUMNS else _OUTLIER_FACTOR_OF_FEW
+    return 1.5 * usual if 0 < factor * usual < by_height[-1] else by_height[-1]
 
 
 def _blocks_chart(frame: Frame) -> Chart:
@@ -131,27 +130,20 @@ def _blocks_chart(frame: Frame) -> Chart:
         ("num_blocks_cached", CACHE, "free, with a cached prefix", f"at most {most_cached:,}"),
         ("num_blocks_free", FREE, "free and empty", f"of {count(totals.num_blocks, 'block')} in all"),
     )
-    fullest = _fullest(frame)
+    peaks = [float(column.max_blocks_used) for column in frame.columns]
+    hidden = sum(peaks) - sum(frame.means("num_blocks_used"))
+    has_peak = hidden > _MIN_PEAK_SHARE * totals.num_blocks * len(peaks)
     return Chart(
         "stack",
         "KV cache on the device: how full it is",
-        "Where blue reaches the top there is no room left and sequences are preempted. Green blocks can be taken at "
-        "any time; until then they answer prompts that begin alike."
-        + _if_condensed(frame, ", the dark line the fullest" if fullest else ""),
+        "Where blue reaches the top the cache is full and sequences are preempted. Green blocks can be evicted at any "
+        "time; until then they serve prompts with the same prefix."
+        + _if_condensed(frame, ", the dark line the maximum" if has_peak else ""),
         "blocks",
         [Series(label, color, frame.means(field), note) for field, color, label, note in looks],
-        peak=fullest,
+        peak=Series("in use, at the fullest", PEAK, peaks) if has_peak else None,
         limit=max(1, totals.num_blocks),
     )
-
-
-def _fullest(frame: Frame) -> Series | None:
-    """Maximum per column, if the means hide it."""
-    fullest = [float(column.max_blocks_used) for column in frame.columns]
-    hidden = sum(fullest) - sum(frame.means("num_blocks_used"))
-    if hidden <= _WORTH_A_LINE * frame.totals.num_blocks * len(fullest):
-        return None
-    return Series("in use, at the fullest", PEAK, fullest)
 
 
 def _host_chart(frame: Frame) -> Chart:
@@ -159,8 +151,8 @@ def _host_chart(frame: Frame) -> Chart:
     return Chart(
         "stack",
         "KV cache in host memory: what was swapped out",
-        "Blocks of sequences that were preempted and copied to the host. They are copied back when there is room."
-        + (" A column is several steps: it shows the most of any." if frame.is_condensed else ""),
+        "Blocks of sequences that were preempted and copied to the host. They are copied back when blocks are free."
+        + (" A column is several steps: it shows their maximum." if frame.is_condensed else ""),
         "blocks",
         [Series("swapped out", SWAPPED, most, f"at most {frame.totals.max_host_blocks:,}")],
     )
@@ -168,21 +160,21 @@ def _host_chart(frame: Frame) -> Chart:
 
 def _marks_chart(frame: Frame) -> Chart:
     """One lane for each kind of event that happened."""
-    kinds = [(field, label, color) for (field, label), color in zip(MARKS, MARK_COLORS)]
-    happened = [kind for kind in kinds if getattr(frame.totals.sums, kind[0])]
-    never = [label for field, label, _ in kinds if not getattr(frame.totals.sums, field)]
-    lanes = []
-    for field, label, color in happened:
+    never, lanes = [], []
+    for (field, label), color in zip(MARKS, MARK_COLORS):
+        total = getattr(frame.totals.sums, field)
+        if not total:
+            never.append(label)
+            continue
         counts = [float(getattr(column.sums, field)) for column in frame.columns]
         num_steps = sum(1 for stats in frame.steps if getattr(stats, field))
         unit = "token" if field == "num_cached_tokens" else "sequence"
-        note = f"{_compact(int(sum(counts)), unit)} in {_compact(num_steps, 'step')}"
-        lanes.append(Series(label, color, counts, note))
+        lanes.append(Series(label, color, counts, f"{_compact(total, unit)} in {_compact(num_steps, 'step')}"))
     return Chart(
         "lanes",
         "Preemptions, returns and cache hits: when, and how many",
-        "A bar stands where it happened; the taller, the more at once. Preempted by swap: copied to host memory, so "
-        "that nothing is lost. Preempted by recompute: dropped, and computed again later."
+        "A bar shows when it happened; the taller, the more at once. Preempted by swap: copied to host memory, so that "
+        "nothing is lost. Preempted by recompute: dropped, and recomputed later."
         + (f" Never in this run: {', '.join(never)}." if never else ""),
         "number",
         lanes,
@@ -195,7 +187,7 @@ def _sequences_chart(frame: Frame) -> Chart:
     return Chart(
         "stack",
         "Batch: how many sequences are computed, how many wait",
-        "Those that wait have not begun yet, or were preempted." + _if_condensed(frame),
+        "Waiting sequences have not begun yet, or were preempted." + _if_condensed(frame),
         "sequences",
         [
             Series("computed", WORKING, frame.means("num_rows"), f"at most {frame.totals.max_rows:,}"),
@@ -208,7 +200,7 @@ def _sequences_chart(frame: Frame) -> Chart:
 def _tokens_chart(frame: Frame) -> Chart:
     looks = (
         ("num_decode_tokens", WORKING, "generating (decode)"),
-        ("num_prompt_tokens", PROMPT, "prompt, or computed again"),
+        ("num_prompt_tokens", PROMPT, "prompt, or recomputed"),
         ("num_cached_tokens", CACHE, "found in the prefix cache"),
     )
     series = [
@@ -223,23 +215,25 @@ def _tokens_chart(frame: Frame) -> Chart:
         "tokens",
         series,
         # Cache hits of many prompts in one step would flatten the computed tokens.
-        limit=min(max(_tops(series)), 2.5 * most_computed) * 1.06 if most_computed else None,
+        limit=min(max(map(sum, zip(*[each.values for each in series]))), 2.5 * most_computed) * 1.06
+        if most_computed
+        else None,
     )
 
 
 def _phases_chart(totals: Totals) -> Chart:
     """One bar from the first step to the last."""
-    parts = [(color, words, getattr(totals.sums, f"{phase}_us")) for phase, (color, words) in PHASE_LOOKS.items()]
+    parts = [(color, label, getattr(totals.sums, f"{phase}_us")) for phase, (color, label) in PHASE_LOOKS.items()]
     parts.append((FREE, "between the steps", totals.between_us))
-    in_all_us = max(1, sum(part_us for *_, part_us in parts))
+    total_us = max(1, sum(part_us for *_, part_us in parts))
     return Chart(
         "shares",
         "Where the time of the run went",
         f"{duration(totals.wall_us)} from the first step to the last, on the first rank.",
         "time",
         [
-            Series(words, color, [part_us], f"{share(part_us, in_all_us)}, {duration(part_us)}")
-            for color, words, part_us in parts
+            Series(label, color, [part_us], f"{share(part_us, total_us)}, {duration(part_us)}")
+            for color, label, part_us in parts
         ],
     )
 
@@ -251,15 +245,11 @@ def _durations_chart(frame: Frame, slowest: list[StepStats]) -> Chart:
         "How long a step takes, and what for",
         "The numbers are the slowest steps; the table below has more on them." + _if_condensed(frame),
         "time",
-        [Series(words, color, frame.means(f"{phase}_us")) for phase, (color, words) in PHASE_LOOKS.items()],
+        [Series(label, color, frame.means(f"{phase}_us")) for phase, (color, label) in PHASE_LOOKS.items()],
         peak=Series("the slowest of a column", SLOWEST, tallest_us) if frame.is_condensed else None,
-        limit=max(1.0, usual_top(tallest_us) * 1.12),
+        limit=max(1.0, clipped_height(tallest_us) * 1.12),
         numbered=tuple(slowest),
     )
-
-
-def _tops(series: list[Series]) -> list[float]:
-    return [sum(values) for values in zip(*(each.values for each in series))]
 
 
 def _compact(number: int, noun: str) -> str:

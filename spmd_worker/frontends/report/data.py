@@ -1,10 +1,10 @@
 """Steps condensed for a page: columns of the charts, totals of the run, the slowest steps.
 
-A run of any length becomes a bounded number of columns, each of consecutive steps; counts are summed, so no preemption
-and no cache hit is lost.
+A run of any length becomes a bounded number of columns, each of consecutive steps; a column sums their counts, so every
+preemption and cache hit is shown.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
@@ -36,7 +36,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of the run. `wall_us` ends with the last step; `between_us` of it lay between the steps."""
+    """Totals of the run. `wall_us` ends with the last step; `between_us` is the part of it between the steps, and
+    `nearly_full_us` the part with a nearly full cache.
+    """
 
     num_steps: int
     wall_us: int
@@ -59,16 +61,21 @@ def make_columns(steps: list[StepStats], max_columns: int) -> list[Column]:
     """Condense steps that began in the same small span of time; few steps have a column each."""
     if not steps:
         return []
-    groups = _spans(steps, max_columns) if len(steps) > max_columns else ([stats] for stats in steps)
-    columns = list(groups)
-    ends = [group[0].start_us for group in columns[1:]] + [_end_us(steps)]
-    return [_column(group, end_us) for group, end_us in zip(columns, ends)]
+    first_us, groups = steps[0].start_us, [[stats] for stats in steps]
+    if len(steps) > max_columns:
+        span_us = max(1, _end_us(steps) - first_us) / max_columns
+        spans = groupby(steps, key=lambda stats: min(max_columns - 1, int((stats.start_us - first_us) / span_us)))
+        groups = [list(group) for _, group in spans]
+    ends = [group[0].start_us for group in groups[1:]] + [_end_us(steps)]
+    return [_column(group, end_us) for group, end_us in zip(groups, ends)]
 
 
 def make_totals(steps: list[StepStats]) -> Totals:
     """Totals of at least one step."""
     sums = _sum(steps)
     wall_us = _end_us(steps) - steps[0].start_us
+    # A step's blocks count until the next step begins.
+    ends = [stats.start_us for stats in steps[1:]] + [_end_us(steps)]
     return Totals(
         num_steps=len(steps),
         wall_us=wall_us,
@@ -79,20 +86,17 @@ def make_totals(steps: list[StepStats]) -> Totals:
         max_blocks_used=max(stats.num_blocks_used for stats in steps),
         max_host_blocks=max(stats.num_host_blocks_used for stats in steps),
         max_rows=max(stats.num_rows for stats in steps),
-        nearly_full_us=_nearly_full_us(steps),
+        nearly_full_us=sum(
+            end_us - stats.start_us
+            for stats, end_us in zip(steps, ends)
+            if stats.num_blocks_used >= NEARLY_FULL * stats.num_blocks > 0
+        ),
     )
 
 
 def slowest_steps(steps: list[StepStats], most: int) -> list[StepStats]:
     """The slowest first; of equally slow ones the earlier."""
     return sorted(steps, key=lambda stats: (-stats.duration_us, stats.step))[:most]
-
-
-def _spans(steps: list[StepStats], num_spans: int) -> Iterator[list[StepStats]]:
-    first_us = steps[0].start_us
-    span_us = max(1, _end_us(steps) - first_us) / num_spans
-    for _, group in groupby(steps, key=lambda stats: min(num_spans - 1, int((stats.start_us - first_us) / span_us))):
-        yield list(group)
 
 
 def _column(steps: list[StepStats], end_us: int) -> Column:
@@ -115,13 +119,3 @@ def _sum(steps: Iterable[StepStats]) -> StepStats:
 
 def _end_us(steps: list[StepStats]) -> int:
     return steps[-1].start_us + steps[-1].duration_us
-
-
-def _nearly_full_us(steps: list[StepStats]) -> int:
-    """Time with a nearly full cache: a step's blocks count until the next step begins."""
-    ends = [stats.start_us for stats in steps[1:]] + [_end_us(steps)]
-    return sum(
-        end_us - stats.start_us
-        for stats, end_us in zip(steps, ends)
-        if stats.num_blocks_used >= NEARLY_FULL * stats.num_blocks > 0
-    )

@@ -1,7 +1,4 @@
-"""Drawings of the charts: matplotlib figures, as SVG for an HTML page.
-
-Needs matplotlib, from the extra `report`; the rest of the report does not.
-"""
+"""The charts as matplotlib figures, in SVG for an HTML page. Only this module needs matplotlib (extra `report`)."""
 
 import re
 from bisect import bisect_right
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 WIDE_INCHES: Final = 8.4
 NARROW_INCHES: Final = 4.0
 """Width of a phone, so that texts keep their size there."""
-
 _PLOT_INCHES: Final = 1.75
 _LANE_INCHES: Final = 0.42
 _BAR_INCHES: Final = 0.3
@@ -39,24 +35,16 @@ _ROUND: Final = (1, 2, 5, 10)
 _INK: Final = "#222222"
 _FAINT: Final = "#555555"
 _STYLE: Final[dict[Any, Any]] = {
-    "font.size": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 8,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _FAINT,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
+    **dict.fromkeys(("font.size", "axes.labelsize", "legend.fontsize"), 8),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 7.5),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _FAINT),
     "text.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "axes.grid": True,
     "grid.color": "#000000",
     "grid.alpha": 0.12,
     "grid.linewidth": 0.6,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     # Texts remain texts: they are searchable, and use the page's font.
     "svg.fonttype": "none",
 }
@@ -81,7 +69,7 @@ def can_draw() -> bool:
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """matplotlib's defaults and ours, independent of the user's matplotlibrc. Figures are made and drawn within it."""
+    """Set matplotlib's defaults and ours, independent of the user's matplotlibrc. Make and draw figures within it."""
     import matplotlib as mpl
 
     with mpl.rc_context():
@@ -91,14 +79,14 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_chart(chart: Chart, frame: Frame, width_inches: float) -> str:
-    """Draw an `svg` element. Equal for equal charts."""
+    """Draw a chart as an `svg` element; equal charts have equal text."""
     import matplotlib as mpl
 
     with chart_style(), StringIO() as stream:
         # Ids of clipping paths are content hashes, and must differ from those of other pictures on the page.
         mpl.rcParams["svg.hashsalt"] = f"{chart.title} {width_inches}"
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        make_figure(chart, frame, width_inches).savefig(stream, format="svg", metadata=nothing)
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        make_figure(chart, frame, width_inches).savefig(stream, format="svg", metadata=metadata)
         text = stream.getvalue()
     # Ids of groups, such as axes_1, are the same in every picture and nothing refers to them.
     text = re.sub(r' id="[A-Za-z0-9.]+_[0-9]+"', "", text[text.index("<svg ") :])
@@ -121,13 +109,13 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     highest = chart.peak.values if chart.peak is not None else tops
     limit = chart.limit or max(highest) * 1.06 or 1.0
     scale, unit = _time_unit(limit) if chart.unit == "time" else (1.0, chart.unit)
-    above = [index for index, height in enumerate(highest) if height > limit * 1.001]
+    clipped = [index for index, height in enumerate(highest) if height > limit * 1.001]
     names = [each.name for each in (*chart.series, chart.peak) if each is not None]
-    if above:
-        most = chart.in_words(max(highest))
+    if clipped:
+        most = chart.format_value(max(highest))
         names.append(f"higher, up to {most}" if chart.unit == "time" else f"higher, up to {most} {chart.unit}")
-    room = _legend_inches(names, width_inches) + (_NUMBER_INCHES if chart.numbered else 0.0)
-    figure, (axes,) = _make_axes(frame, width_inches, room, [_PLOT_INCHES])
+    above_inches = _legend_inches(names, width_inches) + (_NUMBER_INCHES if chart.numbered else 0.0)
+    figure, (axes,) = _make_axes(frame, width_inches, above_inches, [_PLOT_INCHES])
     edges, _ = _edges(frame)
     # The peak is an area behind the stack if it is above it, else a line over the stack.
     is_behind = chart.peak is not None and max(chart.peak.values) > max(tops)
@@ -145,9 +133,9 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
         peak.set_zorder(0.5 if is_behind else 1.5)
     handles: list[Artist] = [*reversed(patches), *peaks]
     axes.set_ylim(0, limit / scale)
-    if above:
-        middles = [(edges[index] + edges[index + 1]) / 2 for index in above]
-        top = [limit / scale] * len(above)
+    if clipped:
+        middles = [(edges[index] + edges[index + 1]) / 2 for index in clipped]
+        top = [limit / scale] * len(clipped)
         handles += axes.plot(middles, top, "^", color=_INK, markersize=4, clip_on=False, label=names[-1])
     _number_steps(axes, chart, frame, limit / scale, scale)
     axes.set_ylabel(unit)
@@ -164,7 +152,7 @@ def _lanes_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     edges, _ = _edges(frame)
     for axes, each in zip(lanes, chart.series):
         most = max(each.values)
-        # Never too low to see one next to a hundred; the edge makes a narrow one wide enough.
+        # A low bar remains visible next to a high one; the edge makes a narrow bar wide enough.
         heights = [max(value, most * 0.15) if value else nan for value in each.values]
         axes.stairs(heights, edges, fill=True, facecolor=each.color, edgecolor=each.color, linewidth=1.2)
         axes.set_title(each.name, loc="left", fontsize=8, pad=3)
@@ -179,8 +167,8 @@ def _shares_figure(chart: Chart, width_inches: float) -> "Figure":
 
     height = _legend_inches([each.name for each in chart.series], width_inches) + _BAR_INCHES + 0.06
     figure = Figure(figsize=(width_inches, height))
-    left, right = 0.04 / width_inches, 1 - 0.04 / width_inches
-    axes = figure.add_axes((left, 0.04 / height, right - left, _BAR_INCHES / height))
+    margin = 0.04 / width_inches
+    axes = figure.add_axes((margin, 0.04 / height, 1 - 2 * margin, _BAR_INCHES / height))
     axes.set_axis_off()
     total, start = sum(each.values[0] for each in chart.series) or 1.0, 0.0
     bars: list[Artist] = []
@@ -198,7 +186,7 @@ def _shares_figure(chart: Chart, width_inches: float) -> "Figure":
 def _make_axes(
     frame: Frame, width_inches: float, above_inches: float, heights_inches: list[float], gap_inches: float = 0.0
 ) -> tuple["Figure", list["Axes"]]:
-    """Plots of these heights, stacked over one time axis, which is the same in all figures of a width."""
+    """Plots of these heights, stacked over one time axis, the same in all figures of a width."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -226,7 +214,7 @@ def _make_axes(
         top -= each + gap_inches
     found[-1].tick_params(labelbottom=True)
     found[-1].xaxis.set_major_formatter(FuncFormatter(moment))
-    found[-1].set_xlabel(f"{unit} since the first step; below: the step that ran then", fontsize=7, labelpad=2)
+    found[-1].set_xlabel(f"{unit} since the first step; below: the step at that time", fontsize=7, labelpad=2)
     return figure, found
 
 
@@ -247,15 +235,15 @@ def _time_unit(most_us: float) -> tuple[float, str]:
 
 
 def _number_steps(axes: "Axes", chart: Chart, frame: Frame, limit: float, scale: float) -> None:
-    """Number the slowest steps; of two numbers that would overlap, only the slower step's."""
+    """Number the slowest steps, without numbers that would overlap that of a slower step."""
     first_us, time_scale = frame.columns[0].start_us, _time_unit(_span_us(frame))[0]
     width_points = axes.get_window_extent().width / axes.figure.dpi * _POINTS
     points_per_unit = width_points / (axes.get_xlim()[1] or 1.0)
-    taken: list[float] = []
+    numbered: list[float] = []
     for number, stats in enumerate(chart.numbered, 1):
         x = (stats.start_us + stats.duration_us / 2 - first_us) / time_scale
-        if all(abs(x - other) * points_per_unit >= 14 for other in taken):
-            taken.append(x)
+        if all(abs(x - other) * points_per_unit >= 14 for other in numbered):
+            numbered.append(x)
             axes.annotate(
                 str(number),
                 (x, min(stats.duration_us / scale, limit)),

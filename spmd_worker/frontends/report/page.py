@@ -1,6 +1,6 @@
 """The report of a run: one self-contained HTML page, without network or script.
 
-Each chart is also a table, and only a table if matplotlib is not installed.
+Each chart is also a table, or only a table if matplotlib is not installed.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -9,29 +9,20 @@ from typing import Any, Final
 
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.frontends.report.charts import Chart, Frame, make_charts
-from spmd_worker.frontends.report.data import Column, Totals, make_totals, slowest_steps
+from spmd_worker.frontends.report.data import Column, make_totals, slowest_steps
 from spmd_worker.frontends.report.drawing import NARROW_INCHES, WIDE_INCHES, draw_chart
+from spmd_worker.frontends.report.summary import NO_METRICS, diagnosis, slowest_phase, step_events, summary_figures
 from spmd_worker.frontends.report.text import count, duration
-from spmd_worker.frontends.report.words import (
-    NO_METRICS,
-    Figure,
-    diagnosis,
-    summary_figures,
-    what_happened,
-    why_slow,
-)
 
 NO_CHARTS: Final = (
     "matplotlib is not installed: the page has tables and no charts. For charts run "
-    "pip install 'spmd-worker[report]' and make the report again."
+    "pip install 'spmd-worker[report]' and write the report again."
 )
 MAX_SLOWEST: Final = 10
 _MAX_COLUMNS: Final = {"wide": 400, "narrow": 150, "table": 24}
 """Most columns of a longer run: in a picture for a screen, for a phone, in a table."""
-_SLOWEST_HEADS: Final = (
-    *("", "step", "began at", "took", "× median", "sequences"),
-    *("what took the time", "what happened in it"),
-)
+_SLOWEST_HEADS: Final = ("", "step", "began at", "took", "× median", "sequences", "slowest phase", "events")
+_RIGHT: Final = ' class="number"'
 _STYLE: Final = """
 body { margin: 0; background: #ffffff; color: #222222; font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto,
   "DejaVu Sans", Arial, sans-serif; }
@@ -73,10 +64,14 @@ footer { color: #666666; font-size: 13px; }
 
 
 def report_page(name: str, steps: list[StepStats], metrics: Mapping[str, Any] | None, *, has_charts: bool) -> str:
-    """The page as text. `metrics` are those of `metrics.json`, of which any may be missing; None for a run without.
+    """The page as text. `metrics` are those of `metrics.json`, of which any may be missing; None for a run without it.
     Charts need matplotlib: `has_charts` is the result of `can_draw`.
     """
-    body = _steps_page(steps, metrics, has_charts) if steps else _empty_page(metrics)
+    body = [] if metrics is not None else [_warning(NO_METRICS)]
+    if steps:
+        body += _steps_body(steps, metrics or {}, has_charts)
+    else:
+        body.append("<p>steps.csv has no steps: nothing was computed before the run ended.</p>")
     title = escape(f"Run {name}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -87,54 +82,50 @@ def report_page(name: str, steps: list[StepStats], metrics: Mapping[str, Any] | 
     )
 
 
-def _empty_page(metrics: Mapping[str, Any] | None) -> Iterator[str]:
-    if metrics is None:
-        yield _warning(NO_METRICS)
-    yield "<p>steps.csv holds no step: nothing was computed before the run ended.</p>"
-
-
-def _steps_page(steps: list[StepStats], metrics: Mapping[str, Any] | None, has_charts: bool) -> Iterator[str]:
-    totals, slowest = make_totals(steps), slowest_steps(steps, MAX_SLOWEST)
-    known = metrics or {}
-    if metrics is None:
-        yield _warning(NO_METRICS)
+def _steps_body(steps: list[StepStats], metrics: Mapping[str, Any], has_charts: bool) -> Iterator[str]:
+    totals, slowest, first_us = make_totals(steps), slowest_steps(steps, MAX_SLOWEST), steps[0].start_us
     if not has_charts:
         yield _warning(NO_CHARTS)
-    yield f'<p class="diagnosis">{escape(diagnosis(totals, known))}</p>'
-    yield _figures(summary_figures(totals, known))
-    frames = {what: Frame.of(steps, totals, most) for what, most in _MAX_COLUMNS.items()}
-    charts = {what: make_charts(frame, slowest) for what, frame in frames.items()}
+    yield f'<p class="diagnosis">{escape(diagnosis(totals, metrics))}</p>'
+    yield '<div class="figures">'
+    for figure in summary_figures(totals, metrics):
+        value, label, note = map(escape, (figure.value, figure.label, figure.note))
+        yield f'<div class="figure"><b>{value}</b>{label}<small>{note}</small></div>'
+    yield "</div>"
+    frames = {kind: Frame.of(steps, totals, most) for kind, most in _MAX_COLUMNS.items()}
+    charts = {kind: make_charts(frame, slowest) for kind, frame in frames.items()}
     for wide, narrow, table in zip(charts["wide"], charts["narrow"], charts["table"]):
         yield f"<section>\n<h2>{escape(table.title)}</h2>"
         if has_charts:
-            yield _picture("wide", wide, draw_chart(wide, frames["wide"], WIDE_INCHES))
-            yield _picture("narrow", narrow, draw_chart(narrow, frames["narrow"], NARROW_INCHES))
+            for kind, chart, width_inches in (("wide", wide, WIDE_INCHES), ("narrow", narrow, NARROW_INCHES)):
+                picture = draw_chart(chart, frames[kind], width_inches)
+                yield f'<div class="{kind}">\n{_explanation(chart)}\n{picture}\n</div>'
             yield f"<details><summary>as a table</summary>\n{_chart_table(table, frames['table'])}\n</details>"
         else:
             yield f"{_explanation(table)}\n{_chart_table(table, frames['table'])}"
         yield "</section>"
-    yield _slowest_table(slowest, totals, first_us=steps[0].start_us)
+    rows = [
+        (
+            str(number),
+            f"{stats.step:,}",
+            duration(stats.start_us - first_us),
+            duration(stats.duration_us),
+            f"{stats.duration_us / totals.median_us:,.1f}" if totals.median_us else "",
+            count(stats.num_rows),
+            slowest_phase(stats),
+            step_events(stats),
+        )
+        for number, stats in enumerate(slowest, 1)
+    ]
+    yield f"<section>\n<h2>The slowest steps</h2>\n{_table(_SLOWEST_HEADS, rows, (6, 7))}\n</section>"
     yield (
-        "<footer>Time runs from the start of the first step, and is the same in all charts. The same run step by step: "
-        "open timeline.json in ui.perfetto.dev.</footer>"
+        "<footer>Time begins with the first step in all charts. For the same run step by step open timeline.json in "
+        "ui.perfetto.dev.</footer>"
     )
 
 
-def _warning(words: str) -> str:
-    return f'<p class="warning">{escape(words)}</p>'
-
-
-def _figures(figures: Iterable[Figure]) -> str:
-    tiles = (
-        f'<div class="figure"><b>{escape(figure.value)}</b>{escape(figure.label)}'
-        f"<small>{escape(figure.note)}</small></div>"
-        for figure in figures
-    )
-    return '<div class="figures">\n' + "\n".join(tiles) + "\n</div>"
-
-
-def _picture(kind: str, chart: Chart, svg: str) -> str:
-    return f'<div class="{kind}">\n{_explanation(chart)}\n{svg}\n</div>'
+def _warning(text: str) -> str:
+    return f'<p class="warning">{escape(text)}</p>'
 
 
 def _explanation(chart: Chart) -> str:
@@ -142,50 +133,32 @@ def _explanation(chart: Chart) -> str:
 
 
 def _chart_table(chart: Chart, frame: Frame) -> str:
-    """One row for each column of the frame; for lanes, only for columns with events."""
+    """A row for each column of the frame; for lanes only for columns with events."""
     if chart.kind == "shares":
         return _table(("", "time"), [(each.label, each.note) for each in chart.series], (0, 1))
     series = [*chart.series, *([chart.peak] if chart.peak is not None else [])]
     unit = "" if chart.unit == "time" else f", {chart.unit}"
     first_us = frame.columns[0].start_us
     rows = [
-        (_step_names(column), duration(column.start_us - first_us), *map(chart.in_words, values))
+        (_step_range(column), duration(column.start_us - first_us), *map(chart.format_value, values))
         for column, *values in zip(frame.columns, *(each.values for each in series))
         if chart.kind == "stack" or any(values)
     ]
     return _table(("step", "began at", *(f"{each.label}{unit}" for each in series)), rows, ())
 
 
-def _step_names(column: Column) -> str:
+def _step_range(column: Column) -> str:
     return f"{column.first_step:,}" + ("" if column.num_steps == 1 else f" to {column.last_step:,}")
-
-
-def _slowest_table(slowest: list[StepStats], totals: Totals, first_us: int) -> str:
-    rows = [
-        (
-            str(place),
-            f"{stats.step:,}",
-            duration(stats.start_us - first_us),
-            duration(stats.duration_us),
-            f"{stats.duration_us / totals.median_us:,.1f}" if totals.median_us else "",
-            count(stats.num_rows),
-            why_slow(stats),
-            what_happened(stats),
-        )
-        for place, stats in enumerate(slowest, 1)
-    ]
-    return f"<section>\n<h2>The slowest steps</h2>\n{_table(_SLOWEST_HEADS, rows, (6, 7))}\n</section>"
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], text_columns: Container[int]) -> str:
     """Table with numbers aligned at the right, text at the left."""
-    lines = [_table_row("th", heads, text_columns), *(_table_row("td", row, text_columns) for row in rows)]
+    lines = []
+    for number, cells in enumerate([heads, *rows]):
+        tag = "td" if number else "th"
+        marked = (
+            f"<{tag}{'' if index in text_columns else _RIGHT}>{escape(cell)}</{tag}>"
+            for index, cell in enumerate(cells)
+        )
+        lines.append(f"<tr>{''.join(marked)}</tr>")
     return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>"
-
-
-def _table_row(tag: str, cells: Iterable[str], text_columns: Container[int]) -> str:
-    aligned = (
-        f"<{tag}>{escape(cell)}</{tag}>" if index in text_columns else f'<{tag} class="number">{escape(cell)}</{tag}>'
-        for index, cell in enumerate(cells)
-    )
-    return f"<tr>{''.join(aligned)}</tr>"

@@ -3,16 +3,13 @@
 
 def count(value: float, noun: str = "") -> str:
     """Count with a noun: `1 step`, `1,200 steps`, `2.5 steps`, or only the number."""
-    number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
-    if not noun:
-        return number
-    return f"{number} {noun if number == '1' else noun + 's'}"
+    return " ".join(count_and_noun(value, noun)).rstrip()
 
 
-def named(value: float, noun: str) -> tuple[str, str]:
+def count_and_noun(value: float, noun: str) -> tuple[str, str]:
     """Number and noun: `1` and `step`, or `1,200` and `steps`."""
-    number, _, name = count(value, noun).partition(" ")
-    return number, name
+    number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
+    return number, noun if number == "1" or not noun else f"{noun}s"
 
 
 def compact(value: int) -> str:
@@ -41,9 +38,9 @@ def duration(microseconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def share(part: float, whole: float) -> str:
+def share(part: float, total: float) -> str:
     """Share in percent: `41 %`, `3.2 %`, `under 0.1 %`; `0 %` if the total is 0."""
-    percent = 100 * part / whole if whole else 0.0
+    percent = 100 * part / total if total else 0.0
     if 0 < percent < 0.1:
         return "under 0.1 %"
     return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"

@@ -3,12 +3,11 @@
     python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
     python -m spmd_worker.tools.collect runs/demo | head
 
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Reads the journal of a job that was killed or is
-still running, and changes nothing. Unfinished rows are left out; the number of finished ones goes to the terminal.
-Exits with 2 if there is nothing to read, also for a job that has ended: its rows are in its output.
+RUN_DIR is job.run_dir, by default <job.output>.run. Reads the journal of a job that was killed or is still running, and
+changes nothing. Unfinished rows are left out; the number of finished ones is written to standard error. Exits with 2
+without a journal, also for a job that has ended: its rows are in its output.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -16,18 +15,20 @@ from pathlib import Path
 from spmd_worker.base.errors import JournalError
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
-from spmd_worker.frontends.tools.program import make_parser, print_error
+from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    run_dir = parse_arguments(arguments).run_dir
+    parser = make_parser("collect", __doc__)
+    add_run_dir(parser)
+    run_dir = parser.parse_args(arguments).run_dir
     num_rows, last_row = 0, -1
     try:
         check_folder(run_dir)
-        refuse_ended(run_dir)
+        reject_ended(run_dir)
         for last_row, line in read_journal(run_dir):  # noqa: B007  # the last is reported below
             sys.stdout.buffer.write(line)
             num_rows += 1
@@ -37,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except FileNotFoundError:
-        is_job = (run_dir / MANIFEST_NAME).exists()
-        print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if is_job else NO_JOB}")
+        has_job = (run_dir / MANIFEST_NAME).exists()
+        print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else NO_JOB}")
         return EXIT_CANNOT_TELL
     except (RunDirError, JournalError, OSError) as error:
         print_error("collect", error)
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def refuse_ended(run_dir: Path) -> None:
+def reject_ended(run_dir: Path) -> None:
     """Raise RunDirError for a job whose rows are in its output. An unreadable manifest is only a warning."""
     try:
         run = look_at_run(run_dir)
@@ -57,9 +58,3 @@ def refuse_ended(run_dir: Path) -> None:
         return
     if run.state is RunState.ENDED:
         raise RunDirError(f"{run_dir}: the job has ended and its output is complete: read {run.output or 'job.output'}")
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("collect", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
-    return parser.parse_args(arguments)

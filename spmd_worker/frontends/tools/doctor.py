@@ -1,12 +1,11 @@
-"""Report how a run ended, and which rank is to blame if it failed.
+"""Report how a run ended, and which rank caused its failure.
 
     python -m spmd_worker.tools.doctor RUN_DIR
     python -m spmd_worker.tools.doctor runs/demo
 
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the rank status that was on the terminal
-from the ranks' files: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
-killed completely, or is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 if that is
-unknown.
+RUN_DIR is job.run_dir, by default <job.output>.run. Rebuilds the rank status of the terminal from the ranks' files:
+error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run of which every process was killed,
+or that is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 if that is unknown.
 """
 
 import os
@@ -20,13 +19,12 @@ from spmd_worker.base.liveness.failure_diagnosis import status_lines
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
-from spmd_worker.frontends.tools.program import make_parser, print_error, program_name
+from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_error, program_name
 from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunState, look_at_run, read_metrics
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 LAST_RECORDS_GLOB = "records.rank*.log"
-START_AGAIN = "Start it again."
-NO_STEP = "no job got as far as its first step here"
+NO_STEP = "no job reached its first step here"
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may be running still."""
 
@@ -36,39 +34,39 @@ FULL_BYTES = 64 * 1024
 ADVICE = (
     (
         "No space left on device",
-        "The disk is full: make room, or give job.output and job.run_dir on another disk; a new start with the same "
-        "command begins again.",
+        "The disk is full: free some space, or give job.output and job.run_dir on another disk, and start the same "
+        "command again.",
     ),
     (
         " gone: ",
-        "Its process was ended from outside or crashed. Look for the kernel's out-of-memory killer (dmesg, or the "
-        "container's events); less memory: lower cache.num_blocks or cache.gpu_memory_utilization, and "
+        "Its process was killed or crashed. Check the kernel's log (dmesg) or the container's events for the "
+        "out-of-memory killer; to use less memory lower cache.num_blocks or cache.gpu_memory_utilization, and "
         "cache.swap_space_gib. Stacks of a crash are on the terminal.",
     ),
     (
         " silent: ",
-        "Its process was stopped, its machine is overloaded or cannot be reached. Look at that machine and the network "
+        "Its process was stopped, or its machine is overloaded or unreachable. Check that machine and the network "
         "between the nodes.",
     ),
     (
         " stuck: ",
-        "Its main thread did not move. Its stacks show where; raise executor.timeout_s if the work is only slow.",
+        "Its main thread made no progress; its stacks show where. Raise executor.timeout_s if the work is only slow.",
     ),
     (" busy ", "The others waited for it longer than executor.timeout_s: raise it if the work is only slow."),
     (" waiting for ", "Ranks waited for each other. Compare their stacks; raise executor.timeout_s if a step is slow."),
     ("every rank received ", "The launcher, the scheduler of the cluster or Ctrl-C ended it: start it again."),
-    (" received SIG", "Somebody sent SIGTERM to this process alone: start the job again."),
-    ("MemoryError", "A rank had no memory left: lower cache.num_blocks, or give it more."),
-    ("out of memory", "A rank had no memory left: lower cache.gpu_memory_utilization or cache.num_blocks."),
+    (" received SIG", "This process alone received SIGTERM: start the job again."),
+    ("MemoryError", "A rank ran out of memory: lower cache.num_blocks, or give it more memory."),
+    ("out of memory", "A rank ran out of memory: lower cache.gpu_memory_utilization or cache.num_blocks."),
     (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
-    (" failed while ", "It could not start; the sentence says what it lacked."),
+    (" failed while ", "It could not start, for the reason in that sentence."),
 )
 """Advice by a part of the diagnosis. The first match applies."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
+    add_run_dir(parser)
     run_dir = parser.parse_args(arguments).run_dir
     try:
         lines, exit_code = examine(run_dir)
@@ -86,32 +84,43 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         records = read_records(run_dir)
         steps = read_steps(run_dir)
     except (OSError, ValueError) as error:
-        raise RunDirError(f"cannot read what the run left: {error}") from None
+        raise RunDirError(f"cannot read the files of the run: {error}") from None
     metrics = read_metrics(run_dir)
     if records:
         return failure_lines(run_dir, records, steps), EXIT_FAILED
     if run.state is RunState.RUNNING:
-        return running_lines(run_dir, steps), EXIT_FAILED
+        text = f"The run has not ended: {step_text(steps)}. Its process is running and holds {run_dir / LOCK_NAME}."
+        return [text, *stacks_lines(run_dir)], EXIT_FAILED
     if run.state is RunState.COMPLETE:
-        return complete_lines(metrics or {}), EXIT_FAILED
+        return [
+            f"The output is complete, but the job failed: {row_counts(metrics or {})}.",
+            "What to do: if those are more than job.max_error_rows, correct the rows or raise it. The same command "
+            "started again computes no row twice.",
+        ], EXIT_FAILED
     # A folder without a manifest is older than manifests.
     is_of_this_run = run.state is RunState.ENDED or (
         run.state is RunState.UNKNOWN and is_newer(run_dir / METRICS_NAME, run_dir / STEP_STATS_NAME)
     )
     if metrics is not None and is_of_this_run:
-        return well_lines(metrics), EXIT_WELL
+        codes = ", ".join(f"{count:,} {code}" for code, count in (metrics.get("error_codes") or {}).items())
+        lines = [f"Error rows by code: {codes}."] if codes else []
+        return [f"The run ended well: {row_counts(metrics)}.", *lines], EXIT_WELL
     last_records = sorted(run_dir.glob(LAST_RECORDS_GLOB))
     if last_records and is_newer(last_records[0], run_dir / STEP_STATS_NAME):
-        return diverged_lines(last_records), EXIT_FAILED
+        return [
+            "The run failed: its ranks diverged; the step and the field were reported on the terminal.",
+            f"What to do: compare the last steps of two ranks with {program_name('replay')} --diff A B: "
+            f"{', '.join(map(str, last_records))}",
+        ], EXIT_FAILED
     if steps is None:
         if run.state is not RunState.UNKNOWN:
-            return [f"The run did not end: {NO_STEP}. {START_AGAIN}"], EXIT_FAILED
-        raise RunDirError(f"{run_dir} holds no step statistics, metrics or error records: {NO_STEP} ({WHERE})")
+            return [f"The run did not end: {NO_STEP}. Start it again."], EXIT_FAILED
+        raise RunDirError(f"{run_dir} has no step statistics, metrics or error records: {NO_STEP} ({WHERE})")
     return unfinished_lines(run, steps), EXIT_FAILED
 
 
 def read_steps(run_dir: Path) -> list[StepStats] | None:
-    """Step statistics; None if no step was recorded, or the file is unreadable."""
+    """Step statistics; None if the file is missing or invalid."""
     try:
         return read_step_stats(run_dir / STEP_STATS_NAME)
     except (FileNotFoundError, StepStatsError):
@@ -125,33 +134,17 @@ def is_newer(path: Path, other: Path) -> bool:
     return path.stat().st_mtime_ns >= other.stat().st_mtime_ns
 
 
-def well_lines(metrics: dict[str, Any]) -> list[str]:
-    rows, error_rows = metrics.get("rows", 0), metrics.get("error_rows", 0)
-    lines = [f"The run ended well: {rows:,} rows, {error_rows:,} of them error rows."]
-    codes = metrics.get("error_codes") or {}
-    if codes:
-        lines.append("Error rows by code: " + ", ".join(f"{count:,} {code}" for code, count in codes.items()) + ".")
-    return lines
+def row_counts(metrics: dict[str, Any]) -> str:
+    return f"{metrics.get('rows', 0):,} rows, {metrics.get('error_rows', 0):,} of them error rows"
 
 
-def complete_lines(metrics: dict[str, Any]) -> list[str]:
-    rows, error_rows = metrics.get("rows", 0), metrics.get("error_rows", 0)
-    return [
-        f"The output is complete, and the job did not end well: {rows:,} rows, {error_rows:,} of them error rows.",
-        "What to do: where those are more than job.max_error_rows, mend the rows or raise it; a new start with the "
-        "same command does not compute a row again.",
-    ]
-
-
-def running_lines(run_dir: Path, steps: list[StepStats] | None) -> list[str]:
-    what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no step yet"
-    doing = f"The run has not ended: {what}. Its process is running, and holds {run_dir / LOCK_NAME}."
-    return [doing, *stacks_lines(run_dir)]
+def step_text(steps: list[StepStats] | None) -> str:
+    return f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no complete step"
 
 
 def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
-    """Lines from the record of the rank that knew first; the others' agree, or were written after that rank had left.
-    Of those that agree the lowest rank's, which was on the terminal.
+    """Lines from the first diagnosis: the others agree, or were made once that rank had left. Of the records that agree
+    with it the lowest rank's is shown, which was on the terminal.
     """
     first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
     record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
@@ -163,49 +156,31 @@ def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepSta
         lines += [f"What to do: {text}" for part, text in ADVICE if part in record.diagnosis.text][:1]
     lines += [f"Steps recorded: {len(steps):,}, the last is step {steps[-1].step}."] if steps else []
     lines += stacks_lines(run_dir)
-    return lines + traceback_lines(records, record)
+    found = [each for each in records if each.rank in (ranks_to_blame(record) or ()) and each.traceback]
+    return lines + [line for each in found for line in ("", f"Rank {each.rank}:", each.traceback.rstrip())]
 
 
 def stacks_lines(run_dir: Path) -> list[str]:
     paths = sorted(run_dir.glob(STACKS_NAME.format("*")))
-    return [f"Stacks of ranks that did not move: {', '.join(map(str, paths))}"] if paths else []
+    return [f"Stacks of ranks without progress: {', '.join(map(str, paths))}"] if paths else []
 
 
 def ranks_to_blame(record: ErrorRecord) -> tuple[int, ...] | None:
     return None if record.diagnosis is None else record.diagnosis.ranks
 
 
-def traceback_lines(records: list[ErrorRecord], record: ErrorRecord) -> list[str]:
-    blamed = ranks_to_blame(record) or ()
-    found = [each for each in records if each.rank in blamed and each.traceback]
-    return [line for each in found for line in ("", f"Rank {each.rank}:", each.traceback.rstrip())]
-
-
-def diverged_lines(paths: list[Path]) -> list[str]:
-    return [
-        "The run failed: its ranks diverged, and the terminal said in which step and which field.",
-        f"What to do: compare the last steps of two ranks with {program_name('replay')} --diff A B: "
-        f"{', '.join(map(str, paths))}",
-    ]
-
-
 def unfinished_lines(run: Run, steps: list[StepStats]) -> list[str]:
-    run_dir = run.folder
+    run_dir, text = run.folder, step_text(steps)
     age_s = time.time() - (run_dir / STEP_STATS_NAME).stat().st_mtime
-    what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no whole step"
-    if free_bytes(run_dir) < FULL_BYTES:
-        return [f"The run did not end: {what}, and no rank could leave a word.", f"What to do: {ADVICE[0][1]}"]
-    # With a manifest, its lock has shown that no process holds it.
+    disk = os.statvfs(run_dir)
+    if disk.f_bavail * disk.f_frsize < FULL_BYTES:
+        return [f"The run did not end: {text}, and no rank could write an error record.", f"What to do: {ADVICE[0][1]}"]
+    # With a manifest, the lock has shown that no process holds it.
     if age_s < RUNNING_S and run.state is RunState.UNKNOWN:
-        return [f"The run has not ended: {what}, recorded {age_s:.0f} s ago. It may be running still."]
+        return [f"The run has not ended: {text}, recorded {age_s:.0f} s ago. It may still be running."]
     return [
-        f"The run did not end: {what}, recorded {age_s:,.0f} s ago, and no rank left a word.",
-        "What to do: all processes were ended at once, as by SIGKILL, the out-of-memory killer of a container or a "
-        f"machine that went down. {START_AGAIN}",
+        f"The run did not end: {text}, recorded {age_s:,.0f} s ago, and no rank wrote an error record.",
+        "What to do: start it again. All processes were killed at once, for example by SIGKILL, the out-of-memory "
+        "killer of a container or a machine that went down.",
         *stacks_lines(run_dir),
     ]
-
-
-def free_bytes(run_dir: Path) -> int:
-    disk = os.statvfs(run_dir)
-    return disk.f_bavail * disk.f_frsize

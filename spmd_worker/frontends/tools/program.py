@@ -1,4 +1,4 @@
-"""Name and help of a tool's program, which is run as an installed command or as a module."""
+"""Name, arguments and help of a tool's program, which is run as an installed command or as a module."""
 
 import argparse
 import sys
@@ -17,6 +17,10 @@ def make_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
     text = (description or "").replace(f"python -m spmd_worker.tools.{tool}", program)
     layout = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=program, description=text, formatter_class=layout)
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
 
 
 def print_error(tool: str, error: object) -> None:

@@ -5,13 +5,12 @@
     python -m spmd_worker.tools.report runs/demo --output night.html
         writes night.html, and timeline.json next to it
 
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. The page needs nothing but a browser; its charts
-are drawn by matplotlib (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in
-ui.perfetto.dev. Also for a run that was killed, or is still running. Prints the paths of both and a summary; the last
-line is one JSON object. Exits with 2 for files that cannot be read or written.
+RUN_DIR is job.run_dir, by default <job.output>.run. The page needs only a browser; its charts are drawn by matplotlib
+(pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in ui.perfetto.dev. Also for a run
+that was killed, or is still running. Prints the paths of both and a summary; the last line is one JSON object. Exits
+with 2 for files that cannot be read or written.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -27,8 +26,8 @@ from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_re
 from spmd_worker.frontends.report.data import make_totals
 from spmd_worker.frontends.report.drawing import can_draw
 from spmd_worker.frontends.report.page import NO_CHARTS, report_page
-from spmd_worker.frontends.report.words import NO_METRICS, diagnosis, summary_figures
-from spmd_worker.frontends.tools.program import make_parser, print_error
+from spmd_worker.frontends.report.summary import NO_METRICS, diagnosis, summary_figures
+from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
@@ -36,7 +35,10 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    parser = make_parser("report", __doc__)
+    add_run_dir(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
+    options = parser.parse_args(arguments)
     try:
         report_run(options.run_dir, options.output or options.run_dir / REPORT_NAME)
     except (RunDirError, StepStatsError, ConfigError) as error:
@@ -48,24 +50,16 @@ def main(arguments: list[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("report", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
-    return parser.parse_args(arguments)
-
-
 def report_run(run_dir: Path, page_path: Path) -> None:
     """Write the report of a run. Raises RunDirError or StepStatsError for unreadable files, ConfigError for a page that
     would overwrite another file of the run, OSError for files that cannot be written.
     """
+    timeline_path = page_path.with_name(TIMELINE_NAME)
     check_folder(run_dir)
-    check_report(run_dir, page_path, page_path.with_name(TIMELINE_NAME))
-    steps = read_steps(run_dir)
-    metrics = read_metrics(run_dir)
+    check_report(run_dir, page_path, timeline_path)
+    steps, metrics = read_steps(run_dir), read_metrics(run_dir)
     # A folder's name may contain bytes that are not text.
     name = os.fsencode(run_dir.resolve().name).decode("utf-8", "replace")
-    timeline_path = page_path.with_name(TIMELINE_NAME)
     has_charts = can_draw()
     stages = read_stages(run_dir)
     page = report_page(name, steps, metrics, has_charts=has_charts).encode("utf-8")
@@ -81,7 +75,9 @@ def read_steps(run_dir: Path) -> list[StepStats]:
     try:
         return read_step_stats(path)
     except FileNotFoundError:
-        raise RunDirError(f"{run_dir} has no {STEP_STATS_NAME}: {why_no_steps(run_dir)}") from None
+        older = f"the job that wrote its {METRICS_NAME} kept no step statistics; run it again with this version"
+        reason = older if (run_dir / METRICS_NAME).exists() else NO_JOB
+        raise RunDirError(f"{run_dir} has no {STEP_STATS_NAME}: {reason}") from None
     except OSError as error:
         raise RunDirError(f"cannot read {path}: {error.strerror}") from None
 
@@ -96,12 +92,6 @@ def read_stages(run_dir: Path) -> list[StageSpan]:
         raise RunDirError(f"cannot read {run_dir / STAGE_TIMES_NAME}: {error.strerror}") from None
     except ValueError as error:
         raise RunDirError(f"{error}: remove it to see the steps without it") from None
-
-
-def why_no_steps(run_dir: Path) -> str:
-    if (run_dir / METRICS_NAME).exists():
-        return f"the job that wrote its {METRICS_NAME} kept no step statistics; run it again with this version"
-    return NO_JOB
 
 
 def print_result(steps: list[StepStats], metrics: dict[str, Any] | None, page_path: Path, timeline_path: Path) -> None:

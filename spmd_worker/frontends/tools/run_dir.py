@@ -12,8 +12,14 @@ from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
 
-WHERE: Final = "a run's directory is job.run_dir, else <job.output>.run"
-NO_JOB: Final = "no job ran in this folder; give job.run_dir, or <job.output>.run where the job named none"
+WHERE: Final = "a run's directory is job.run_dir, by default <job.output>.run"
+NO_JOB: Final = "no job ran in this folder; give job.run_dir, by default <job.output>.run"
+_NUMBERS: Final = (
+    *("rows", "error_rows", "prompt_tokens", "cached_prompt_tokens", "computed_prompt_tokens", "output_tokens"),
+    *("resumed_rows", "resumed_output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "steps"),
+    *("load_s", "generate_s", "wall_s"),
+)
+"""Keys of metrics that the tools report."""
 
 
 class RunDirError(Exception):
@@ -21,20 +27,18 @@ class RunDirError(Exception):
 
 
 class RunState(Enum):
-    """State of a run; `ENDED` is a job that ended well, `COMPLETE` one that has its output and failed nevertheless
-    (`job.max_error_rows`). `UNKNOWN` is a folder without a manifest.
-    """
+    """State of a run."""
 
-    UNKNOWN = "no manifest"
+    UNKNOWN = "the folder has no manifest"
     UNFINISHED = "not ended, and not running"
     RUNNING = "running"
-    COMPLETE = "output complete, job failed"
-    ENDED = "ended"
+    COMPLETE = "output complete, but the job failed (`job.max_error_rows`)"
+    ENDED = "ended well"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory with the run's state. `output` is `job.output` as given to the job, for people."""
+    """A run directory with the run's state. `output` is `job.output` as given to the job."""
 
     folder: Path
     state: RunState
@@ -51,9 +55,8 @@ def check_folder(path: Path) -> None:
         raise RunDirError(f"{path}: {error.strerror} ({WHERE})") from None
     if not is_there:
         raise RunDirError(f"{path}: no such folder ({WHERE})")
-    beside = Path(f"{path}.run")
-    way_out = beside if beside.is_dir() else "the folder it is in"
-    raise RunDirError(f"{path}: is a file: give {way_out} ({WHERE})")
+    run_dir = Path(f"{path}.run")
+    raise RunDirError(f"{path}: is a file: give {run_dir if run_dir.is_dir() else 'its folder'} ({WHERE})")
 
 
 def look_at_run(folder: Path) -> Run:
@@ -77,7 +80,7 @@ def look_at_run(folder: Path) -> Run:
 
 
 def read_metrics(folder: Path) -> dict[str, Any] | None:
-    """Metrics; None if there are none: they are written when the output is complete. Raises RunDirError."""
+    """Metrics, which are written when the output is complete; None before. Raises RunDirError."""
     path = folder / METRICS_NAME
     try:
         metrics = read_json_object(path)
@@ -92,18 +95,8 @@ def read_metrics(folder: Path) -> dict[str, Any] | None:
     values["error_codes"] = list(codes.values()) if isinstance(codes, dict) else [codes]
     wrong = next((key for key, found in values.items() if not all(map(_is_count, found))), None)
     if wrong is not None:
-        raise RunDirError(
-            f"{path} is damaged: {wrong} is no number that a job writes: remove it to see the steps without it"
-        )
+        raise RunDirError(f"{path} is damaged: {wrong} is not a valid number: remove it to see the steps without it")
     return metrics
-
-
-_NUMBERS: Final[tuple[str, ...]] = (
-    *("rows", "error_rows", "prompt_tokens", "cached_prompt_tokens", "computed_prompt_tokens", "output_tokens"),
-    *("resumed_rows", "resumed_output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "steps"),
-    *("load_s", "generate_s", "wall_s"),
-)
-"""Keys of metrics that the tools report."""
 
 
 def _is_count(value: Any) -> bool:
@@ -117,12 +110,10 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # Requested as the next job would, and released at once.
+        # Closing the descriptor releases the lock at once.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
     return False

@@ -1,20 +1,19 @@
-"""Compare two output files of the runtime: the same rows, token for token and bit for bit?
+"""Compare two output files of the runtime: rows by their tokens, and bit for bit.
 
     python -m spmd_worker.tools.verify A.jsonl B.jsonl
         compares token ids, log-probabilities, texts, errors
     python -m spmd_worker.tools.verify A.jsonl B.jsonl --tokens-only
-        leaves the log-probabilities out
+        ignores log-probabilities
     python -m spmd_worker.tools.verify A.jsonl B.jsonl --bytes
         compares the files byte by byte
 
-Prints "same" and exits with 0; or names the first row that differs, its sample, the token (counted from 0 in the
-output: the row's step) and both values, and exits with 1; or reports why that is unknown, and exits with 2. Embeddings,
+Prints "same" and exits with 0; or prints the first row that differs, its sample, the token (counted from 0 in the
+output) and both values, and exits with 1; or reports why the files cannot be compared, and exits with 2. Embeddings,
 scores and results of pooling rows are compared bit for bit with and without --tokens-only. Rows, plain or OpenAI's, are
-matched by custom_id, so their order does not matter; those without one by their index. A row's usage, model name and
-response ids are not compared.
+matched by custom_id in any order, or by their index without one. A row's usage, model name and response ids are not
+compared.
 """
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +38,8 @@ class VerifyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One output of a row. `tokens` are ids, or texts where the row has no ids; both lists are None where absent.
-    `rest` is a chat message without its content.
+    """One output of a row. `tokens` are ids, or texts if the row has no ids; both lists are None if absent. `rest` is a
+    chat message without its content.
     """
 
     tokens: list[Any] | None
@@ -74,16 +73,19 @@ class Totals:
 
 
 def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals) -> str | None:
-    """The first difference as text, None if there is none."""
+    """The first difference as text; None for equal rows."""
     unmatched: dict[tuple[str, Any, int], Row] = {}
     rest = read_rows(other)
     for row in read_rows(first):
-        theirs = find_row(row.key, unmatched, rest)
+        # In files of one order it is the next.
+        while row.key not in unmatched and (found := next(rest, None)) is not None:
+            unmatched[found.key] = found
+        theirs = unmatched.pop(row.key, None)
         if theirs is None:
             return f"{row.name} of {first} is missing in {other}"
         for each, path in ((row, first), (theirs, other)):
             if each.value.get("error") is None and not any(key in body_of(each.value) for key in GENERATED + POOLED):
-                raise VerifyError(f"{each.name} of {path} has no error, and no {', '.join(GENERATED + POOLED)}")
+                raise VerifyError(f"{each.name} of {path} has neither error nor {', '.join(GENERATED + POOLED)}")
         try:
             difference = compare_rows(row.value, theirs.value, tokens_only=tokens_only, totals=totals)
         except VerifyError as error:
@@ -97,23 +99,17 @@ def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals
     return None
 
 
-def find_row(key: tuple[str, Any, int], unmatched: dict[tuple[str, Any, int], Row], rest: Iterator[Row]) -> Row | None:
-    """Find a row, reading on until it comes; in files of one order it is the next."""
-    while key not in unmatched:
-        row = next(rest, None)
-        if row is None:
-            return None
-        unmatched[row.key] = row
-    return unmatched.pop(key)
-
-
 def read_rows(path: Path) -> Iterator[Row]:
     """Parse the rows. Raises VerifyError for a line that is not a JSON object."""
     seen: Counter[tuple[str, Any]] = Counter()
     for position, line in enumerate(line for line in each_line(path) if line.strip()):
         value = parse_object(line, f"{path}, line {position + 1}")
-        name = row_name(value, position)
-        # A repeated custom_id is an error row: both lines carry it.
+        custom_id, index = value.get("custom_id"), value.get("index")
+        if isinstance(custom_id, str):
+            name: tuple[str, Any] = ("custom_id", custom_id)
+        else:
+            name = ("index", index if isinstance(index, int) else position)
+        # A repeated custom_id is an error row: both lines have it.
         yield Row(position, (*name, seen[name]), value)
         seen[name] += 1
 
@@ -126,31 +122,17 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise VerifyError(f"{where}: nested too deeply to be read") from error
     if not isinstance(value, dict):
-        raise VerifyError(f"{where}: a JSON object was expected, not {type(value).__name__}")
+        raise VerifyError(f"{where}: expected a JSON object, not {type(value).__name__}")
     return value
 
 
-def row_name(value: dict[str, Any], position: int) -> tuple[str, Any]:
-    """Key that a row is matched by."""
-    if isinstance(value.get("custom_id"), str):
-        return "custom_id", value["custom_id"]
-    index = value.get("index")
-    return "index", index if isinstance(index, int) else position
-
-
 def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: bool, totals: Totals) -> str | None:
-    error = first_difference(mine.get("error"), theirs.get("error"), "error")
-    if error is not None:
-        return error
     my_body, their_body = body_of(mine), body_of(theirs)
-    for key in POOLED:
-        pooled = first_difference(my_body.get(key, Absent), their_body.get(key, Absent), key)
-        if pooled is not None:
-            return pooled
-    if not tokens_only:
-        prompt = first_difference(my_body.get("prompt_logprobs"), their_body.get("prompt_logprobs"), "prompt_logprobs")
-        if prompt is not None:
-            return prompt
+    keys = POOLED if tokens_only else (*POOLED, "prompt_logprobs")
+    pairs = [(key, my_body.get(key, Absent), their_body.get(key, Absent)) for key in keys]
+    difference = first_of([("error", mine.get("error"), theirs.get("error")), *pairs])
+    if difference is not None:
+        return difference
     my_samples, their_samples = samples_of(my_body), samples_of(their_body)
     for index, (one, two) in enumerate(zip(my_samples, their_samples)):
         difference = compare_samples(one, two, tokens_only=tokens_only)
@@ -163,7 +145,7 @@ def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: b
 
 
 def body_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Body of a row: the row itself if plain; OpenAI's is in the response."""
+    """The body of an OpenAI row's response; a plain row itself."""
     response = row.get("response")
     body = response.get("body") if isinstance(response, dict) else row
     return body if isinstance(body, dict) else {}
@@ -182,15 +164,15 @@ def list_of(values: dict[str, Any], key: str) -> list[Any]:
     return value or []
 
 
-def sample_of(entry: dict[str, Any]) -> Sample:
-    logprobs = logprobs_by_position(entry.get("logprobs"))
-    tokens = list_of(entry, "token_ids") if entry.get("token_ids") is not None else None
+def sample_of(output: dict[str, Any]) -> Sample:
+    logprobs = logprobs_by_position(output.get("logprobs"))
+    tokens = list_of(output, "token_ids") if output.get("token_ids") is not None else None
     if tokens is None and logprobs is not None:
         tokens = [position.get("token") if isinstance(position, dict) else position for position in logprobs]
-    message = entry.get("message")
-    text = message.get("content") if isinstance(message, dict) else entry.get("text")
-    rest = {key: value for key, value in message.items() if key != "content"} if isinstance(message, dict) else None
-    return Sample(tokens, logprobs, text, rest, entry.get("finish_reason"), entry.get("stop_reason"))
+    text, rest, message = output.get("text"), None, output.get("message")
+    if isinstance(message, dict):
+        text, rest = message.get("content"), {key: value for key, value in message.items() if key != "content"}
+    return Sample(tokens, logprobs, text, rest, output.get("finish_reason"), output.get("stop_reason"))
 
 
 def logprobs_by_position(logprobs: Any) -> list[Any] | None:
@@ -207,25 +189,25 @@ def logprobs_by_position(logprobs: Any) -> list[Any] | None:
 
 def compare_samples(mine: Sample, theirs: Sample, *, tokens_only: bool) -> str | None:
     """Compare by position: a token, then its log-probabilities, so that the earliest difference is reported."""
-    positions = max(len(mine.tokens or ()), len(theirs.tokens or ()))
-    for position in range(positions):
-        one, two = entry(mine.tokens, position), entry(theirs.tokens, position)
-        difference = first_difference(one, two, f"token {position}")
-        if difference is None and not tokens_only:
-            one, two = entry(mine.logprobs, position), entry(theirs.logprobs, position)
-            difference = first_difference(one, two, f"token {position}: logprobs")
+    for position in range(max(len(mine.tokens or ()), len(theirs.tokens or ()))):
+        pairs = [(f"token {position}", entry(mine.tokens, position), entry(theirs.tokens, position))]
+        if not tokens_only:
+            logprobs = entry(mine.logprobs, position), entry(theirs.logprobs, position)
+            pairs.append((f"token {position}: logprobs", *logprobs))
+        difference = first_of(pairs)
         if difference is not None:
             return difference
-    return (
-        compare_texts(mine.text, theirs.text)
-        or first_difference(mine.rest, theirs.rest, "message")
-        or first_difference(mine.finish_reason, theirs.finish_reason, "finish_reason")
-        or first_difference(mine.stop_reason, theirs.stop_reason, "stop_reason")
+    return compare_texts(mine.text, theirs.text) or first_of(
+        [
+            ("message", mine.rest, theirs.rest),
+            ("finish_reason", mine.finish_reason, theirs.finish_reason),
+            ("stop_reason", mine.stop_reason, theirs.stop_reason),
+        ]
     )
 
 
 class Absent:
-    """Placeholder after the end of the shorter list."""
+    """Placeholder for a missing key, and for items behind the end of the shorter list."""
 
 
 def entry(values: list[Any] | None, position: int) -> Any:
@@ -237,22 +219,18 @@ def compare_texts(mine: Any, theirs: Any) -> str | None:
         return None
     if not (isinstance(mine, str) and isinstance(theirs, str)):
         return first_difference(mine, theirs, "text")
-    place = first_place(mine, theirs)
-    window = slice(max(0, place - NUM_CONTEXT_CHARACTERS), place + NUM_CONTEXT_CHARACTERS)
-    return f"text, character {place}: {shown(mine[window])} in the first, {shown(theirs[window])} in the second"
+    index = differing_index(mine, theirs)
+    window = slice(max(0, index - NUM_CONTEXT_CHARACTERS), index + NUM_CONTEXT_CHARACTERS)
+    return f"text, character {index}: {shown(mine[window])} in the first, {shown(theirs[window])} in the second"
 
 
 def first_difference(mine: Any, theirs: Any, path: str) -> str | None:
     """First path at which two JSON values differ, with both values. 1 and 1.0, and 0.0 and -0.0, are different."""
-    if mine is Absent and theirs is Absent:
-        return None
     if type(mine) is type(theirs):
         if isinstance(mine, dict):
-            pairs = [
-                (f"{path}.{key}", mine.get(key, Absent), theirs.get(key, Absent))
-                for key in dict.fromkeys(mine | theirs)
-            ]
-            return first_of(pairs)
+            return first_of(
+                [(f"{path}.{key}", mine.get(key, Absent), theirs.get(key, Absent)) for key in mine | theirs]
+            )
         if isinstance(mine, list):
             length = max(len(mine), len(theirs))
             return first_of([(f"{path}[{i}]", entry(mine, i), entry(theirs, i)) for i in range(length)])
@@ -274,19 +252,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
 
 
-def first_place(mine: str | bytes, theirs: str | bytes) -> int:
+def differing_index(mine: str | bytes, theirs: str | bytes) -> int:
     """Index of the first difference; the length of the shorter one if it begins the longer."""
     pairs = enumerate(zip(mine, theirs))
-    return next((place for place, (one, two) in pairs if one != two), min(len(mine), len(theirs)))
+    return next((index for index, (one, two) in pairs if one != two), min(len(mine), len(theirs)))
 
 
 def compare_bytes(first: Path, other: Path) -> str | None:
     offset = 0
     for number, (mine, theirs) in enumerate(zip_longest(each_line(first), each_line(other), fillvalue=b"")):
         if mine != theirs:
-            place = first_place(mine, theirs)
-            values = [repr(line[place:][:NUM_CONTEXT_CHARACTERS]) for line in (mine, theirs)]
-            return f"line {number + 1}, byte {offset + place}: {values[0]} in the first, {values[1]} in the second"
+            index = differing_index(mine, theirs)
+            values = [repr(line[index:][:NUM_CONTEXT_CHARACTERS]) for line in (mine, theirs)]
+            return f"line {number + 1}, byte {offset + index}: {values[0]} in the first, {values[1]} in the second"
         offset += len(mine)
     return None
 
@@ -296,24 +274,18 @@ def each_line(path: Path) -> Iterator[bytes]:
         with open(path, "rb") as stream:
             yield from stream
     except IsADirectoryError:
-        raise VerifyError(
-            f"{path}: is a folder: give the output of a job (job.output), not its run directory"
-        ) from None
+        raise VerifyError(f"{path}: is a folder: give the output of a job (job.output)") from None
     except OSError as error:
         raise VerifyError(f"cannot read {path}: {error.strerror}") from error
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("verify", __doc__)
     parser.add_argument("first", type=Path, help="output rows, JSON Lines")
     parser.add_argument("second", type=Path, help="output rows of another run of the same input")
-    parser.add_argument("--tokens-only", action="store_true", help="leave out the log-probabilities")
+    parser.add_argument("--tokens-only", action="store_true", help="ignore log-probabilities")
     parser.add_argument("--bytes", action="store_true", help="compare the files byte by byte")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
     totals = Totals()
     try:
         if options.bytes:

@@ -137,7 +137,7 @@ def check_same(folder: Path, alone: Path, num_replicas: int, names: Iterable[str
 def test_two_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
     done = run_on_ranks(tmp_path, 2, num_replicas=2)
     check_same(tmp_path, alone, 2)
-    assert done.stderr.count("time in all") == len(JOBS_OF_INPUTS), "rank 0 alone speaks"
+    assert done.stderr.count("total time") == len(JOBS_OF_INPUTS), "rank 0 alone speaks"
     assert "rows; busy" in done.stderr
 
 
@@ -164,12 +164,12 @@ def test_three_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path)
 FAULT = """
 import os, signal, sys
 import launch
-from spmd_worker.frontends.batch.row_exchange import RowDrawer
+from spmd_worker.frontends.batch.row_exchange import RowClaimer
 from spmd_worker.frontends.batch.row_runner import RowRunner
 
 fault, culprit, arguments = sys.argv[1], sys.argv[2], sys.argv[3:]
 step, num_steps = RowRunner.step, 0
-draw, num_drawn = RowDrawer.draw, 0
+claim, num_claimed = RowClaimer.claim, 0
 
 def fail(self):
     global num_steps
@@ -180,17 +180,17 @@ def fail(self):
         raise ValueError("of a test")
     return step(self)
 
-def draw_once(self):
-    global num_drawn
+def claim_once(self):
+    global num_claimed
     # What is left is the culprit's, which takes more steps than it has.
-    rows = [] if num_drawn else draw(self)
-    num_drawn += len(rows)
+    rows = [] if num_claimed else claim(self)
+    num_claimed += len(rows)
     return rows
 
 if os.environ["RANK"] == culprit:
     RowRunner.step = fail
 else:
-    RowDrawer.draw = draw_once
+    RowClaimer.claim = claim_once
 sys.exit(launch.main(arguments))
 """
 

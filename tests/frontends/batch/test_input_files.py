@@ -54,7 +54,7 @@ def test_file_cut_anywhere_is_error_never_fewer_rows(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(OSError, match="cut off"):
+        with pytest.raises(OSError, match="truncated"):
             rows_of(path)
 
 
@@ -173,8 +173,8 @@ def test_columns_with_one_name_are_rejected(tmp_path):
     strings = pyarrow.array(["a"])
     inner = pyarrow.StructArray.from_arrays([strings, strings], names=["role", "role"])
     tables = {
-        "two columns have the name 'prompt'": pyarrow.table([strings, strings], names=["prompt", "prompt"]),
-        "two fields of sampling have the name 'role'": pyarrow.table({"sampling": inner}),
+        "2 columns have the name 'prompt'": pyarrow.table([strings, strings], names=["prompt", "prompt"]),
+        "2 fields of sampling have the name 'role'": pyarrow.table({"sampling": inner}),
     }
     for words, table in tables.items():
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -191,7 +191,7 @@ def test_columns_outside_json_are_rejected_by_name(tmp_path):
 
 def test_non_parquet_file_is_rejected(tmp_path):
     (tmp_path / "a.parquet").write_bytes(CONTENT)
-    with pytest.raises(ConfigError, match="is no Parquet file"):
+    with pytest.raises(ConfigError, match="complete Parquet file"):
         rows_of(tmp_path / "a.parquet")
 
 
@@ -279,7 +279,7 @@ def test_row_group_bigger_than_declared_is_rejected(tmp_path, monkeypatch):
     says = SimpleNamespace(num_columns=0, num_rows=100, total_byte_size=1000)
     monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
     reader._whole = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
-    with pytest.raises(ConfigError, match=r"row group 0 says that it has 1,000 bytes, and has more than"):
+    with pytest.raises(ConfigError, match="row group 0 claims 1,000 bytes"):
         list(reader)
 
 

@@ -29,7 +29,7 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job import InputCheck, run_job
 from spmd_worker.frontends.batch.job_rows import JobOutput
-from spmd_worker.frontends.batch.run_dir.job_files import own_files
+from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
 from spmd_worker.frontends.batch.run_dir.manifest import NOT_READ
 from spmd_worker.ranks.environment import RankEnvironment
 
@@ -187,7 +187,7 @@ def test_run_ended_before_input_scan_can_resume(tmp_path: Path, slow_scan: threa
 
 def test_scan_error_ends_the_job(tmp_path: Path):
     (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
-    with pytest.raises(OSError, match="is damaged or cut off"):
+    with pytest.raises(OSError, match="is damaged or truncated"):
         run(config_of(tmp_path, "rows.jsonl.gz"))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -445,7 +445,7 @@ def test_every_run_directory_file_counts_as_jobs_own(tmp_path: Path, monkeypatch
     run(config)
     seen += (tmp_path / "out.jsonl.run").iterdir()
     assert len({path.name for path in seen}) > 6
-    assert [path.name for path in seen if not own_files(config.job)(path)] == []
+    assert [path.name for path in seen if not is_job_file(config.job, path)] == []
 
 
 @pytest.mark.parametrize("output", [".", "/"])
@@ -460,6 +460,6 @@ def test_input_the_job_would_overwrite_is_rejected(tmp_path: Path):
     path = tmp_path / "rows.jsonl.partial"
     path.write_text(content())
     config = config_of(tmp_path, "rows.jsonl.partial")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl\.partial names nothing but what the job itself writes"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl\.partial matches only"):
         run(replace(config, job=replace(config.job, output=str(tmp_path / "rows.jsonl"))))
     assert path.read_text() == content()

@@ -224,7 +224,7 @@ def test_too_many_error_rows_fail_the_completed_job(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "bad", "bad too", {"prompt": "add 3 4 ="}])
     run(config_of(tmp_path, max_error_rows=2))
     (tmp_path / "out.jsonl").unlink()
-    with pytest.raises(JobError, match=r"^2 error rows are more than job.max_error_rows=1$"):
+    with pytest.raises(JobError, match=r"job\.max_error_rows=1"):
         run(config_of(tmp_path, max_error_rows=1))
     assert [row["error"] is None for row in read_rows(tmp_path)] == [True, False, False, True]
     assert read_metrics(tmp_path)["error_rows"] == 2
@@ -294,12 +294,12 @@ def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, m
         ({"input": "/no/such*"}, "job.input=/no/such* matches no file: give a pattern that does"),
         (
             {"output": rows},
-            f"job.output={rows} is read too (job.input={rows}), and would be replaced: give another file",
+            f"job.output={rows} is also read (job.input={rows}) and would be replaced: give another file",
         ),
         *[
             (
                 {"output": f"{tmp_path}/{link}"},
-                f"job.output={tmp_path}/{link} is read too (job.input={rows}), and would be replaced: "
+                f"job.output={tmp_path}/{link} is also read (job.input={rows}) and would be replaced: "
                 f"give another file",
             )
             for link in ("hard_link", "symbolic_link")

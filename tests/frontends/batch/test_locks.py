@@ -90,7 +90,7 @@ def test_rejected_job_names_holder_and_changes_nothing(tmp_path: Path, run_dir: 
         assert not (tmp_path / "new").exists()
     text = str(caught.value)
     assert text.startswith(f"{key}={tmp_path}/")
-    assert f"belongs to a job that runs now (process {pid}, started " in text
+    assert f"is in use by a running job (process {pid}, started " in text
     assert " s ago, " in text
     assert sys.executable in text
     if key == "job.run_dir":
@@ -139,7 +139,7 @@ def test_holder_that_never_ends_is_awaited_only_briefly(tmp_path: Path, monkeypa
 @pytest.mark.control("One job a run directory and output")
 def test_lock_test_detects_lock_that_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LockHolder, "is_leaving", False)
-    with pytest.raises(ConfigError, match="belongs to a job that runs now"):
+    with pytest.raises(ConfigError, match="is in use by a running job"):
         test_orphaned_holder_is_awaited(tmp_path, monkeypatch)
 
 

@@ -5,7 +5,7 @@ import pytest
 from kv_cache import host_reserve
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
-from spmd_worker.frontends.batch.prefault import guess_tokens, prefault
+from spmd_worker.frontends.batch.prefault import estimate_tokens, prefault
 from spmd_worker.worker.memory import host
 
 SPEC = CacheSpec(num_layers=2, num_kv_heads=2, head_size=64, dtype_bytes=4, block_size=16)
@@ -28,15 +28,15 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_token_count_is_guessed_from_input_size(rows: Path):
-    assert guess_tokens([rows], shares_beginnings=True) == 16_000
-    assert guess_tokens([rows, rows], shares_beginnings=True) == 32_000
-    assert guess_tokens([rows.rename(rows.with_suffix(".gz"))], shares_beginnings=True) == 80_000
+    assert estimate_tokens([rows], shares_prefixes=True) == 16_000
+    assert estimate_tokens([rows, rows], shares_prefixes=True) == 32_000
+    assert estimate_tokens([rows.rename(rows.with_suffix(".gz"))], shares_prefixes=True) == 80_000
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n\n\n", b"no end", b"{}\n"])
 def test_input_without_comparable_lines_is_guessed_from_size(tmp_path: Path, content: bytes):
     (tmp_path / "rows.jsonl").write_bytes(content)
-    assert guess_tokens([tmp_path / "rows.jsonl"], shares_beginnings=True) == len(content) // 4
+    assert estimate_tokens([tmp_path / "rows.jsonl"], shares_prefixes=True) == len(content) // 4
 
 
 def test_common_prefixes_count_once_when_blocks_are_shared(tmp_path: Path):
@@ -45,9 +45,9 @@ def test_common_prefixes_count_once_when_blocks_are_shared(tmp_path: Path):
     prompts = ["a" * 4000 if index % 2 else "b" * 1000 for index in range(100)]
     lines = [f'{{"custom_id": "row-{index}", "prompt": "{text} {index}"}}' for index, text in enumerate(prompts)]
     rows.write_text("\n".join(lines) + "\n")
-    whole = guess_tokens([rows], shares_beginnings=False)
+    whole = estimate_tokens([rows], shares_prefixes=False)
     assert whole == rows.stat().st_size // 4
-    assert 0.01 * whole < guess_tokens([rows], shares_beginnings=True) < 0.05 * whole
+    assert 0.01 * whole < estimate_tokens([rows], shares_prefixes=True) < 0.05 * whole
 
 
 CONFIGS = {

@@ -93,7 +93,7 @@ def test_summary_is_aligned_and_complete():
         "output tokens per second  800.0",
         "time to load              1.5 s",
         "time to generate          20.0 s",
-        "time in all               22.2 s",
+        "total time                22.2 s",
         "peak memory               1.50 GiB",
         "steps                     500",
         "experts                   busiest/mean 3.1 (layer 17 expert 42), never used 3",

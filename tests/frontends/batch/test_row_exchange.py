@@ -6,7 +6,7 @@ from plain_store import PlainStore
 
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.frontends.batch.row_exchange import (
-    RowDrawer,
+    RowClaimer,
     RowSender,
     pack_answers,
     pack_rows,
@@ -22,10 +22,10 @@ ANSWERS = [
 ]
 
 
-def ends_of(num_replicas: int) -> tuple[PlainStore, RowSender, list[RowDrawer]]:
+def ends_of(num_replicas: int) -> tuple[PlainStore, RowSender, list[RowClaimer]]:
     store = PlainStore()
     rounds = [ReplicaRound(store, "round 1", replica, num_replicas, 30.0) for replica in range(num_replicas)]
-    return store, RowSender(rounds[0]), [RowDrawer(each) for each in rounds]
+    return store, RowSender(rounds[0]), [RowClaimer(each) for each in rounds]
 
 
 def lines(*indices: int) -> list[NumberedLine]:
@@ -44,41 +44,41 @@ def test_first_fetching_replica_has_the_first_chunk():
     sender.publish(lines(0, 1))
     sender.publish(lines(2))
     assert sender.num_ahead == 2
-    assert second.draw() == lines(0, 1)
-    assert first.draw() == lines(2)
+    assert second.claim() == lines(0, 1)
+    assert first.claim() == lines(2)
     assert sender.num_ahead == 0
 
 
 def test_early_replica_gets_its_chunk_once_published():
     _, sender, (first, second) = ends_of(2)
-    assert first.draw() == second.draw() == first.draw() == []
+    assert first.claim() == second.claim() == first.claim() == []
     assert sender.num_ahead == -2
     for index in range(3):
         sender.publish(lines(index))
-    assert second.draw() == lines(1)
-    assert second.draw() == lines(2)
-    assert first.draw() == lines(0)
+    assert second.claim() == lines(1)
+    assert second.claim() == lines(2)
+    assert first.claim() == lines(0)
 
 
 def test_end_is_for_replicas_that_find_nothing():
     _, sender, (first, second) = ends_of(2)
-    assert first.draw() == []
+    assert first.claim() == []
     sender.publish(lines(0))
     sender.end()
-    assert second.draw() == []
+    assert second.claim() == []
     assert second.has_ended
     assert not first.has_ended
-    assert first.draw() == lines(0)
-    assert first.draw() == []
+    assert first.claim() == lines(0)
+    assert first.claim() == []
     assert first.has_ended
 
 
 def test_end_without_rows_is_an_end():
-    _, sender, drawers = ends_of(3)
+    _, sender, claimers = ends_of(3)
     sender.end()
-    for drawer in drawers:
-        assert drawer.draw() == []
-        assert drawer.has_ended
+    for claimer in claimers:
+        assert claimer.claim() == []
+        assert claimer.has_ended
 
 
 def test_answers_arrive_once_and_in_replica_order():
@@ -95,26 +95,26 @@ def test_answers_arrive_once_and_in_replica_order():
 
 def test_three_replicas_fetch_every_row_once():
     """The replicas' own keys are gone afterwards."""
-    store, sender, drawers = ends_of(3)
+    store, sender, claimers = ends_of(3)
 
-    def draw_all(drawer: RowDrawer) -> list[int]:
-        drawn: list[int] = []
-        while not drawer.has_ended:
-            rows = drawer.draw()
-            drawn += [row.index for row in rows]
+    def claim_all(claimer: RowClaimer) -> list[int]:
+        claimed: list[int] = []
+        while not claimer.has_ended:
+            rows = claimer.claim()
+            claimed += [row.index for row in rows]
             if rows:
-                drawer.send([RowAnswer(row.index, b"\n") for row in rows])
-        return drawn
+                claimer.send([RowAnswer(row.index, b"\n") for row in rows])
+        return claimed
 
     with ThreadPoolExecutor(3) as pool:
-        drawing = [pool.submit(draw_all, drawer) for drawer in drawers]
+        claiming = [pool.submit(claim_all, claimer) for claimer in claimers]
         for index in range(0, 600, 2):
             sender.publish(lines(index, index + 1))
         sender.end()
-        drawn = [each.result(timeout=30) for each in drawing]
-    assert sorted(index for each in drawn for index in each) == list(range(600))
+        claimed = [each.result(timeout=30) for each in claiming]
+    assert sorted(index for each in claimed for index in each) == list(range(600))
     # Rank 0's own answers do not travel.
-    assert sorted(each.index for each in sender.receive()) == sorted(drawn[1] + drawn[2])
+    assert sorted(each.index for each in sender.receive()) == sorted(claimed[1] + claimed[2])
     sender.forget()
     assert {key.split("/")[1] for key in store.values} <= {"answers"}
     assert {key.split("/")[2] for key in store.values} <= {"0"}

@@ -18,7 +18,7 @@ def row_of(index: int, length: int) -> InputRow:
 
 
 class Source:
-    """Implements `RowSource`; None among the rows is that there is none yet."""
+    """The part of `JobInput` that a window reads; None means that no row is available yet."""
 
     def __init__(self, rows: Iterator[InputRow | None]) -> None:
         self._rows = rows

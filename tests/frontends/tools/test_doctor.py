@@ -73,7 +73,7 @@ def test_exception_is_reported_with_status_advice_and_traceback(doctor, run_dir:
     assert lines[4] == "To blame: rank 1 raised ValueError at step 812: boom"
     assert lines[5].startswith("What to do: Its traceback is below")
     assert lines[6] == "Steps recorded: 3, the last is step 3."
-    assert lines[7] == f"Stacks of ranks that did not move: {run_dir / 'stacks.rank0.txt'}"
+    assert lines[7] == f"Stacks of ranks without progress: {run_dir / 'stacks.rank0.txt'}"
     assert lines[8:] == ["", "Rank 1:", "Traceback (most recent call last):", "ValueError: boom"]
 
 
@@ -82,11 +82,11 @@ STALLED = Failure(FailureKind.STALLED, "rank 1 is stuck")
 FULL = Failure(FailureKind.PRIMARY, "rank 0 raised OSError at step 3: [Errno 28] No space left on device")
 ENDS = {
     "dead": ([status(0), status(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
-    "silent": ([status(0), RankStatus(1, status(1).last_heartbeat, 60.0)], "rank 1 is silent", "cannot be reached"),
+    "silent": ([status(0), RankStatus(1, status(1).last_heartbeat, 60.0)], "rank 1 is silent", "unreachable"),
     "stuck": ([status(0), status(1, STALLED)], "rank 1 is stuck", "stacks show where"),
-    "signalled": ([status(0, SIGNALLED), status(1)], "rank 0 received SIGTERM", "SIGTERM to this process alone"),
+    "signalled": ([status(0, SIGNALLED), status(1)], "rank 0 received SIGTERM", "This process alone received SIGTERM"),
     "all signalled": ([status(0, SIGNALLED)], "every rank received ", "start it again"),
-    "full disk": ([status(0, FULL), status(1)], "rank 0 raised OSError", "make room"),
+    "full disk": ([status(0, FULL), status(1)], "rank 0 raised OSError", "The disk is full"),
 }
 
 
@@ -140,14 +140,14 @@ def test_killed_run_is_reported_with_its_last_step(doctor, run_dir: Path):
     code, out, _ = doctor(run_dir)
     assert code == 1
     assert out.startswith(
-        "The run did not end: 3 steps, the last is step 3, recorded 3,600 s ago, and no rank left a word."
+        "The run did not end: 3 steps, the last is step 3, recorded 3,600 s ago, and no rank wrote an error record."
     )
 
 
 def test_running_run_is_not_called_dead(doctor, run_dir: Path):
     code, out, _ = doctor(run_dir)
     assert code == 1
-    assert "It may be running still." in out
+    assert "It may still be running." in out
 
 
 def test_metrics_of_earlier_run_do_not_count(doctor, run_dir: Path):
@@ -170,7 +170,7 @@ def test_unreadable_run_exits_with_2(doctor, tmp_path: Path, run_dir: Path):
     empty.mkdir()
     code, out, err = doctor(empty)
     assert (code, out) == (2, "")
-    assert "no job got as far as its first step here" in err
+    assert "no job reached its first step here" in err
     (run_dir / "error.rank0.json").write_text("{}")
     code, _, err = doctor(run_dir)
     assert code == 2

@@ -99,21 +99,21 @@ def test_run_killed_before_first_step_is_reported(report, run_dir: Path):
     code, out, _ = report(run_dir)
     assert code == 0
     assert json.loads(out.splitlines()[-1])["num_steps"] == 0
-    assert "steps.csv holds no step" in (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "steps.csv has no steps" in (run_dir / "report.html").read_text(encoding="utf-8")
 
 
 def test_missing_folder_is_named(report, tmp_path: Path):
     code, out, err = report(tmp_path / "nothing")
     assert (code, out) == (2, "")
     assert err == (
-        f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, else <job.output>.run)\n"
+        f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, by default <job.output>.run)\n"
     )
 
 
 def test_file_given_for_its_folder_is_reported(report, run_dir: Path):
     code, _, err = report(run_dir / STEP_STATS_NAME)
     assert code == 2
-    assert "is a file: give the folder it is in" in err
+    assert "is a file: give its folder" in err
 
 
 def test_folder_without_steps_says_whether_job_ran(report, run_dir: Path):

@@ -114,7 +114,7 @@ def test_tools_agree_on_failed_run(say, runs: Path):
     """Its output is complete, and doctor said that it had ended well."""
     told = say(runs / "failed" / "out.jsonl.run")
     assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=0)
-    assert "the job did not end well: 2 rows, 1 of them error rows" in told["doctor"][1]
+    assert "the job failed: 2 rows, 1 of them error rows" in told["doctor"][1]
     assert "job.max_error_rows" in told["doctor"][1]
     assert told["collect"][1].count("\n") == 2
 
@@ -188,7 +188,7 @@ def test_tool_names_its_argument_alike(name: str, capsys: pytest.CaptureFixture[
         main(["--help"])
     told = capsys.readouterr().out
     assert "RUN_DIR" in told.partition("\n\n")[0]
-    assert "job.run_dir, or <job.output>.run where the job named none" in " ".join(told.split())
+    assert "job.run_dir, by default <job.output>.run" in " ".join(told.split())
     with pytest.raises(SystemExit) as left:
         main([])
     assert left.value.code == 2

@@ -326,7 +326,7 @@ def test_pooled_rows_are_compared_by_their_numbers(verify, mine, theirs, said, o
 def test_row_without_an_answer_is_not_the_same(verify):
     code, line = verify([pooled_row(vector=[1.0])], [pooled_row(vector=[2.0])])
     assert code == 2
-    assert "has no error, and no outputs, choices, embedding" in line
+    assert "has neither error nor outputs, choices, embedding" in line
 
 
 def test_too_deeply_nested_line_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -40,10 +40,12 @@ _GROUP_BYTES: Final = 64 << 20
 """Row groups above this size are read row by row."""
 _INDEX_NAME: Final = re.compile(r"__index_level_[0-9]+__")
 """Column name of an unnamed pandas index."""
-_MOST_WHOLE: Final = 2**53
+_MAX_EXACT_INTEGER: Final = 2**53
 """Integers up to this are unique as floats."""
-_NO_UTF8: Final = b"\xff"
+_INVALID_UTF8: Final = b"\xff"
 """A line that its parser rejects as not UTF-8."""
+_SCALARS: Final = ("null", "boolean", "integer", "floating", "string", "large_string", "string_view")
+"""Types of scalars that JSON has, by pyarrow's names."""
 _VALUE_BYTES: Final = 16
 """Least bytes of a value in memory, however few bits it takes in the file."""
 
@@ -56,55 +58,46 @@ def is_stream(name: str) -> bool:
         mode = os.stat(name).st_mode
     except OSError:
         return False
-    # A terminal.
-    is_device = stat.S_ISCHR(mode) and name == _STANDARD_INPUT_DEVICE
-    return is_device or stat.S_ISFIFO(mode)
+    is_terminal = stat.S_ISCHR(mode) and name == _STANDARD_INPUT_DEVICE
+    return is_terminal or stat.S_ISFIFO(mode)
 
 
 def open_stream(name: str) -> BinaryIO:
     """Decompressed bytes of a stream (`is_stream`). Raises OSError and ConfigError."""
-    if name == STANDARD_INPUT:
-        return _open_standard_input()
-    if Path(name).suffix == PARQUET_SUFFIX:
-        raise ConfigError(f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file")
-    return open_input(Path(name))
-
-
-def _open_standard_input() -> BinaryIO:
-    """A separate file object: the interpreter closes `sys.stdin` at its end, and aborts if a thread waits in it."""
+    if name != STANDARD_INPUT:
+        if Path(name).suffix == PARQUET_SUFFIX:
+            raise ConfigError(
+                f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file"
+            )
+        return open_input(Path(name))
     if sys.stdin is None:
-        raise ConfigError(
-            f"job.input={STANDARD_INPUT}, and standard input is closed: give it rows, as by '< rows.jsonl'"
-        )
+        raise ConfigError(f"job.input={name}, and standard input is closed: give it rows, as by '< rows.jsonl'")
+    # A separate file object: the interpreter closes `sys.stdin` at its end, and aborts if a thread waits in it.
     return open(os.dup(sys.stdin.fileno()), "rb")
 
 
 def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[Path, ...]:
-    """The files of `job.input`, which is not a stream; matches of a pattern that `is_own`, the job's, are left out.
-    Raises ConfigError if there is none, and for a file that is the job's own.
+    """The files of `job.input`, which is not a stream, without matches of a pattern that are the job's own (`is_own`).
+    Raises ConfigError if no file is left.
     """
-    paths = _find_inputs(name)
-    others = tuple(path for path in paths if not is_own(path))
-    if not others:
-        raise ConfigError(
-            f"job.input={name} names nothing but what the job itself writes (job.output with .partial after its name, "
-            f"or files of job.run_dir): give another input, or another output"
-        )
-    return others
-
-
-def _find_inputs(name: str) -> tuple[Path, ...]:
     if Path(name).is_file():
-        return (Path(name),)
-    if not glob.has_magic(name):
+        paths = [Path(name)]
+    elif glob.has_magic(name):
+        paths = [path for path in map(Path, sorted(glob.glob(name, recursive=True))) if path.is_file()]
+        if not paths:
+            raise ConfigError(f"job.input={name} matches no file: give a pattern that does")
+    else:
         raise ConfigError(
             f"job.input={name} is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
             f"or - for standard input"
         )
-    paths = tuple(Path(found) for found in sorted(glob.glob(name, recursive=True)) if Path(found).is_file())
-    if not paths:
-        raise ConfigError(f"job.input={name} matches no file: give a pattern that does")
-    return paths
+    others = tuple(path for path in paths if not is_own(path))
+    if not others:
+        raise ConfigError(
+            f"job.input={name} matches only files that the job itself writes (job.output with .partial after its name, "
+            f"or files of job.run_dir): give another input, or another output"
+        )
+    return others
 
 
 def open_input(path: Path) -> BinaryIO:
@@ -130,7 +123,7 @@ class _GzipFile(io.RawIOBase):
         try:
             return self._stream.readinto(buffer)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise OSError(f"{self._path} is damaged or cut off ({error}): give the whole file") from None
+            raise OSError(f"{self._path} is damaged or truncated ({error}): give the complete file") from None
 
     def close(self) -> None:
         self._stream.close()
@@ -138,7 +131,7 @@ class _GzipFile(io.RawIOBase):
 
 
 class _ZstdFile(io.RawIOBase):
-    """Consecutive frames of zstd. The package's own reader accepts a truncated frame as the end."""
+    """Reads consecutive frames of zstd. The package's own reader accepts a truncated frame as the end."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -160,13 +153,13 @@ class _ZstdFile(io.RawIOBase):
             self._compressed = b""
             if not piece:
                 if self._frame is not None:
-                    raise OSError(f"{self._path} is cut off in the middle of a frame: give the whole file")
+                    raise OSError(f"{self._path} is truncated in the middle of a frame: give the complete file")
                 return 0
             self._ready = memoryview(self._decompress(piece))
-        num_taken = min(len(buffer), len(self._ready))
-        buffer[:num_taken] = self._ready[:num_taken]
-        self._ready = self._ready[num_taken:]
-        return num_taken
+        num_bytes = min(len(buffer), len(self._ready))
+        buffer[:num_bytes] = self._ready[:num_bytes]
+        self._ready = self._ready[num_bytes:]
+        return num_bytes
 
     def _decompress(self, piece: bytes) -> bytes:
         if self._frame is None:
@@ -174,7 +167,7 @@ class _ZstdFile(io.RawIOBase):
         try:
             data: bytes = self._frame.decompress(piece)
         except self._module.ZstdError as error:
-            raise OSError(f"{self._path} is damaged ({error}): give the whole file") from None
+            raise OSError(f"{self._path} is damaged ({error}): give the complete file") from None
         if self._frame.eof:
             self._compressed = self._frame.unused_data
             self._frame = None
@@ -186,14 +179,13 @@ class _ZstdFile(io.RawIOBase):
 
 
 class ParquetRows:
-    """Rows of a Parquet file as lines of JSON; a null column is left out of its row. The index of a pandas frame is
-    left out, unless it has the name of a row's key. An integer in a column of floats, which pandas makes of one with
-    nulls, becomes an integer again.
+    """Rows of a Parquet file as lines of JSON, without nulls and without the index of a pandas frame, unless it has the
+    name of a row's key. Integers that pandas stored as floats, in a column with nulls, become integers again.
 
-    A row whose texts alone are longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being
-    assembled; one whose texts are not UTF-8 becomes an invalid line. Memory is bounded by the file's pages and one row,
-    whatever a few bytes of dictionary and run lengths claim: the texts of a small row group remain in its dictionaries
-    until their row's turn, a large one is read row by row.
+    A row with texts longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being assembled; one with
+    invalid UTF-8 becomes an invalid line. Memory is bounded by the file's pages and one row, also if a few bytes of
+    dictionary and run lengths encode huge rows: the texts of a small row group are decoded from its dictionaries row by
+    row, a large row group is read row by row.
 
     Raises ConfigError for column types that JSON lacks, for duplicate names, for rows of more values than a line has
     bytes, and for an invalid Parquet file.
@@ -209,19 +201,21 @@ class ParquetRows:
         self._path, self._max_line_bytes, self._pyarrow = path, max_line_bytes, pyarrow
         try:
             metadata = pyarrow.parquet.read_metadata(path)
-            self._whole = pyarrow.parquet.ParquetFile(path, metadata=metadata, buffer_size=_BUFFER_BYTES)
+            self._plain = pyarrow.parquet.ParquetFile(path, metadata=metadata, buffer_size=_BUFFER_BYTES)
             columns = [metadata.schema.column(index) for index in range(metadata.num_columns)]
             texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-            self._coded = pyarrow.parquet.ParquetFile(
+            self._encoded = pyarrow.parquet.ParquetFile(
                 path, metadata=metadata, read_dictionary=texts, buffer_size=_BUFFER_BYTES
             )
         except pyarrow.ArrowInvalid as error:
-            raise ConfigError(f"job.input={path} is no Parquet file ({error}): give one that is whole") from None
+            raise ConfigError(
+                f"job.input={path} is not a complete Parquet file ({error}): give a complete one"
+            ) from None
         self.num_rows = int(metadata.num_rows)
-        schema = self._whole.schema_arrow
+        schema = self._plain.schema_arrow
         indices = _pandas_indices(schema.metadata, schema.names)
         if indices:
-            logger.info("job.input=%s: %s: the index of a pandas frame, left out", path, ", ".join(indices))
+            logger.info("job.input=%s: %s: the index of a pandas frame is left out", path, ", ".join(indices))
         fields = [field for field in schema if field.name not in indices]
         # A dot in a name would be read as a path.
         self._names = [field.name for field in fields] if indices else None
@@ -233,15 +227,15 @@ class ParquetRows:
     def __iter__(self) -> Iterator[bytes]:
         """Iterate the lines. Raises OSError."""
         try:
-            for group in range(self._whole.num_row_groups):
+            for group in range(self._plain.num_row_groups):
                 for batch in self._batches(group):
                     yield from self._lines_of(batch)
         except self._pyarrow.ArrowException as error:
-            raise OSError(f"{self._path} is damaged or holds what cannot be read ({error}): give another") from None
+            raise OSError(f"{self._path} is damaged or has unsupported content ({error}): give another") from None
 
     def _batches(self, group: int) -> Iterator[Any]:
         """Batches of a row group, with few rows each if rows are large."""
-        metadata = self._whole.metadata.row_group(group)
+        metadata = self._plain.metadata.row_group(group)
         columns = [metadata.column(index) for index in range(metadata.num_columns)]
         num_values = max((column.num_values for column in columns), default=0)
         if num_values > max(metadata.num_rows, 1) * self._max_line_bytes:
@@ -252,26 +246,19 @@ class ParquetRows:
         num_bytes = max(metadata.total_byte_size, 1)
         if num_bytes > _GROUP_BYTES:
             # Its dictionaries would grow with it.
-            yield from self._whole.iter_batches(batch_size=1, row_groups=[group], columns=self._names)
+            yield from self._plain.iter_batches(batch_size=1, row_groups=[group], columns=self._names)
             return
         num_rows = _PARQUET_BYTES * metadata.num_rows // max(num_bytes, _VALUE_BYTES * num_values)
-        at_once = max(1, min(_PARQUET_ROWS, num_rows))
-        for batch in self._coded.iter_batches(batch_size=at_once, row_groups=[group], columns=self._names):
-            held = sum(map(self._dictionary_bytes, batch.columns))
+        batch_size = max(1, min(_PARQUET_ROWS, num_rows))
+        for batch in self._encoded.iter_batches(batch_size=batch_size, row_groups=[group], columns=self._names):
+            arrays = [array for column in batch.columns for array in self._flat(column)]
+            held = sum(each.dictionary.nbytes for each in arrays if self._pyarrow.types.is_dictionary(each.type))
             if held > 2 * _GROUP_BYTES:
                 raise ConfigError(
-                    f"job.input={self._path}: row group {group} says that it has {num_bytes:,} bytes, and has more "
-                    f"than {held:,}: write the file anew"
+                    f"job.input={self._path}: row group {group} claims {num_bytes:,} bytes in its metadata, but has "
+                    f"more than {held:,}: write the file again"
                 )
             yield batch
-
-    def _dictionary_bytes(self, array: Any) -> int:
-        types = self._pyarrow.types
-        if types.is_struct(array.type):
-            return sum(map(self._dictionary_bytes, array.flatten()))
-        if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
-            return self._dictionary_bytes(array.flatten())
-        return int(array.dictionary.nbytes) if types.is_dictionary(array.type) else 0
 
     def _lines_of(self, batch: Any) -> Iterator[bytes]:
         if self._size_of(batch) <= min(_PARQUET_BYTES, self._max_line_bytes):
@@ -286,45 +273,55 @@ class ParquetRows:
             row = batch.slice(index, 1)
             if self._size_of(row) > self._max_line_bytes:
                 yield b" " * (self._max_line_bytes + 1)
+                continue
+            try:
+                (values,) = row.to_pylist()
+            except UnicodeDecodeError:
+                # Writers do not check a file's strings: only this row is an error row.
+                yield _INVALID_UTF8
             else:
-                yield self._line_of_one(row)
-
-    def _line_of_one(self, row: Any) -> bytes:
-        try:
-            return self._line_of(row.to_pylist()[0])
-        except UnicodeDecodeError:
-            # Writers do not check a file's strings: only this row is an error row.
-            return _NO_UTF8
+                yield self._line_of(values)
 
     def _line_of(self, row: dict[str, Any]) -> bytes:
         for name in self._floats:
             value = row[name]
-            is_whole = value is not None and value.is_integer() and abs(value) <= _MOST_WHOLE
-            row[name] = int(value) if is_whole else value
+            is_integer = value is not None and value.is_integer() and abs(value) <= _MAX_EXACT_INTEGER
+            row[name] = int(value) if is_integer else value
         line = json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")
         return line[: self._max_line_bytes + 1]
 
     def _size_of(self, batch: Any) -> int:
         """Bytes of all its texts, and one for each other value: a lower bound of the lines' bytes."""
-        return sum(self._size_of_array(column) for column in batch.columns)
-
-    def _size_of_array(self, array: Any) -> int:
         types, compute = self._pyarrow.types, self._pyarrow.compute
-        if types.is_struct(array.type):
-            return sum(self._size_of_array(field) for field in array.flatten())
-        if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
-            return self._size_of_array(array.flatten())
-        if types.is_dictionary(array.type):
-            lengths = compute.binary_length(array.dictionary).take(array.indices)
-        elif types.is_string(array.type) or types.is_large_string(array.type):
-            lengths = compute.binary_length(array)
+        size = 0
+        for array in [array for column in batch.columns for array in self._flat(column)]:
+            if types.is_dictionary(array.type):
+                lengths = compute.binary_length(array.dictionary).take(array.indices)
+            elif types.is_string(array.type) or types.is_large_string(array.type):
+                lengths = compute.binary_length(array)
+            else:
+                size += len(array) - int(array.null_count)
+                continue
+            size += compute.sum(lengths).as_py() or 0
+        return size
+
+    def _flat(self, array: Any) -> Iterator[Any]:
+        """Arrays of the values inside structs and lists."""
+        if self._pyarrow.types.is_struct(array.type):
+            for field in array.flatten():
+                yield from self._flat(field)
+        elif _is_list(array.type, self._pyarrow.types):
+            yield from self._flat(array.flatten())
         else:
-            return len(array) - int(array.null_count)
-        return int(compute.sum(lengths).as_py() or 0)
+            yield array
+
+
+def _is_list(kind: Any, types: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> list[str]:
-    """Columns that are a pandas frame's index and not a key of a row."""
+    """Columns that are the index of a pandas frame and not a key of a row."""
     try:
         listed = json.loads((metadata or {}).get(b"pandas", b"{}"))["index_columns"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -335,10 +332,12 @@ def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]
 
 
 def _check_names(path: Path, what: str, names: Sequence[str]) -> None:
-    """Check that names differ: of two values with one name a row would keep only the last."""
-    if len(dict.fromkeys(names)) < len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise ConfigError(f"job.input={path}: two {what} have the name {twice!r}: rename one, or leave it out")
+    """Check that names differ: a row would keep only the last of two values with one name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(
+                f"job.input={path}: {count} {what} have the name {name!r}: rename them, or leave them out"
+            )
 
 
 def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
@@ -348,18 +347,12 @@ def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
         _check_names(path, f"fields of {name}", [kind.field(index).name for index in range(kind.num_fields)])
         for index in range(kind.num_fields):
             _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    elif _is_list(kind, types):
         _check_type(path, f"{name}[]", kind.value_type, types)
-    elif not any(
-        is_kind(kind)
-        for is_kind in (
-            *(types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string),
-            *(types.is_large_string, types.is_string_view),
-        )
-    ):
+    elif not any(getattr(types, f"is_{each}")(kind) for each in _SCALARS):
         raise ConfigError(
-            f"job.input={path}: column {name} has type {kind}, which a row cannot hold: cast it to string, number, "
-            f"boolean, list or struct, or leave it out"
+            f"job.input={path}: column {name} has the unsupported type {kind}: cast it to string, number, boolean, "
+            f"list or struct, or leave it out"
         )
 
 

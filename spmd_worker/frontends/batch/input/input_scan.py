@@ -6,6 +6,7 @@ Streams are read only once, by the job: nothing about them is known before.
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,43 +32,40 @@ class InputScan:
 
     def __init__(self, reader: RowReader, max_rows: int | None) -> None:
         self._reader, self._max_rows = reader, max_rows
-        self._result: ScannedInput | None = None
-        self._error: Exception | None = None
+        # The result is None if the scan was stopped.
+        self._future: Future[ScannedInput | None] = Future()
         self._states: dict[Path, tuple[int, int] | None] = {}
         self._stop = threading.Event()
-        self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd-scan", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> ScannedInput | None:
-        """The result; None after the timeout. Raises what reading raised: OSError, ConfigError."""
-        self._done.wait(timeout_s)
-        if self._error is not None:
-            raise self._error
-        return self._result
+        """The result; None when the timeout has passed. Raises the error of reading: OSError, ConfigError."""
+        wait([self._future], timeout_s)
+        return self._future.result() if self._future.done() else None
 
     def has_changed(self) -> bool:
-        """Whether the files differ from the scanned ones. Files whose state changed are read again; a file that cannot
-        be read any more counts as unchanged.
+        """Whether the files differ from the scanned ones. Files of another size or modification time are read again; an
+        unreadable file counts as unchanged.
         """
-        if self._result is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
+        found = self.wait(0)
+        if found is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
             return False
         try:
-            return self._digest(list(self._states)) != self._result.digest
+            return self._digest(list(self._states)) != found.digest
         except OSError:
             return False
 
     def close(self) -> None:
-        """Stop reading. A file system that does not answer is not waited for."""
+        """Stop reading, without waiting for a file system that does not answer."""
         self._stop.set()
         self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
         try:
-            self._result = self._scan()
+            self._future.set_result(self._scan())
         except Exception as error:  # any error is raised in the thread that waits
-            self._error = error
-        self._done.set()
+            self._future.set_exception(error)
 
     def _scan(self) -> ScannedInput | None:
         paths = self._reader.paths
@@ -93,7 +91,7 @@ class InputScan:
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:
-    """Size and modification time: they differ if the content does, and possibly if not. None if they cannot be read."""
+    """Size and modification time, which change with the content; None if they cannot be read."""
     try:
         found = path.stat()
     except OSError:

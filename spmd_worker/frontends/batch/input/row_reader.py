@@ -1,7 +1,4 @@
-"""Reads the rows of a job's input one by one, with bounded memory.
-
-Knows nothing about JSON: a line may contain anything.
-"""
+"""Reads the rows of a job's input one by one, with bounded memory; a line may contain anything."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +17,7 @@ from spmd_worker.frontends.batch.input.input_files import (
     open_stream,
 )
 
-_ROWS_A_LOOK: Final = 4096
+_ROWS_PER_CHECK: Final = 4096
 _SKIP_BYTES: Final = 1024 * 1024
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_SPACE: Final = b" \t\r"
@@ -28,12 +25,12 @@ _JSON_SPACE: Final = b" \t\r"
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Iterates the rows of files as (index, bytes without line end), in order; where `paths` is None, of `stream`.
+    """Iterates the rows of files as (index, bytes without line end), in order; of `stream` if `paths` is None.
 
-    A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
-    output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
-    file's first line is dropped. A line longer than `max_line_bytes` is cut to `max_line_bytes + 1` bytes: the parser
-    recognises it by the length. Files can be iterated again, a stream cannot. Iterating raises OSError.
+    A row is a line that is not blank; `index` counts rows from 0, over all files. The last line of a file may lack its
+    line end, lines may end in CRLF, and a byte order mark before a file's first line is dropped. A line longer than
+    `max_line_bytes` is cut to `max_line_bytes + 1` bytes: the parser recognises it by the length. Files can be iterated
+    again, a stream cannot. Iterating raises OSError.
     """
 
     paths: Sequence[Path] | None
@@ -46,8 +43,8 @@ class RowReader:
         max_line_bytes: int = RowLimits().max_line_bytes,
         is_own: Callable[[Path], bool] = lambda path: False,
     ) -> "RowReader":
-        """Reader for a value of `job.input`; matches of a pattern that are the job's own files are not read. Raises
-        ConfigError if there is no such file.
+        """Reader for a value of `job.input`, without matches of a pattern that are the job's own files. Raises
+        ConfigError for a missing file.
         """
         if is_stream(name):
             return RowReader(None, max_line_bytes, name)
@@ -55,6 +52,14 @@ class RowReader:
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         return enumerate(self._lines())
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.paths is None:
+            with open_stream(self.stream) as stream:
+                yield from _rows(stream, self.max_line_bytes)
+        else:
+            for path in self.paths:
+                yield from self._lines_of(path)
 
     def count(self, is_over: Callable[[], bool] = lambda: False) -> int:
         """Number of rows in the files, or fewer once `is_over`."""
@@ -66,17 +71,9 @@ class RowReader:
                 continue
             for _ in self._lines_of(path):
                 num_rows += 1
-                if num_rows % _ROWS_A_LOOK == 0 and is_over():
+                if num_rows % _ROWS_PER_CHECK == 0 and is_over():
                     return num_rows
         return num_rows
-
-    def _lines(self) -> Iterator[bytes]:
-        if self.paths is None:
-            with open_stream(self.stream) as stream:
-                yield from _rows(stream, self.max_line_bytes)
-            return
-        for path in self.paths:
-            yield from self._lines_of(path)
 
     def _lines_of(self, path: Path) -> Iterator[bytes]:
         if path.suffix == PARQUET_SUFFIX:
@@ -95,19 +92,16 @@ def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
 
 
 def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
-    """Skip those in the stream's buffer, then in the next: a compressed file may have very many."""
+    """Skip the blank lines of the stream's buffer, and of the next: a compressed file may have very many."""
     if not isinstance(stream, io.BufferedReader):
         return
     while ahead := stream.peek():
         num_blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(_JSON_SPACE + b"\n"))) + 1
         # A line that is too long is a row, blank or not.
-        if not num_blank or (num_blank > max_line_bytes and _longest_line(ahead[:num_blank]) > max_line_bytes):
+        is_too_long = num_blank > max_line_bytes and max(map(len, ahead[:num_blank].split(b"\n"))) > max_line_bytes
+        if not num_blank or is_too_long:
             return
         stream.read(num_blank)
-
-
-def _longest_line(lines: bytes) -> int:
-    return max(map(len, lines.split(b"\n")))
 
 
 def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
@@ -115,15 +109,11 @@ def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     is_first = True
     # CRLF takes two bytes more than a line may have.
     while line := stream.readline(max_line_bytes + 2 + (len(_BYTE_ORDER_MARK) if is_first else 0)):
-        if not line.endswith(b"\n"):
-            _skip_rest_of_line(stream)
+        piece = line
+        while piece and not piece.endswith(b"\n"):
+            piece = stream.readline(_SKIP_BYTES)
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if is_first:
             line = line.removeprefix(_BYTE_ORDER_MARK)
             is_first = False
         yield line[: max_line_bytes + 1]
-
-
-def _skip_rest_of_line(stream: BinaryIO) -> None:
-    while (piece := stream.readline(_SKIP_BYTES)) and not piece.endswith(b"\n"):
-        pass

@@ -1,4 +1,4 @@
-"""Rows of a stream, read by a thread: a job answers those that have arrived while it waits for more."""
+"""Rows of a stream, read ahead by a thread, so that a job answers available rows while it waits for more."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ _MOST_BYTES: Final = 64 << 20
 
 
 class StreamLines:
-    """Iterates `lines`, which a thread reads from the first call of `is_ready` or `next` on."""
+    """Iterates `lines`, which a thread reads once `is_ready` or `next` is called."""
 
     def __init__(self, lines: Iterator[tuple[int, bytes]]) -> None:
         self._lines = lines
@@ -23,7 +23,7 @@ class StreamLines:
         self._thread: threading.Thread | None = None
 
     def is_ready(self) -> bool:
-        """Whether `next` would not wait."""
+        """Whether `next` returns without waiting."""
         self._start()
         with self._changed:
             return bool(self._read) or self._has_ended
@@ -32,7 +32,7 @@ class StreamLines:
         return self
 
     def __next__(self) -> tuple[int, bytes]:
-        """The next row. Raises what reading raised."""
+        """The next row. Raises the error of reading."""
         self._start()
         with self._changed:
             self._changed.wait_for(lambda: self._read or self._has_ended)
@@ -57,12 +57,9 @@ class StreamLines:
                     self._read.append(row)
                     self._num_bytes += len(row[1])
                     self._changed.notify_all()
-                    self._changed.wait_for(self._has_room)
+                    self._changed.wait_for(lambda: len(self._read) < _MOST_ROWS and self._num_bytes < _MOST_BYTES)
         except Exception as error:  # any error is raised in the iterating thread
             self._error = error
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
-
-    def _has_room(self) -> bool:
-        return len(self._read) < _MOST_ROWS and self._num_bytes < _MOST_BYTES

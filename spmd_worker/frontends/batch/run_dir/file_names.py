@@ -1,4 +1,4 @@
-"""Identity of files, compared before anything is written: two names, or one file?
+"""Identity of files: rejects names that mean the same file, before anything is written.
 
 Names are compared by their targets: the folder's device and inode and the last component, and the file's own device and
 inode if it exists. So `..`, links of both kinds, bind mounts, relative and absolute names compare equal.
@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,56 +36,50 @@ class Claim:
     is_folder: bool = False
 
 
-def refuse_read_and_written(claims: Sequence[Claim], read: Iterable[Name]) -> None:
+def reject_read_and_written(claims: Sequence[Claim], read: Iterable[Name]) -> None:
     """Raise ConfigError if a file that is read would be written."""
-    identities = [(claim, {_own(path) for path in claim.paths}) for claim in claims]
+    written = {_own(path): claim.name for claim in reversed(claims) for path in claim.paths}
     for name in read:
         own = _own(name.path)
-        for claim, written in identities:
-            if own is not None and own in written:
-                raise ConfigError(
-                    f"{claim.name.key} is read too ({name.key}), and would be replaced: {claim.name.way_out}"
-                )
+        if own is not None and own in written:
+            claimed = written[own]
+            raise ConfigError(f"{claimed.key} is also read ({name.key}) and would be replaced: {claimed.way_out}")
 
 
-def refuse_one_file_twice(claims: Sequence[Claim]) -> None:
+def reject_same_file(claims: Sequence[Claim]) -> None:
     """Raise ConfigError if two claims are one file, or one would have to be a folder for the other. Names that differ
     only in case are one file on some file systems.
     """
-    for number, claim in enumerate(claims):
-        taken = {each for path in claim.paths for each in _identities(path)}
-        for other in [*claims[:number], *claims[number + 1 :]]:
-            named = {each for path in other.paths for each in _identities(path)}
-            if not claim.is_folder:
-                named |= {each for path in other.paths for each in identities_above(path)}
-            if taken & named:
-                first, second = sorted((claim, other), key=claims.index)
-                raise ConfigError(
-                    f"{first.name.key} and {second.name.key} name one file, which each would write: "
-                    f"{second.name.way_out}"
-                )
+    for (first, claim), (second, other) in permutations(enumerate(claims), 2):
+        claimed = {each for path in claim.paths for each in _identities(path)}
+        named = {each for path in other.paths for each in _identities(path)}
+        if not claim.is_folder:
+            named |= {each for path in other.paths for each in identities_above(path)}
+        if claimed & named:
+            one, two = claims[min(first, second)].name, claims[max(first, second)].name
+            raise ConfigError(f"{one.key} and {two.key} are the same file, which both would write: {two.way_out}")
 
 
-def refuse_in_folder(claims: Sequence[Claim], folder: Name) -> None:
+def reject_in_folder(claims: Sequence[Claim], folder: Name) -> None:
     """Raise ConfigError for a file that would be written into a folder that is read, or below it."""
     own = _own(folder.path)
     for claim in claims:
         for path in claim.paths:
             if own is not None and (own in identities_above(path) or own in _identities(path)):
                 raise ConfigError(
-                    f"{claim.name.key} is in a folder that is read ({folder.key}), and nothing is written there: "
-                    f"{claim.name.way_out} in another folder"
+                    f"{claim.name.key} is in the folder of {folder.key}, which is only read: {claim.name.way_out} in "
+                    f"another folder"
                 )
 
 
-def refuse_own_names(claims: Sequence[Claim], folder: Name, patterns: Sequence[str]) -> None:
+def reject_reserved_names(claims: Sequence[Claim], folder: Name, patterns: Sequence[str]) -> None:
     """Raise ConfigError for a name that `folder` uses for something else, or a path below such a name."""
     own = set(_identities(folder.path))
     for claim in claims:
         for path in _variants(claim.name.path):
             for name, parent in zip(path.parts[:0:-1], path.parents):
-                is_own = any(fnmatchcase(_folded(name), pattern) for pattern in patterns)
-                if is_own and own & set(_identities(parent)):
+                is_reserved = any(fnmatchcase(_folded(name), pattern) for pattern in patterns)
+                if is_reserved and own & set(_identities(parent)):
                     raise ConfigError(
                         f"{claim.name.key}: {name} is a file of the run directory itself ({folder.key}): "
                         f"{claim.name.way_out}, or another name"
@@ -93,8 +88,7 @@ def refuse_own_names(claims: Sequence[Claim], folder: Name, patterns: Sequence[s
 
 def matches(pattern: str, path: Path) -> bool:
     """Whether `glob.glob(pattern, recursive=True)` finds `path` once it exists."""
-    ours, theirs = Path(os.path.abspath(pattern)).parts, Path(os.path.abspath(path)).parts
-    return _matches(ours, theirs)
+    return _matches(Path(os.path.abspath(pattern)).parts, Path(os.path.abspath(path)).parts)
 
 
 def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
@@ -114,7 +108,7 @@ def identities_above(path: Path) -> set[Identity]:
 
 
 def _own(path: Path) -> Identity | None:
-    """Device and inode, if it exists."""
+    """Device and inode of an existing file or folder."""
     try:
         found = os.stat(path)
     except OSError:
@@ -125,21 +119,19 @@ def _own(path: Path) -> Identity | None:
 def _identities(path: Path) -> Iterator[Identity]:
     """Identities of the name, and of its target."""
     for variant in _variants(path):
-        own = _own(variant)
-        if own is not None:
+        if (own := _own(variant)) is not None:
             yield own
         for level, parent in enumerate(variant.parents, start=1):
-            anchor = _own(parent)
-            if anchor is not None:
+            if (anchor := _own(parent)) is not None:
                 yield (*anchor, *map(_folded, variant.parts[-level:]))
                 break
 
 
 def _variants(path: Path) -> tuple[Path, ...]:
-    """Location of the name itself, and its target."""
+    """Absolute paths of the name itself, and of its target."""
     target = Path(os.path.realpath(path))
-    place = target if path.name in ("", "..") else Path(os.path.realpath(path.parent)) / path.name
-    return tuple(dict.fromkeys((place, target)))
+    location = target if path.name in ("", "..") else Path(os.path.realpath(path.parent)) / path.name
+    return tuple(dict.fromkeys((location, target)))
 
 
 def _folded(name: str) -> str:

@@ -1,6 +1,6 @@
 """Finished rows on disk: committed rows survive any end of the job, and are not recomputed.
 
-    rows.part    output lines, one after another, in the order in which rows ended
+    rows.part    output lines, in the order in which rows ended
     journal      a header, then a record per row: its index, its line's offset, its counts
 
 A commit makes lines durable before the records that name them, so an existing record can be relied on. Anything after
@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
@@ -69,13 +70,12 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
     """
     with _open_to_read(folder / JOURNAL_NAME) as records, _open_to_read(folder / LINES_NAME) as lines:
         if records.read(len(_HEADER)) != _HEADER:
-            raise JournalError(f"{folder / JOURNAL_NAME} is no journal of this version")
-        places = array("Q")
+            raise JournalError(f"{folder / JOURNAL_NAME} is not a journal of this version")
+        found = array("Q")
         while (record := JournalRecord.unpack(records.read(_RECORD_BYTES))) is not None:
-            places.extend((record.row, record.offset, record.length, record.checksum))
-        order = sorted(range(0, len(places), 4), key=places.__getitem__)
-        for start in order:
-            row, offset, length, checksum = places[start : start + 4]
+            found.extend((record.row, record.offset, record.length, record.checksum))
+        for start in sorted(range(0, len(found), 4), key=found.__getitem__):
+            row, offset, length, checksum = found[start : start + 4]
             line = _read_at(lines.fileno(), offset, length) if offset < 1 << 62 else b""
             if len(line) != length or crc32(line) != checksum:
                 raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {row}")
@@ -83,14 +83,14 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def remove_journal(folder: Path) -> None:
-    """Delete the files of a journal, if they exist. Raises OSError."""
+    """Delete the existing files of a journal. Raises OSError."""
     # The records first: lines without records are ignored, records without lines would be damage.
     for name in (JOURNAL_NAME, LINES_NAME):
         (folder / name).unlink(missing_ok=True)
 
 
 def row_key(line: bytes) -> int:
-    """Key of an input line: different lines have, all but certainly, different keys."""
+    """Key of an input line: a digest of 8 bytes."""
     return int.from_bytes(blake2b(line, digest_size=8).digest(), "little")
 
 
@@ -133,12 +133,12 @@ class RowJournal:
         assert not self.has(answer.index), f"row {answer.index} is done twice"
         with self._lock:
             # Ctrl-C may come between the two: a pending row must have its entry, or the commit of all rows would fail.
-            self._note(answer.index, key, 0, len(answer.line))
+            self._add(answer.index, key, 0, len(answer.line))
             self._pending.append((key, answer))
         self.tick()
 
     def tick(self) -> None:
-        """Commit if it is time. Raises OSError."""
+        """Commit if a commit is due. Raises OSError."""
         is_due = time.monotonic() - self._last_commit_s >= self._commit_s
         if self._pending and (is_due or len(self._pending) >= self._commit_rows):
             self.commit()
@@ -162,39 +162,28 @@ class RowJournal:
                 raise
             except BaseException:  # Ctrl-C: the files are intact, and the next commit starts again
                 if self._pending:
-                    self._take_back(*ends)
+                    try:
+                        self._truncate(*ends)
+                    except OSError as error:  # like any failure of a commit
+                        self._failure = error
                 raise
 
     def _write_pending(self, offset: int) -> None:
         """Write the pending rows; `offset` is the end of the lines."""
         records = bytearray()
         for key, answer in self._pending:
-            record = JournalRecord(
-                answer.index,
-                key,
-                offset,
-                len(answer.line),
-                crc32(answer.line),
-                answer.num_prompt_tokens,
-                answer.num_cached_tokens,
-                answer.num_output_tokens,
-                answer.error_code,
-            )
-            records += record.pack()
+            line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
+            records += JournalRecord(
+                *(answer.index, key, offset, len(line), crc32(line)), *counts, answer.error_code
+            ).pack()
             self._offsets[answer.index] = offset
-            offset += len(answer.line)
+            offset += len(line)
         _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))
         self._sync(self._lines)
         _write_all(self._records, bytes(records))
         self._sync(self._records)
 
-    def _take_back(self, lines_end: int, records_end: int) -> None:
-        try:
-            self._cut(lines_end, records_end)
-        except OSError as error:  # like any failure of a commit
-            self._failure = error
-
-    def _cut(self, lines_end: int, records_end: int) -> None:
+    def _truncate(self, lines_end: int, records_end: int) -> None:
         """Truncate durably: the records first, which must not name missing lines."""
         for descriptor, end in ((self._records, records_end), (self._lines, lines_end)):
             if os.fstat(descriptor).st_size > end:
@@ -210,19 +199,22 @@ class RowJournal:
             yield record
 
     def lines(self) -> Iterator[bytes]:
-        """The committed lines in order of the rows, as long as none is missing."""
-        for index in range(len(self._lengths)):
-            length = self._lengths[index]
-            if length == 0:
-                return
-            yield _read_at(self._lines, self._offsets[index], length)
+        """The committed lines in order of the rows, up to the first missing row."""
+        for offset, length in zip(self._offsets, takewhile(bool, self._lengths)):
+            yield _read_at(self._lines, offset, length)
 
     def close(self) -> None:
         """Commit and close the files. Idempotent. Raises OSError when rows could not be committed, now or before."""
         if self._lines < 0:
             return
         try:
-            self._commit_at_last()
+            if self._failure is None or self._pending:
+                try:
+                    self.commit()
+                except KeyboardInterrupt:
+                    # No later commit would start again.
+                    self.commit()
+                    raise
         finally:
             # Another thread may be committing for the same reason.
             with self._lock:
@@ -230,70 +222,52 @@ class RowJournal:
             os.close(lines)
             os.close(records)
 
-    def _commit_at_last(self) -> None:
-        if self._failure is not None and not self._pending:
-            return
-        try:
-            self.commit()
-        except KeyboardInterrupt:
-            # There is no next commit that would start again.
-            self.commit()
-            raise
-
     def _recover(self) -> None:
         """Read the existing records, and truncate a torn tail. Raises JournalError."""
-        try:
-            self._read_records()
-        except (OverflowError, MemoryError):
-            raise JournalError(f"{self.folder / JOURNAL_NAME} names a row that no input has") from None
-
-    def _read_records(self) -> None:
-        size = os.fstat(self._records).st_size
+        path, size = self.folder / JOURNAL_NAME, os.fstat(self._records).st_size
         head = _read_at(self._records, 0, len(_HEADER))
-        # After a power failure the header's size may be on disk without its bytes.
+        # A power failure may leave the header's size on disk without its bytes.
         is_unwritten = size <= len(_HEADER) and not any(head)
         if size < len(_HEADER) or is_unwritten:
             if not _HEADER.startswith(head) and not is_unwritten:
-                raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal: it begins with {head!r}")
-            self._cut(0, 0)
+                raise JournalError(f"{path} is not a journal: it begins with {head!r}")
+            self._truncate(0, 0)
             _write_all(self._records, _HEADER)
             self._sync(self._records)
             return
         end, lines_end = len(_HEADER), 0
         if head != _HEADER:
-            raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal of this version")
+            raise JournalError(f"{path} is not a journal of this version")
         num_line_bytes = os.fstat(self._lines).st_size
         while (record := JournalRecord.unpack(_read_at(self._records, end, _RECORD_BYTES))) is not None:
-            is_whole = record.offset == lines_end and record.offset + record.length <= num_line_bytes
-            if not is_whole or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
+            is_complete = record.offset == lines_end and record.offset + record.length <= num_line_bytes
+            if not is_complete or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
                 raise JournalError(
-                    f"{self.folder / JOURNAL_NAME}: record {self.num_rows} (row {record.row}) names bytes "
-                    f"{record.offset} to {record.offset + record.length} of {LINES_NAME}, which are not that row's line"
+                    f"{path}: record {self.num_rows} (row {record.row}) names bytes {record.offset} to "
+                    f"{record.offset + record.length} of {LINES_NAME}, which are not that row's line"
                 )
             if self.has(record.row):
-                raise JournalError(f"{self.folder / JOURNAL_NAME}: row {record.row} is recorded twice")
-            self._note(record.row, record.key, record.offset, record.length)
+                raise JournalError(f"{path}: row {record.row} is recorded twice")
+            try:
+                self._add(record.row, record.key, record.offset, record.length)
+            except (OverflowError, MemoryError):
+                raise JournalError(f"{path}: row {record.row} is beyond any input's rows") from None
             end += _RECORD_BYTES
             lines_end += record.length
-        self._warn_of_lost(end, size)
-        self._cut(lines_end, end)
-
-    def _warn_of_lost(self, end: int, size: int) -> None:
-        """Log valid records after a torn tail: a killed job leaves only the tail, records after it are a disk fault."""
+        # A killed job leaves only a torn record at the end; valid records behind it are a disk fault.
         behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
-        lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
-        if lost:
+        num_lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
+        if num_lost:
             logger.warning(
-                "%s is damaged at byte %d: %d finished rows behind it are not used, and computed again",
-                *(self.folder / JOURNAL_NAME, end, lost),
+                "%s is damaged at byte %d: %d finished rows behind it are not used, but recomputed", path, end, num_lost
             )
+        self._truncate(lines_end, end)
 
-    def _note(self, index: int, key: int, offset: int, length: int) -> None:
+    def _add(self, index: int, key: int, offset: int, length: int) -> None:
         missing = index + 1 - len(self._lengths)
         if missing > 0:
-            self._keys.frombytes(bytes(8 * missing))
-            self._offsets.frombytes(bytes(8 * missing))
-            self._lengths.frombytes(bytes(4 * missing))
+            for numbers in (self._keys, self._offsets, self._lengths):
+                numbers.frombytes(bytes(numbers.itemsize * missing))
         self._keys[index], self._offsets[index], self._lengths[index] = key, offset, length
         self.num_rows += 1
 
@@ -307,7 +281,7 @@ def _open_to_append(path: Path) -> int:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write all data: a write may be partial (on a disk that fills up); the rest follows, or OSError."""
+    """Write all data: a write may be partial, on a disk that fills up. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

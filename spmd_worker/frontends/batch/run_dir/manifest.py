@@ -1,13 +1,15 @@
 """Identity of a job: everything that its answers depend on, written to the run directory before the first row.
 
-A resumed job must be the same job; the number of ranks, their memory and the steps may differ.
+A resumed job must have the same; the number of ranks, their memory and the steps may differ.
 """
 
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
 from hashlib import blake2b
+from operator import getitem
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +31,6 @@ _MODEL_KEY: Final = "model.path"
 _CHECKSUM_KEY: Final = "checksum"
 NOT_READ: Final = "not read yet"
 """Placeholder for values known later: the digest of an input, the arithmetic of kernels."""
-_KNOWN_LATER: Final = (_INPUT_KEY, _ARITHMETIC_KEY)
 
 _ANSWER_KEYS: Final = (
     *("model.dtype", "model.max_model_len", "model.load_format", "model.quantization"),
@@ -47,16 +48,15 @@ def make_manifest(
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
 ) -> dict[str, Any]:
-    """A manifest: `answers` must be equal to resume, by key; the rest describes the run. Raises OSError.
+    """A manifest: a resumed run must have equal `answers`; the rest describes the run. Raises OSError.
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
-    rows are added later (`take_input`), and so is the arithmetic of the ranks (`take_arithmetic`).
+    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`).
     """
     config = resolved.config
     settings = asdict(config)
-    answers: dict[str, Any] = {key: _at(settings, key) for key in _ANSWER_KEYS}
-    answers |= {f"sampling.{key}": value for key, value in settings["sampling"].items()}
-    answers |= {f"limits.{key}": value for key, value in settings["limits"].items()}
+    answers: dict[str, Any] = {key: reduce(getitem, key.split("."), settings) for key in _ANSWER_KEYS}
+    answers |= {f"{group}.{key}": value for group in ("sampling", "limits") for key, value in settings[group].items()}
     answers["device"] = resolved.device_type
     answers["job.max_rows"] = config.job.max_rows
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
@@ -82,26 +82,24 @@ def make_manifest(
 
 
 def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
-    """Compare with the manifest of a run that has not ended, if there is one, and add its history. Changes no file.
-    Returns whether there is one to resume.
-
-    Raises ConfigError naming the first key that differs, unless `resume` is force.
+    """Compare with the manifest of a run that has not ended, and add its history. Changes no file. Returns whether
+    there is such a run, to resume. Raises ConfigError naming the first key that differs, unless `resume` is force.
     """
     last = read_manifest(run_dir / MANIFEST_NAME)
-    goes_on = last is not None and not last["has_ended"]
     manifest["overridden"] = []
-    if last is not None and goes_on:
-        now = manifest["answers"]
-        # Until they are known the last run's values are kept: this one may end before.
-        before = {key: last["answers"].get(key) for key in _KNOWN_LATER if now[key] == NOT_READ}
-        _compare(run_dir, last["answers"], now | before, resume, manifest)
-        now |= before
-        if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
-            # The name in answers to rows that name no model: the folder may have moved.
-            manifest["model_name"] = last.get("model_name", manifest["model_name"])
-        manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
-        manifest["starts"] = [*last["starts"], *manifest["starts"]]
-    return goes_on
+    if last is None or last["has_ended"]:
+        return False
+    now = manifest["answers"]
+    # Until they are known the last run's values are kept: this one may end before.
+    before = {key: last["answers"].get(key) for key in (_INPUT_KEY, _ARITHMETIC_KEY) if now[key] == NOT_READ}
+    _compare(run_dir, last["answers"], now | before, resume, manifest)
+    now |= before
+    if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
+        # The name in answers to rows that name no model: the folder may have moved.
+        manifest["model_name"] = last.get("model_name", manifest["model_name"])
+    manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
+    manifest["starts"] = [*last["starts"], *manifest["starts"]]
+    return True
 
 
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
@@ -109,25 +107,23 @@ def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _checksum(manifest)})
 
 
-def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
+def set_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
     """Set the input's digest and number of rows: compare with the last run's, and write the manifest.
 
     Raises ConfigError if they differ, unless `resume` is force; the file is unchanged then.
     """
     manifest["num_rows"] = num_rows
-    _take(run_dir, manifest, resume, _INPUT_KEY, digest)
+    _set(run_dir, manifest, resume, _INPUT_KEY, digest)
 
 
-def take_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
+def set_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
     """Set the arithmetic of these ranks (the order of additions): another processor or GPU may give rows different
-    bits.
-
-    Raises as `take_input` does.
+    bits. Raises as `set_input` does.
     """
-    _take(run_dir, manifest, resume, _ARITHMETIC_KEY, arithmetic)
+    _set(run_dir, manifest, resume, _ARITHMETIC_KEY, arithmetic)
 
 
-def _take(run_dir: Path, manifest: dict[str, Any], resume: str, key: str, value: str | None) -> None:
+def _set(run_dir: Path, manifest: dict[str, Any], resume: str, key: str, value: str | None) -> None:
     before = manifest["answers"][key]
     if before not in (value, NOT_READ):
         _compare(run_dir, {key: before}, {key: value}, resume, manifest)
@@ -144,9 +140,8 @@ def _compare(
     if overridden and resume != "force":
         key, (earlier, later) = next(iter(overridden.items()))
         raise ConfigError(
-            f"{key} is {_short(later)}, and {_short(earlier)} in the run that job.run_dir={run_dir} holds: answers "
-            f"would differ. Go on as that run began, give another job.run_dir, or set job.resume=force to go on "
-            f"all the same"
+            f"{key} is {_short(later)}, and {_short(earlier)} in the run of job.run_dir={run_dir}: answers would "
+            f"differ. Resume with that run's value, give another job.run_dir, or set job.resume=force to resume anyway"
         )
     if overridden:
         manifest["overridden"] = [*manifest["overridden"], overridden]
@@ -158,7 +153,7 @@ def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest; None if there is none. Raises ConfigError for an invalid or damaged one; OSError."""
+    """The manifest; None for a missing file. Raises ConfigError for an invalid or damaged one; OSError."""
     way_out = "give another job.run_dir, or remove this one to start over"
     try:
         value = read_json_object(path)
@@ -166,46 +161,38 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     except JsonError as error:
         raise ConfigError(f"{error}: {way_out}") from None
-    version_found = value.get("format_version")
-    is_over = version_found == _UNCHECKED_VERSION and value.get("has_ended") is True
-    if version_found != FORMAT_VERSION and not is_over:
-        raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: {way_out}")
-    # For a run that is over nothing else matters, in either version.
-    if not is_over and value.pop(_CHECKSUM_KEY, None) != _checksum(value):
-        raise ConfigError(f"{path} is damaged (its checksum is another): {way_out}")
+    format_version = value.get("format_version")
+    if format_version == _UNCHECKED_VERSION and value.get("has_ended") is True:
+        # Only that it has ended matters.
+        return value
+    if format_version != FORMAT_VERSION:
+        raise ConfigError(f"{path} is not a manifest of version {FORMAT_VERSION}: {way_out}")
+    if value.pop(_CHECKSUM_KEY, None) != _checksum(value):
+        raise ConfigError(f"{path} is damaged (its checksum differs): {way_out}")
     return value
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """Checksum of all other values: else a disk fault in a name or number would go into answers."""
+    """Checksum of all other values: it keeps a disk fault in a name or number out of answers."""
     return _digest_of(json.dumps(manifest, sort_keys=True))
 
 
 def model_digest(resolved: ResolvedRun) -> str:
-    """Digest of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files,
-    without the weights themselves.
-    """
+    """Digest of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files."""
     folder = resolved.model_folder
     index = folder / INDEX_FILE
     digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
     digest.update(index.read_bytes() if index.is_file() else b"")
     pooling = resolved.model_config.pooling
-    inside = () if pooling is None else pooling.weight_folders
-    for path in [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]:
-        header = read_header(path)
-        digest.update(f"\0{path.relative_to(folder)}\0{header.file_bytes}\0{header.digest}".encode())
+    for subfolder in ("", *(() if pooling is None else pooling.weight_folders)):
+        for path in sorted((folder / subfolder).glob("*.safetensors")):
+            header = read_header(path)
+            digest.update(f"\0{path.relative_to(folder)}\0{header.file_bytes}\0{header.digest}".encode())
     return digest.hexdigest()
 
 
 def _digest_of(text: str) -> str:
     return blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
-
-
-def _at(settings: Mapping[str, Any], key: str) -> Any:
-    value: Any = settings
-    for name in key.split("."):
-        value = value[name]
-    return value
 
 
 def _short(value: Any) -> str:

@@ -24,8 +24,7 @@ def write_provenance(
     run_dir: Path, manifest: Mapping[str, Any], output: str, digest: OutputDigest, replicas: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write the provenance. `replicas` has, for each in this start of the job, `steps` and `digest_chain_head`: the
-    digest of every plan that its ranks agreed on, chained, so that a replay of its step log must reach the same. Raises
-    OSError.
+    chained digest of all agreed plans, which a replay of the step log must reproduce. Raises OSError.
     """
     provenance = {
         "format_version": FORMAT_VERSION,

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from spmd_worker.base.errors import ConfigError
@@ -13,9 +12,10 @@ LOCK_NAME: Final = "lock"
 
 
 class RunLock:
-    """The locks of a job, held from `__enter__` to `__exit__`. A start that a lock rejects has changed nothing.
+    """The locks of a job, held from `__enter__` to `__exit__`; on rank 0.
 
-    Makes the run directory. Raises ConfigError naming the process that holds a lock, or the folder that cannot be made.
+    `__enter__` makes the folders. It raises ConfigError naming the process that holds a lock, with nothing changed in
+    the run directory, or a folder that cannot be made.
     """
 
     def __init__(self, run_dir: Path, output: Path) -> None:
@@ -24,11 +24,15 @@ class RunLock:
         self._held = ExitStack()
 
     def __enter__(self) -> "RunLock":
+        # The output's partial file is its lock: no other file is left next to the output.
+        partial, owned = partial_path(self._output), f"job.output={self._output}"
+        output = FileLock(partial, owned, "give another file", is_temporary=True)
+        make_folder("the folder of job.output", self._output.parent)
         with ExitStack() as held:
             has_lock = (self._run_dir / LOCK_NAME).exists()
             if has_lock:
                 held.enter_context(self._lock)
-            output = held.enter_context(self._lock_of_output())
+            held.enter_context(output)
             if not has_lock:
                 make_folder("job.run_dir", self._run_dir)
                 held.enter_context(self._lock)
@@ -37,20 +41,13 @@ class RunLock:
             self._held = held.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def note(self, doing: str) -> None:
         """Write the job's current activity, for rejected processes to read."""
         # Not into the output's lock, which becomes the output.
         self._lock.note(doing)
-
-    def _lock_of_output(self) -> FileLock:
-        # The output's partial file is the lock: no other file is left next to the output.
-        owned, way_out = f"job.output={self._output}", "give another file"
-        return FileLock(partial_path(self._output), owned, way_out, is_temporary=True)
 
 
 def make_folder(key: str, path: Path) -> None:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
-    """Write every step message from now on to `steps.log`; the caller closes it. Rank 0, before the first step."""
+    """Write every later step message to `steps.log`, which the caller closes. Rank 0, before the first step."""
     writer = StepLogWriter(run_dir / STEP_LOG_NAME, step_log_header(engine))
     engine.lockstep.on_message = writer.write
     return writer
@@ -23,7 +23,7 @@ def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
 
 def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
     """Write this rank's own records of the last steps as `records.rank<N>.log`; None without a run directory. A write
-    error is only logged: the error being reported is worse.
+    error is only logged: the failure of the job must still be reported.
     """
     if not run_dir.is_dir():
         return None
@@ -42,35 +42,36 @@ def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
 def step_log_header(engine: Engine) -> StepLogHeader:
     """Header of a step log: everything that a replay needs besides the messages."""
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
-    tokens = config.model.classifier_from_token
+    model, scheduler, parallel = config.model, config.scheduler, config.parallel
+    tokens = model.classifier_from_token
     return StepLogHeader(
         code=code_fingerprint(),
         model_path=str(resolved.model_folder.resolve()),
-        load_format=config.model.load_format,
+        load_format=model.load_format,
         device=resolved.device_type,
         dtype=resolved.dtype,
-        quantization=config.model.quantization,
+        quantization=model.quantization,
         tokenizer=engine.tokenizer.fingerprint() if engine.tokenizer is not None else None,
         vocab_size=resolved.model_config.vocab_size,
         eos_token_ids=resolved.model_config.eos_token_ids,
         max_model_len=resolved.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        enable_chunked_prefill=scheduler.enable_chunked_prefill,
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
         watermark_blocks_per_sequence=engine.scheduler.limits.watermark_blocks_per_sequence,
         num_host_blocks=cache.num_host_blocks,
         num_tier_blocks=cache.num_tier_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        preemption_mode=config.scheduler.preemption_mode,
+        preemption_mode=scheduler.preemption_mode,
         block_copy_tokens=engine.scheduler.limits.preemption.block_copy_tokens,
         seed=config.seed,
-        tensor_parallel_size=config.parallel.tensor_parallel_size,
-        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
-        data_parallel_size=config.parallel.data_parallel_size,
-        runner=config.model.runner,
-        pooling_type=config.model.pooling_type,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        runner=model.runner,
+        pooling_type=model.pooling_type,
         classifier_from_token=None if tokens is None else tuple(tokens),
         num_steps_ahead=resolved.num_steps_ahead,
     )
