@@ -1,9 +1,9 @@
-"""Recomputes the token ids of a step log on one rank, whatever the number of ranks that made it.
+"""Recomputes the token ids of a step log on one rank, for a log of any number of ranks.
 
 The plans are the log's, so every step computes exactly the same as in the run; its ids are compared with the log's,
-which the next step continues from: one different id shows once.
+from which the next step continues: a different id is reported once.
 
-The log has the events that changed the workers, and not the weights that a trainer loaded: steps after new weights
+The log has the events that changed the workers, but not the weights that a trainer loaded: steps after new weights
 cannot be recomputed.
 """
 
@@ -19,14 +19,7 @@ from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.frontends.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.frontends.replay.step_log import StepLogHeader
 from spmd_worker.ranks.environment import RankEnvironment
-from spmd_worker.replica.sequence.events import (
-    Admit,
-    CommitWeights,
-    EndWorkerEvent,
-    Event,
-    SetWeightVersion,
-    WorkerEvent,
-)
+from spmd_worker.replica.sequence.events import Admit, CommitWeights, EndWorkerEvent, SetWeightVersion, WorkerEvent
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP
@@ -34,7 +27,7 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import resolve_run
 
 _KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP})
-"""Worker events that do not change weights, or are followed by a `CommitWeights`."""
+"""Worker events that keep the weights, or are followed by a `CommitWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +35,14 @@ class Mismatch:
     """An id that differs between log and recomputation; None if only one of them has it."""
 
     step: int
-    place: SampledPosition
+    position: SampledPosition
     logged: int | None
     recomputed: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputedStep:
-    """One step's count of ids and the ones that differ."""
+    """One step's number of ids, and the ones that differ."""
 
     step: int
     num_token_ids: int
@@ -57,21 +50,29 @@ class RecomputedStep:
 
 
 def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedStep]) -> Iterator[RecomputedStep]:
-    """Execute each step's plan and compare. `steps` are read as they are needed, all from the first on.
+    """Execute each step's plan and compare. `steps` begins with the first and is read lazily.
 
     Raises ConfigError or ModelConfigError for a model or device that is not available here, CheckpointError for
     weights, and ReplayError at the first step after a change of weights or workers that is not in the log.
     """
-    executor, changes = _start(header, model_path), _Changes()
+    executor = _start(header, model_path)
     last: ReplayedStep | None = None
+    change = open_event = ""
     try:
         for step in steps:
-            if step.plan.num_tokens and changes.last:
+            if step.plan.num_tokens and change:
                 raise ReplayError(
-                    f"step {step.plan.step} computes with {changes.last}, which the log does not hold: what comes "
-                    f"before was recomputed"
+                    f"step {step.plan.step} computes with {change}, which the log does not have: the steps before were "
+                    f"recomputed"
                 )
-            changes.add(step)
+            # Events take effect after the step.
+            for event in step.events:
+                if isinstance(event, WorkerEvent):
+                    open_event = event.name
+                elif isinstance(event, CommitWeights | SetWeightVersion):
+                    change = f"the new weights of version {event.version} (step {step.plan.step})"
+                elif isinstance(event, EndWorkerEvent) and not event.problem and open_event not in _KEEP_ANSWERS:
+                    change = f"the changes of worker event {open_event!r} of step {step.plan.step}"
             _check_runner(executor, step)
             result = executor.execute_model(_with_ids(step.plan, last))
             last = step
@@ -83,18 +84,18 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
 
 
 def _with_ids(plan: StepPlan, last: ReplayedStep | None) -> StepPlan:
-    """The plan, with the log's ids for the sequences that went ahead of them in the run."""
+    """The plan with the log's ids for the sequences that were scheduled ahead of them in the run."""
     if not plan.num_ahead:
         return plan
     assert last is not None, plan.step
     assert last.sampled is not None, plan.step
-    known = dict(zip(last.places, last.sampled.rows(), strict=True))
-    by_key = {SequenceKey(place.request_id, place.sample_index): ids for place, ids in known.items()}
-    # One without an id has ended, and its computed token is not read.
-    own = [max(*by_key[key], 0) for key in plan.continuing[: plan.num_ahead]]
-    nums = (1,) * plan.num_ahead + plan.continuing_num_ids if plan.continuing_num_ids else ()
-    ids = (*own, *plan.continuing_token_ids)
-    return replace(plan, num_ahead=0, continuing_token_ids=ids, continuing_num_ids=nums)
+    sampled = zip(last.positions, last.sampled.rows(), strict=True)
+    by_key = {SequenceKey(position.request_id, position.sample_index): ids for position, ids in sampled}
+    # A sequence without an id has ended, and its computed token is not read.
+    ids_ahead = [max(*by_key[key], 0) for key in plan.continuing[: plan.num_ahead]]
+    num_ids = (1,) * plan.num_ahead + plan.continuing_num_ids if plan.continuing_num_ids else ()
+    token_ids = (*ids_ahead, *plan.continuing_token_ids)
+    return replace(plan, num_ahead=0, continuing_token_ids=token_ids, continuing_num_ids=num_ids)
 
 
 def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
@@ -102,39 +103,16 @@ def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
     pools = executor.resolved.model_config.pooling is not None
     for event in step.events:
         if isinstance(event, Admit) and (event.request.pooling is not None) != pools:
-            done = "pooled" if event.request.pooling is not None else "generated"
+            runner = "pooled" if event.request.pooling is not None else "generated"
             raise ReplayError(
-                f"request {event.request.request_id} was {done}, which this model folder is not for: name the folder "
-                f"of the run, or replay it without the model"
+                f"request {event.request.request_id} was {runner}, which this model folder does not support: give the "
+                f"folder of the run, or replay without the model"
             )
-
-
-class _Changes:
-    """Permanent changes of the workers. `last` describes the last one, empty if there was none."""
-
-    def __init__(self) -> None:
-        self.last = ""
-        self._open = ""
-
-    def add(self, step: ReplayedStep) -> None:
-        """Apply the step's events, after the step."""
-        for event in step.events:
-            self.last = self._change(event, step.plan.step) or self.last
-
-    def _change(self, event: Event, step: int) -> str:
-        if isinstance(event, WorkerEvent):
-            self._open = event.name
-        elif isinstance(event, EndWorkerEvent):
-            if not event.problem and self._open not in _KEEP_ANSWERS:
-                return f"what the worker event {self._open!r} of step {step} changed"
-        elif isinstance(event, CommitWeights | SetWeightVersion):
-            return f"the new weights of version {event.version} (step {step})"
-        return ""
 
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
     resolved = resolve_run(_config(header, model_path), header.device)
-    # `min_tokens` forbids the run's own, whatever the folder has now.
+    # `min_tokens` forbids the run's ids, which the folder may have changed since.
     model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
     executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())
     executor.start()
@@ -177,10 +155,9 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
 
 
 def _compare(step: ReplayedStep, logged: SampledIds, recomputed: SampledIds) -> RecomputedStep:
-    """Compare id by id."""
     mismatches = tuple(
-        Mismatch(step.plan.step, place._replace(position=place.position + offset), old, new)
-        for place, old_ids, new_ids in zip(step.places, logged.rows(), recomputed.rows(), strict=True)
+        Mismatch(step.plan.step, first._replace(position=first.position + offset), old, new)
+        for first, old_ids, new_ids in zip(step.positions, logged.rows(), recomputed.rows(), strict=True)
         for offset, (old, new) in enumerate(zip_longest(old_ids, new_ids))
         if old != new
     )

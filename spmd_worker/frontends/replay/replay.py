@@ -1,8 +1,8 @@
 """Replays a step log: scheduler, cache and mirror in one process, without weights, checked against every plan and
 digest.
 
-A replica is a pure function of (state, events, sampled ids), and the log contains events and sampled ids, so a replay
-makes the same plans or shows the first difference.
+A replica is a pure function of (state, events, sampled ids), and the log has events and sampled ids, so a replay makes
+the same plans or reports the first difference.
 """
 
 from collections import deque
@@ -30,12 +30,12 @@ from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "data_parallel_size"),)
+HEADER_KEYS_THAT_MAY_DIFFER = ("code", "model_path", "tensor_parallel_size", "data_parallel_size")
 """Runs that differ only in these should have equal steps: comparing them checks that."""
 
 
 class SampledPosition(NamedTuple):
-    """Target of a sequence's first sampled id: `position` counts from 0 over prompt and output."""
+    """Position of a sequence's first sampled id, from 0 over prompt and output."""
 
     request_id: RequestId
     sample_index: int
@@ -49,19 +49,19 @@ class SampledPosition(NamedTuple):
 class ReplayedStep:
     """One replayed step: `plan` is the same in run and replay, `ended` are the groups it ended.
 
-    `places` are the positions of the sampled ids of each sequence. `sampled`, parallel to it, is None at the end of a
-    truncated log: the message that carries them is missing, so neither they nor `events` were applied.
+    `positions` has the first sampled id's of each sequence. `sampled`, parallel to it, is None at the end of a
+    truncated log: the message that carries the ids is missing, so neither they nor `events` were applied.
     """
 
     plan: StepPlan
     events: tuple[Event, ...]
-    places: tuple[SampledPosition, ...]
+    positions: tuple[SampledPosition, ...]
     sampled: SampledIds | None
     ended: tuple[SequenceGroup, ...]
 
 
 class Replay:
-    """One run, replayed. Read `steps` to its end; between two steps `scheduler` and `mirror` are in the run's state."""
+    """A replay of one run. Read `steps` to its end; between two steps `scheduler` and `mirror` have the run's state."""
 
     def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
         """`tokenizer` finds stop strings; None if no request has any."""
@@ -85,18 +85,18 @@ class Replay:
             self._in_flight.append((message, self._mirror(message.plan)))
             last_events = message.events
         is_known = True
-        for message, places in self._in_flight:
-            is_known = is_known and not places
-            yield self._finish(message, places, SampledIds() if is_known else None)
+        for message, positions in self._in_flight:
+            is_known = is_known and not positions
+            yield self._finish(message, positions, SampledIds() if is_known else None)
 
     def _settle(self, sampled: SampledIds) -> Iterator[ReplayedStep]:
         """End the steps that the engine ended before it sent the next message."""
         step, num_samples = 0, 0
         newest_events = self._in_flight[-1][0].events if self._in_flight else ()
         while must_end_oldest(len(self._in_flight), self._is_full, newest_events, self.scheduler, self.is_closed):
-            message, places = self._in_flight.popleft()
-            step, num_samples = message.step, len(places)
-            yield self._finish(message, places, sampled.first(num_samples))
+            message, positions = self._in_flight.popleft()
+            step, num_samples = message.step, len(positions)
+            yield self._finish(message, positions, sampled.first(num_samples))
             sampled = sampled.after(num_samples)
         if sampled.num_sequences and self.num_steps:
             raise _wrong_count(step, num_samples, num_samples + sampled.num_sequences)
@@ -110,33 +110,29 @@ class Replay:
         plan, sampled = self.scheduler.schedule(), message.sampled
         if self.num_steps == 0 and message.step != plan.step:
             raise ReplayError(
-                f"the log begins at step {message.step}: what led there is not in it, so it can be compared with "
-                f"another (--diff) but not replayed"
+                f"the log begins at step {message.step}, without the steps before: it can be compared with another "
+                f"(--diff) but not replayed"
             )
         run, replay = (Record(each, last_events, *sampled, message.mask_checksums) for each in (message.plan, plan))
         if plan != message.plan:
             difference = first_difference(run, replay, 0, 1)
             assert difference is not None, f"step {plan.step}: the plans are unequal and no field differs"
-            raise ReplayDivergedError(f"step {message.step}: {_in_words(difference, 'in the log', 'in the replay')}")
+            raise ReplayDivergedError(f"step {message.step}: {_with_names(difference, 'in the log', 'in the replay')}")
         digest = self._digest.update(replay)
-        if message.digest:
-            self._compare_digests(message, digest)
-        self.num_steps += 1
-
-    def _compare_digests(self, message: StepMessage, digest: bytes) -> None:
-        if digest != message.digest:
+        if message.digest and digest != message.digest:
             raise ReplayDivergedError(
-                f"step {message.step}: the plans are equal and the digests are not: {message.digest.hex()} in the log, "
+                f"step {message.step}: the plans are equal but the digests are not: {message.digest.hex()} in the log, "
                 f"{digest.hex()} in the replay; the run's rank 0 digested other events or ids than it sent"
             )
-        self.num_equal_digests += 1
+        self.num_equal_digests += bool(message.digest)
+        self.num_steps += 1
 
     def _mirror(self, plan: StepPlan) -> tuple[SampledPosition, ...]:
         """Positions of the sampled ids of each sequence in the step."""
         try:
             rows = self.mirror.apply(plan)
         except MirrorError as error:
-            raise ReplayError(f"the plan is the scheduler's and the workers would refuse it: {error}") from None
+            raise ReplayError(f"the replayed plan matches the log but fails the worker's check: {error}") from None
         return tuple(
             SampledPosition(
                 row.sequence.request.request_id,
@@ -148,18 +144,18 @@ class Replay:
         )
 
     def _finish(
-        self, message: StepMessage, places: tuple[SampledPosition, ...], sampled: SampledIds | None
+        self, message: StepMessage, positions: tuple[SampledPosition, ...], sampled: SampledIds | None
     ) -> ReplayedStep:
         """Apply the sampled ids, then the events."""
         plan = message.plan
         if sampled is None:
-            return ReplayedStep(plan, message.events, places, None, ())
-        if sampled.num_sequences != len(places):
-            raise _wrong_count(plan.step, len(places), sampled.num_sequences)
+            return ReplayedStep(plan, message.events, positions, None, ())
+        if sampled.num_sequences != len(positions):
+            raise _wrong_count(plan.step, len(positions), sampled.num_sequences)
         result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
         self.mirror.take_sampled(plan.step, sampled)
         ended = end_step(self.scheduler, plan, result, message.events, self._apply_event)
-        return ReplayedStep(plan, message.events, places, sampled, tuple(ended))
+        return ReplayedStep(plan, message.events, positions, sampled, tuple(ended))
 
     def _apply_event(self, event: Event) -> SequenceGroup | None:
         self.is_closed = self.is_closed or isinstance(event, Close)
@@ -168,19 +164,19 @@ class Replay:
             if event.request.sampling.stop and self._tokenizer is None:
                 raise ReplayError(
                     f"request {event.request.request_id} has stop strings {list(event.request.sampling.stop)!r}, which "
-                    f"are found in text, and {self._header.model_path} has no tokenizer.json any more: name a folder "
+                    f"need the tokenizer, but {self._header.model_path} no longer has tokenizer.json: give a folder "
                     f"that has it with --model"
                 )
         return self.scheduler.handle(event)
 
 
 def _wrong_count(step: int, num_samples: int, num_logged: int) -> ReplayDivergedError:
-    return ReplayDivergedError(f"step {step} samples {num_samples} ids and the log has {num_logged} of it")
+    return ReplayDivergedError(f"step {step} samples {num_samples} ids, but the log has {num_logged}")
 
 
 def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
-    """Decode a log's messages in order, from a run with `num_in_flight` steps in flight. Raises ReplayError for one
-    that does not follow from those before.
+    """Decode a log's messages in order, from a run with `num_in_flight` steps in flight. Raises ReplayError for a
+    message that does not follow from those before.
     """
     decoder = Decoder(num_in_flight)
     for number, payload in enumerate(payloads, start=1):
@@ -191,19 +187,19 @@ def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator
 
 
 def find_request(messages: Iterable[StepMessage], key: str, seed: int) -> Request | None:
-    """Request named by `key`: a number is its id; `index:N` the row's index in the input, else a custom id.
+    """The request of `key`: its number, or `index:N` for the row's index in the input, or a custom id.
 
     The log has neither indices nor custom ids, but each request's random stream is made from one of them and the job's
-    seed; a row with a seed of its own is found by number only.
+    seed; a row with its own seed is found by number only.
     """
     streams = [random_stream(seed, None, key.removeprefix("id:"), 0)]
     index = key.removeprefix("index:")
     if index != key and index.isdecimal():
         streams.append(random_stream(seed, None, None, int(index)))
-    for message in messages:
-        for event in message.events:
-            if isinstance(event, Admit) and _is_named(event.request, key, streams):
-                return event.request
+    for request in (event.request for each in messages for event in each.events if isinstance(event, Admit)):
+        has_stream = request.sampling.seed is None and request.stream in streams
+        if request.request_id == int(key) if key.isdecimal() else has_stream:
+            return request
     return None
 
 
@@ -216,25 +212,25 @@ def header_differences(first: StepLogHeader, other: StepLogHeader) -> list[tuple
 def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str]) -> str | None:
     """First message in which two logs differ, and the field; None if they are equal. `names` are the logs' names.
 
-    If logs begin at different steps (the last records of two ranks), the common steps are compared. Raises ReplayError
-    if a log becomes unreadable.
+    Of logs that begin at different steps (the last records of two ranks) the common steps are compared. Raises
+    ReplayError if a log becomes unreadable.
     """
-    depths = [log.header.num_in_flight for log in (first, other)]
-    messages = [read_messages(log.messages(), depth) for log, depth in zip((first, other), depths)]
-    last: StepMessage | None = None
-    # Steps whose ids come with the next messages, the oldest first.
-    in_flight: deque[StepMessage] = deque(maxlen=depths[0])
-    for mine, theirs in _common_steps(*messages):
+    depth, other_depth = first.header.num_in_flight, other.header.num_in_flight
+    last_step = 0
+    # Steps whose ids are in later messages, the oldest first.
+    in_flight: deque[StepMessage] = deque(maxlen=depth)
+    pairs = _common_steps(read_messages(first.messages(), depth), read_messages(other.messages(), other_depth))
+    for mine, theirs in pairs:
         if mine is None and theirs is None:
             return None
         if mine is None or theirs is None:
             longer, shorter = names if theirs is None else names[::-1]
-            return f"{shorter} ends after step {0 if last is None else last.step}, {longer} goes on"
-        sampled_by = in_flight[0] if len(in_flight) == depths[0] else None
+            return f"{shorter} ends after step {last_step}, {longer} goes on"
+        sampled_by = in_flight[0] if len(in_flight) == depth else None
         difference = _message_difference(mine, theirs, sampled_by, names)
         if difference is not None:
             return difference
-        last = mine
+        last_step = mine.step
         in_flight.append(mine)
     return None
 
@@ -256,34 +252,28 @@ def _common_steps(
 def _message_difference(
     mine: StepMessage, theirs: StepMessage, sampled_by: StepMessage | None, names: tuple[str, str]
 ) -> str | None:
+    in_first, in_other = (f"in {name}" for name in names)
     # The message carries an earlier step's samples and mask checksums: report that step, the cause first.
     if sampled_by is not None and mine.mask_checksums != theirs.mask_checksums:
         masks = replace(mine, mask_checksums=theirs.mask_checksums)
         difference = first_difference(record_of(mine), record_of(masks), 0, 1)
         assert difference is not None, (mine.mask_checksums, theirs.mask_checksums)
-        words = _in_words(difference, f"in {names[0]}", f"in {names[1]}")
-        return f"step {sampled_by.step} sampled under other masks: {words}"
+        return f"step {sampled_by.step} sampled with different masks: {_with_names(difference, in_first, in_other)}"
     if sampled_by is not None and mine.sampled != theirs.sampled:
         for key, one, two in zip(sampling_keys(sampled_by.plan), mine.sampled.rows(), theirs.sampled.rows()):
             if one != two:
-                who = f"request {key.request_id}, sample {key.sample_index}"
-                ids = [", ".join(map(str, row)) or "nothing" for row in (one, two)]
-                return f"step {sampled_by.step} sampled for {who}: {ids[0]} in {names[0]}, {ids[1]} in {names[1]}"
+                sequence = f"request {key.request_id}, sample {key.sample_index}"
+                mine_text, their_text = (", ".join(map(str, row)) or "nothing" for row in (one, two))
+                return f"step {sampled_by.step} sampled for {sequence}: {mine_text} {in_first}, {their_text} {in_other}"
     difference = first_difference(record_of(mine), record_of(theirs), 0, 1) if mine != theirs else None
     if difference is not None:
-        return f"step {mine.step}: {_in_words(difference, f'in {names[0]}', f'in {names[1]}')}"
+        return f"step {mine.step}: {_with_names(difference, in_first, in_other)}"
     if mine.digest and theirs.digest and mine.digest != theirs.digest:
-        return f"step {mine.step}: the digests differ and nothing before does: another version of the code made one"
+        return f"step {mine.step}: only the digests differ: another version of the code wrote one of the logs"
     return None
 
 
-def _is_named(request: Request, key: str, streams: list[int]) -> bool:
-    if key.isdecimal():
-        return request.request_id == int(key)
-    return request.sampling.seed is None and request.stream in streams
-
-
-def _in_words(difference: str, first: str, other: str) -> str:
+def _with_names(difference: str, first: str, other: str) -> str:
     """Replace ranks by names: two logs are compared like two ranks."""
     return difference.replace(" on rank 0", f" {first}").replace(" on rank 1", f" {other}")
 

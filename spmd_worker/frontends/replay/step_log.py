@@ -9,8 +9,7 @@
 Integers are unsigned and little-endian.
 
 The marker lets a reader find the next good frame after damage, and so distinguish a torn tail, which a killed run
-leaves and which costs only the last steps, from damage in the middle, after which nothing can be trusted. Knows nothing
-about the content of messages (`codec.py`); nothing in the file is ever unpickled.
+leaves, from damage in the middle. Nothing in the file is ever unpickled.
 """
 
 import json
@@ -20,8 +19,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Final, NamedTuple
+from types import UnionType
+from typing import Any, BinaryIO, Final, NamedTuple, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 from spmd_worker.base.errors import StepLogError
@@ -38,15 +37,14 @@ _LENGTH: Final = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLogHeader:
-    """Everything outside the messages that a replay needs. Two runs of the same job have equal headers: no clock.
+    """Everything outside the messages that a replay needs. Two runs of the same job have equal headers.
 
     `model_path` is absolute. The ranks agreed on `num_blocks` and `num_host_blocks`; the offload tier has
-    `num_tier_blocks`. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
-    swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda"), `dtype` and
-    `quantization` are those of the computation. `code` and `tokenizer` are fingerprints, so that a replay can report
-    changes since; `tokenizer` is None for a folder without one. `runner`, `pooling_type` and `classifier_from_token`
-    decide whether rows generate or are pooled, and how. With `num_steps_ahead` of 1 a step was decided before the ids
-    of the one before it were read.
+    `num_tier_blocks`. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the cost of
+    swapping a block, in computed tokens. `max_model_len` is resolved, in tokens; `device` is "cpu" or "cuda". `code`
+    and `tokenizer` are fingerprints, so that a replay can report changes since; `tokenizer` is None for a folder without
+    one. `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
+    `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read.
     """
 
     code: str
@@ -76,7 +74,7 @@ class StepLogHeader:
     data_parallel_size: int
     runner: str = "auto"
     pooling_type: str | None = None
-    classifier_from_token: tuple[str, ...] | None = None
+    classifier_from_token: tuple[str, str] | None = None
     num_steps_ahead: int = 0
     format_version: int = FORMAT_VERSION
 
@@ -87,42 +85,37 @@ class StepLogHeader:
 
 
 class StepLogWriter:
-    """Writes header and messages; a reader sees every message whose `write` has returned.
+    """Writes header and messages; a reader sees a message once `write` has returned.
 
-    Each frame is handed to the operating system at once, in one write (a few microseconds): a rank that is killed at
-    any moment loses only the frame it was writing. Only `close` waits for the disk, so a machine that loses power may
-    lose the last seconds. OSError (a full disk) is the caller's to handle.
+    Each frame is passed to the operating system at once, in one write (a few microseconds): a killed rank loses only
+    the frame it was writing. Only `close` waits for the disk, so a power failure may lose the last seconds. Raises
+    OSError, for example on a full disk.
     """
 
     def __init__(self, path: Path, header: StepLogHeader) -> None:
-        """Begins the file, replacing an existing one."""
-        self.path = Path(path)
-        self._stream: BinaryIO = begin_own_file(self.path)
-        self._write_all(_MAGIC + _frame(_header_bytes(header)))
+        """Begin the file, replacing an existing one."""
+        self.path = path
+        self._stream: BinaryIO = begin_own_file(path)
+        self._write_all(_MAGIC + _frame(json.dumps(header_to_json(header)).encode("ascii")))
 
     def write(self, payload: bytes) -> None:
         """Write one message, encoded by `codec.Encoder`."""
         self._write_all(_frame(payload))
 
     def close(self) -> None:
-        """Returns when the disk has everything. Idempotent."""
-        if self._stream.closed:
-            return
-        try:
-            os.fsync(self._stream.fileno())
-        finally:
-            self._stream.close()
+        """Close the file, once it is on the disk. Idempotent."""
+        if not self._stream.closed:
+            with self._stream:
+                os.fsync(self._stream.fileno())
 
     def __enter__(self) -> "StepLogWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write_all(self, data: bytes) -> None:
-        """Write all data: an unbuffered write may be partial (a disk that fills up); the rest follows, or OSError."""
+        # An unbuffered write may be partial, on a disk that fills up.
         rest = memoryview(data)
         while rest:
             rest = rest[self._stream.write(rest) :]
@@ -130,7 +123,7 @@ class StepLogWriter:
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A log that was checked from end to end. `torn_tail` describes a lost end, None for a complete log."""
+    """A checked log. `torn_tail` describes a lost end, None for a complete log."""
 
     path: Path
     header: StepLogHeader
@@ -138,7 +131,7 @@ class StepLog:
     torn_tail: str | None
 
     def messages(self) -> Iterator[bytes]:
-        """The payloads in order, read as they are asked for; may be called again."""
+        """The payloads in order, read lazily; may be called again."""
         with open_regular_file(self.path) as stream:
             stream.seek(len(_MAGIC))
             _read_payload(self.path, stream)
@@ -149,10 +142,9 @@ class StepLog:
 def read_step_log(path: Path) -> StepLog:
     """Check a log, which may be growing, and open it.
 
-    A tail cut anywhere, or damage with no good frame after it, is reported and the rest used. Raises StepLogError for
-    damage before a good frame, for other files and other versions of the format, and OSError.
+    A truncated or damaged tail is reported and the rest used. Raises StepLogError for damage before a good frame, for
+    other files and other versions of the format, and OSError.
     """
-    path = Path(path)
     with open_regular_file(path) as stream:
         if os.fstat(stream.fileno()).st_size == 0:
             raise StepLogError(f"{path} is empty: the run ended before it wrote the header of its step log")
@@ -174,11 +166,10 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
         )
     names = [spec.name for spec in fields(StepLogHeader)]
     wrong = [name for name in names if name not in value] + [name for name in value if name not in names]
-    wrong = wrong or [name for name in names if not _has_type(name, value[name])]
+    wrong = wrong or [name for name in names if not _has_type(value[name], _KINDS[name])]
     if wrong:
         raise StepLogError(f"the header's {wrong[0]} is missing, unknown or of another type: {value.get(wrong[0])!r}")
-    made: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
-    return StepLogHeader(**made)
+    return StepLogHeader(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})
 
 
 class _Frame(NamedTuple):
@@ -188,23 +179,18 @@ class _Frame(NamedTuple):
     end: int
 
 
-def _header_bytes(header: StepLogHeader) -> bytes:
-    return json.dumps(header_to_json(header), ensure_ascii=True).encode("ascii")
+_KINDS: Final = get_type_hints(StepLogHeader)
 
 
-def _has_type(name: str, value: object) -> bool:
-    if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode", "runner"):
-        return isinstance(value, str)
-    if name in ("tokenizer", "quantization", "pooling_type"):
-        return value is None or isinstance(value, str)
-    if name == "classifier_from_token":
-        are_tokens = isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
-        return value is None or are_tokens
-    if name == "eos_token_ids":
-        return isinstance(value, list) and all(type(item) is int for item in value)
-    if name == "block_copy_tokens":
-        return type(value) is float
-    return type(value) is (bool if name.startswith("enable_") else int)
+def _has_type(value: object, kind: Any) -> bool:
+    """Whether a JSON value has the type of a header's field, a list for a tuple."""
+    if isinstance(kind, UnionType):
+        return any(_has_type(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple:
+        first, last = get_args(kind)
+        is_list = isinstance(value, list) and (last is Ellipsis or len(value) == 2)
+        return is_list and all(type(item) is first for item in value)
+    return type(value) is kind
 
 
 def _frame(payload: bytes) -> bytes:
@@ -223,10 +209,10 @@ def _read_payload(path: Path, stream: BinaryIO) -> bytes:
 
 def _check(path: Path, data: mmap.mmap) -> StepLog:
     if data[: len(_MAGIC)] != _MAGIC:
-        raise StepLogError(f"{path} is no step log: it does not begin with {_MAGIC!r}")
+        raise StepLogError(f"{path} is not a step log: it does not begin with {_MAGIC!r}")
     frame = _good_frame(data, len(_MAGIC))
     if frame is None:
-        raise StepLogError(f"{path}: the header at byte {len(_MAGIC)} is damaged or cut short")
+        raise StepLogError(f"{path}: the header at byte {len(_MAGIC)} is damaged or truncated")
     try:
         header = header_from_json(parse_json_object(data[frame.start : frame.end]))
     except JsonError as error:
@@ -247,8 +233,8 @@ def _good_frame(data: mmap.mmap, offset: int) -> _Frame | None:
     end = start + length
     if marker != _MARKER or end > len(data):
         return None
-    is_whole = crc32(data[start:end], crc32(_LENGTH.pack(length))) == checksum
-    return _Frame(start, end) if is_whole else None
+    is_intact = crc32(data[start:end], crc32(_LENGTH.pack(length))) == checksum
+    return _Frame(start, end) if is_intact else None
 
 
 def _torn_tail(path: Path, data: mmap.mmap, end: int, num_messages: int) -> str | None:
@@ -259,8 +245,8 @@ def _torn_tail(path: Path, data: mmap.mmap, end: int, num_messages: int) -> str 
     while found >= 0:
         if _good_frame(data, found) is not None:
             raise StepLogError(
-                f"{path} is damaged at byte {end}, after {num_messages} messages: good ones go on at byte {found}, so "
-                f"this is not a torn tail; take the file from where it was copied, or cut it at byte {end}"
+                f"{path} is damaged at byte {end}, after {num_messages} messages: intact messages follow at byte "
+                f"{found}, so this is not a torn tail; copy the file again from its source, or truncate it at byte {end}"
             )
         found = data.find(_MARKER, found + 1)
-    return f"the last {len(data) - end} bytes, from byte {end} on, are no whole message: the run was cut short there"
+    return f"the last {len(data) - end} bytes, from byte {end} on, are not a complete message: the run ended there"

@@ -128,9 +128,11 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: bool, totals: Totals) -> str | None:
     my_body, their_body = body_of(mine), body_of(theirs)
-    keys = POOLED if tokens_only else (*POOLED, "prompt_logprobs")
-    pairs = [(key, my_body.get(key, Absent), their_body.get(key, Absent)) for key in keys]
-    difference = first_of([("error", mine.get("error"), theirs.get("error")), *pairs])
+    pairs = [("error", mine.get("error"), theirs.get("error"))]
+    pairs += [(key, my_body.get(key, Absent), their_body.get(key, Absent)) for key in POOLED]
+    if not tokens_only:
+        pairs.append(("prompt_logprobs", my_body.get("prompt_logprobs"), their_body.get("prompt_logprobs")))
+    difference = first_of(pairs)
     if difference is not None:
         return difference
     my_samples, their_samples = samples_of(my_body), samples_of(their_body)

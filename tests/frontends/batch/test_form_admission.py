@@ -65,17 +65,17 @@ def test_job_admits_limited_grammars_between_two_steps(form_bytes: int, counts: 
 
 
 def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: int = 1) -> ReplicaWork:
-    """Of a replica that draws so many chunks of ten rows, and then is told that there are no more."""
+    """Of a replica that claims `num_chunks` chunks of ten rows, then the end."""
     monkeypatch.setattr(shared_job, "RowRunner", lambda engine, name: runner)
     monkeypatch.setattr(shared_job, "num_wanted", lambda engine, num_unfinished: 1)
     chunks = [[NumberedLine(index, b'{"prompt": "a"}') for index in range(10)] for _ in range(num_chunks)]
-    drawer = SimpleNamespace(has_ended=False)
+    claimer = SimpleNamespace(has_ended=False)
 
-    def draw() -> list[NumberedLine]:
-        drawer.has_ended = not chunks
+    def claim() -> list[NumberedLine]:
+        claimer.has_ended = not chunks
         return chunks.pop() if chunks else []
 
-    drawer.draw = draw
+    claimer.claim = claim
     engine: Any = SimpleNamespace(
         default_sampling=SamplingParams(),
         config=SimpleNamespace(limits=RowLimits(), executor=SimpleNamespace(timeout_s=1e9)),
@@ -84,7 +84,7 @@ def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: in
         close_followers=lambda: None,
     )
     round_: Any = SimpleNamespace(send_heartbeat=lambda: False, count=lambda number: None)
-    return ReplicaWork(engine, round_, drawer, "model", lambda answers: None)  # type: ignore[arg-type]  # as above
+    return ReplicaWork(engine, round_, claimer, "model", lambda answers: None)  # type: ignore[arg-type]  # as above
 
 
 @pytest.mark.parametrize(("form_bytes", "steps"), [(FORM_BYTES, [4, 4, 2]), (0, [10])])
@@ -113,10 +113,10 @@ def test_replica_pauses_only_when_given_no_row(monkeypatch: pytest.MonkeyPatch):
     # Of each chunk four rows, four, two; then it is told that there are no more.
     assert (len(runner.admitted), num_turns, num_admitted_at_pauses) == (20, 7, [])
     assert work.counts.rows == 20
-    # Negative control: with nothing drawn, and more to come, it pauses.
-    drawer: Any = work._drawer
-    work.has_ended = drawer.has_ended = False
-    drawer.draw = list
+    # Negative control: with nothing claimed, and more to come, it pauses.
+    claimer: Any = work._claimer
+    work.has_ended = claimer.has_ended = False
+    claimer.claim = list
     work.advance()
     assert num_admitted_at_pauses == [20]
 
@@ -143,7 +143,7 @@ class SlowRows:
 def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s: float, counts: list[int]):
     """420 rows that took a second each were all looked at before the next step, for which the other ranks waited."""
     rows, found, taken = SlowRows(monkeypatch, 10, 0.3), [], []
-    output: Any = SimpleNamespace(take=taken.append)
+    output: Any = SimpleNamespace(add=taken.append)
     for _ in counts:
         before = rows.num_left
         _admit(rows, Runner(0), output, 512, Turn(timeout_s))  # type: ignore[arg-type]  # as above

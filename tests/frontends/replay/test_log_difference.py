@@ -69,7 +69,7 @@ def test_differing_masks_are_named_before_their_sampled_ids(tmp_path: Path):
         for index, values in enumerate([(5, 97), (5, 97), (6, 98), (5, 98)])
     ]
     assert difference_of(one, same) is None
-    assert difference_of(one, other) == "step 6 sampled under other masks: mask_checksums[0]: 5 in A, 6 in B"
+    assert difference_of(one, other) == "step 6 sampled with different masks: mask_checksums[0]: 5 in A, 6 in B"
     # Negative control: under the same masks it is the ids.
     found = difference_of(one, ids_alone)
     assert found is not None

@@ -63,10 +63,10 @@ def test_history_of_swapped_row_shows_its_moves(tmp_path: Path, run_script: Scri
     two_rows(tmp_path / "log", "swap")
     assert history_lines(run_script(tmp_path / "log", "--row", 1)) == [
         "step 1 admitted after this step, 2 wait",
-        "step 2 sample 0 computes positions 0 to 6, told whole with blocks [2, 3], samples 48",
+        "step 2 sample 0 computes positions 0 to 6, sent completely with blocks [2, 3], samples 48",
         "step 3 sample 0 computes position 7, samples 20",
-        "step 4 sample 0 preempted by swap, goes to the host: 2 blocks, 8 computed tokens",
-        "step 8 sample 0 comes back from the host with 8 computed tokens, "
+        "step 4 sample 0 preempted by swap, copied to the host: 2 blocks, 8 computed tokens",
+        "step 8 sample 0 swapped in from the host with 8 computed tokens, "
         "computes position 8, in blocks [0, 1, 2], samples 50",
         "step 9-11 sample 0 computes positions 9 to 11, samples 18, 57, 4",
         "step 11 sample 0 ends: length, 6 tokens [48, 20, 50, 18, 57, 4]",
@@ -78,8 +78,8 @@ def test_history_of_recomputed_row_shows_its_loss(tmp_path: Path, run_script: Sc
     two_rows(tmp_path / "log", "recompute")
     lines = history_lines(run_script(tmp_path / "log", "--row", 1))
     assert lines[3:5] == [
-        "step 4 sample 0 preempted by recompute, loses: 2 blocks, 8 computed tokens",
-        "step 8 sample 0 computes positions 0 to 8, told whole with blocks [0, 1, 2], samples 50",
+        "step 4 sample 0 preempted by recompute, dropped: 2 blocks, 8 computed tokens",
+        "step 8 sample 0 computes positions 0 to 8, sent completely with blocks [0, 1, 2], samples 50",
     ]
 
 
@@ -89,13 +89,13 @@ def test_histories_show_cache_hits_and_transfer_waits(tmp_path: Path, run_script
     awaited = history_lines(run_script(tmp_path / "log", "--row", "row-3"))
     assert found[1] == (
         "step 5 sample 0 finds 8 tokens in the cache, "
-        "computes positions 8 to 9, told whole with blocks [0, 1, 2], samples 18"
+        "computes positions 8 to 9, sent completely with blocks [0, 1, 2], samples 18"
     )
     assert awaited[1:4] == [
-        "step 13 sample 0 waits for transfer 2, which brings its beginning",
+        "step 13 sample 0 waits for transfer 2 of its prefix",
         "step 15 sample 0 transfer 2 has finished after this step",
         "step 16 sample 0 finds 8 tokens in the cache, "
-        "computes positions 8 to 9, told whole with blocks [0, 1, 4], samples 60",
+        "computes positions 8 to 9, sent completely with blocks [0, 1, 4], samples 60",
     ]
     assert awaited[-1].endswith("2 output tokens, 0 preemptions, 8 prompt tokens found in the cache")
 
@@ -108,7 +108,7 @@ def test_state_after_step_shows_swapped_sequences_and_moves(tmp_path: Path, run_
     assert re.search(r"\n  waiting: 1\n +request .*\n +1 +0 +9 +8  swapped out to \[0, 1\]\n  running: 1\n", between)
     assert ">" not in between.split("after step 6")[1]
     assert "\n  swapped in, host>device: [0>0, 1>1]\n" in back
-    assert "preemptions (1 by swap), by which 0 computed tokens were lost" in back
+    assert "preemptions (1 by swap) that lost 0 computed tokens" in back
 
 
 def test_state_after_step_shows_waits_and_transfers(tmp_path: Path, run_script: Script):
@@ -159,9 +159,9 @@ def all_histories(path: Path) -> dict[int, str]:
     replay = Replay(log.header, None)
     for step in replay.steps(log.messages()):
         for history in histories:
-            history.tell_step(step, replay.scheduler)
+            history.write_step(step, replay.scheduler)
     for history in histories:
-        history.tell_rest()
+        history.flush()
     return {request_id: "\n".join(lines) for request_id, lines in told.items()}
 
 
@@ -169,9 +169,9 @@ def test_histories_add_up_to_the_runs_counters(tmp_path: Path):
     run = write_pressure_log(tmp_path / "log")
     counters, told = run.scheduler.counters, all_histories(tmp_path / "log")
     whole = "\n".join(told.values())
-    assert whole.count("preempted by swap, goes to the host:") == counters.num_swapped_out > 0
-    assert whole.count("preempted by recompute, loses:") == counters.num_preemptions - counters.num_swapped_out > 0
-    assert whole.count("comes back from the host with") == counters.num_swapped_in > 0
+    assert whole.count("preempted by swap, copied to the host:") == counters.num_swapped_out > 0
+    assert whole.count("preempted by recompute, dropped:") == counters.num_preemptions - counters.num_swapped_out > 0
+    assert whole.count("swapped in from the host with") == counters.num_swapped_in > 0
     for group in run.ended:
         text = told[group.request.request_id]
         assert text.count("preempted by") == group.num_preemptions
@@ -182,7 +182,7 @@ def test_histories_add_up_to_the_runs_counters(tmp_path: Path):
 def test_histories_report_every_awaited_transfer(tmp_path: Path):
     run = write_pressure_log(tmp_path / "log")
     told = "\n".join(all_histories(tmp_path / "log").values())
-    waited = {int(number) for number in re.findall(r"waits for transfer (\d+), which", told)}
+    waited = {int(number) for number in re.findall(r"waits for transfer (\d+) of", told)}
     assert waited == {plan.block_ops.transfer for plan in run.plans if plan.block_ops.load}
     ended = {int(number) for number in re.findall(r"transfer (\d+) has finished", told)}
     aborted = [request_id for request_id, state in run.aborted if state is SequenceStatus.LOADING]
@@ -193,6 +193,6 @@ def test_histories_report_every_awaited_transfer(tmp_path: Path):
 def test_header_without_host_memory_says_so(tmp_path: Path, run_script: Script):
     write_log(tmp_path / "log", {1: [Admit(request(0, 5))]})
     output = run_script(tmp_path / "log", "--until", 1)
-    assert "0 host blocks to swap to, 0 in the host tier\n" in output
+    assert "0 host blocks for swapping, 0 in the host tier\n" in output
     assert "host blocks:" not in output
     assert f"blocks: {HEADER.num_blocks} of {HEADER.num_blocks} free" in output

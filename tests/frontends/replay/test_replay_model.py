@@ -106,7 +106,7 @@ def test_every_token_of_async_run_is_recomputed(log_ahead: Path, run_script):
     assert sum(message.plan.num_ahead for message in read_messages(log.messages(), log.header.num_in_flight)) > 50
     code, output, _ = run_script(log_ahead, "--with-model")
     assert code == 0
-    assert "steps decided ahead of ids" in output
+    assert "steps planned ahead of ids" in output
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
     # Negative control: of other weights each other token is named once, for the next step goes on by the log's.
     other = with_header(log_ahead, log_ahead.parent / "dummy", load_format="dummy")

@@ -26,7 +26,7 @@ def test_replay_tool_replays_a_log(tmp_path: Path, run_script):
     assert code == 0
     assert output.splitlines()[-1] == f"replayed {len(run.plans)} steps, digests equal"
     assert "13 blocks of 4 tokens; at most 8 sequences and 16 tokens a step" in output
-    assert "prefix caching off, preemption by recompute, 0 host blocks to swap to, 0 in the host tier" in output
+    assert "prefix caching off, preemption by recompute, 0 host blocks for swapping, 0 in the host tier" in output
     assert "the code has changed since the run" in output
 
 
@@ -34,7 +34,7 @@ def test_replay_tool_reports_where_replay_diverges(tmp_path: Path, run_script):
     write_log(tmp_path / "log", plants={2: lambda plan: replace(plan, groups=plan.groups[::-1])})
     code, output, _ = run_script(tmp_path / "log")
     assert code == 1
-    assert output.splitlines()[-1].startswith("replay and run part: step 2: groups[0]")
+    assert output.splitlines()[-1].startswith("replay and run differ: step 2: groups[0]")
 
 
 def test_replay_tool_uses_log_before_torn_tail(tmp_path: Path, run_script):
@@ -44,7 +44,7 @@ def test_replay_tool_uses_log_before_torn_tail(tmp_path: Path, run_script):
     code, output, _ = run_script(path)
     assert code == 0
     assert output.startswith(f"warning: {path}: the last ")
-    assert "it was cut short" in output
+    assert "the log was truncated" in output
     assert re.search(r"\nreplayed \d+ steps, digests equal\n$", output)
 
 
@@ -93,7 +93,7 @@ def test_row_history_lists_ids_preemptions_and_end(tmp_path: Path, run_script):
     group = next(group for group in run.ended if group.request.request_id == 7)
     code, output, _ = run_script(tmp_path / "log", "--row", "row-7")
     assert code == 0
-    assert output.count("preempted by recompute, loses: ") == group.num_preemptions > 0
+    assert output.count("preempted by recompute, dropped: ") == group.num_preemptions > 0
     assert output.count("admitted after this step") == 1
     for sequence in group.sequences:
         lines = [line for line in output.splitlines() if f"  sample {sequence.sample_index}  " in line]
@@ -110,7 +110,7 @@ def test_row_history_lists_ids_preemptions_and_end(tmp_path: Path, run_script):
 def test_history_of_aborted_row_says_so(tmp_path: Path, run_script):
     write_log(tmp_path / "log")
     output = run_script(tmp_path / "log", "--row", 5)[1]
-    assert "step         9            abort asked for after this step" in output
+    assert "step         9            abort requested after this step" in output
     assert re.search(r"step +9  sample 0  ends: abort, \d+ tokens", output)
 
 
@@ -129,7 +129,7 @@ def test_replay_tool_compares_two_logs(tmp_path: Path, run_script):
     code, output, _ = run_script("--diff", first, same)
     assert code == 0
     assert f"header: tensor_parallel_size is 2 in {first}, 1 in {same} (which should change no step)" in output
-    assert output.endswith("steps, all the same\n")
+    assert output.endswith("steps, all equal\n")
     code, output, _ = run_script("--diff", first, other)
     assert code == 1
     assert f"header: num_blocks is 13 in {first}, 20 in {other}\nstep " in output
@@ -137,7 +137,7 @@ def test_replay_tool_compares_two_logs(tmp_path: Path, run_script):
 
 def test_unreadable_files_exit_with_2_and_one_line(tmp_path: Path, run_script):
     (tmp_path / "other").write_text("{}\n")
-    for path, words in ((tmp_path / "absent", "No such file"), (tmp_path / "other", "no step log")):
+    for path, words in ((tmp_path / "absent", "No such file"), (tmp_path / "other", "not a step log")):
         code, output, errors = run_script(path)
         assert (code, output) == (2, "")
         assert errors.startswith("python -m spmd_worker.tools.replay: ")

@@ -110,7 +110,9 @@ def test_damaged_header_is_rejected_at_its_byte(tmp_path: Path):
     path = tmp_path / "log"
     for end in range(1, first_message):
         path.write_bytes(whole[:end])
-        with pytest.raises(StepLogError, match="no step log" if end < 8 else "header at byte 8 is damaged or cut"):
+        with pytest.raises(
+            StepLogError, match="not a step log" if end < 8 else "header at byte 8 is damaged or truncated"
+        ):
             read_step_log(path)
     path.write_bytes(whole[:30] + bytes([whole[30] ^ 1]) + whole[31:])
     with pytest.raises(StepLogError, match="header at byte 8"):
@@ -123,7 +125,7 @@ def test_empty_or_other_file_is_rejected(tmp_path: Path):
     with pytest.raises(StepLogError, match="is empty: the run ended before"):
         read_step_log(path)
     path.write_bytes(b'{"custom_id": "row"}\n')
-    with pytest.raises(StepLogError, match="is no step log"):
+    with pytest.raises(StepLogError, match="is not a step log"):
         read_step_log(path)
     with pytest.raises(FileNotFoundError):
         read_step_log(tmp_path / "absent")
@@ -147,9 +149,7 @@ def test_damaged_byte_before_good_frame_names_both_offsets(tmp_path: Path):
         path = tmp_path / "damaged"
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
         number = max(count for count, start in enumerate(starts) if start <= place)
-        words = (
-            f"damaged at byte {starts[number]}, after {number} messages: good ones go on at byte {starts[number + 1]},"
-        )
+        words = rf"damaged at byte {starts[number]}, after {number} messages: .* at byte {starts[number + 1]},"
         with pytest.raises(StepLogError, match=words):
             read_step_log(path)
 

@@ -9,6 +9,7 @@ from tools_main import tool
 
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
 from spmd_worker.frontends.report.page import NO_CHARTS
+from spmd_worker.frontends.tools.run_dir import WHERE
 
 STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
 PROGRAM = "python -m spmd_worker.tools.report"
@@ -105,9 +106,7 @@ def test_run_killed_before_first_step_is_reported(report, run_dir: Path):
 def test_missing_folder_is_named(report, tmp_path: Path):
     code, out, err = report(tmp_path / "nothing")
     assert (code, out) == (2, "")
-    assert err == (
-        f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, by default <job.output>.run)\n"
-    )
+    assert err == f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder ({WHERE})\n"
 
 
 def test_file_given_for_its_folder_is_reported(report, run_dir: Path):

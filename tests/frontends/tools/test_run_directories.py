@@ -25,7 +25,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 
 TOOLS = ("doctor", "collect", "replay", "report")
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
-WHERE = "(a run's directory is job.run_dir, else <job.output>.run)"
+WHERE = "(a run's directory is job.run_dir, by default <job.output>.run)"
 
 
 def config_of(folder: Path, **keys: Any) -> RunConfig:

@@ -72,6 +72,6 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         data_parallel_size=parallel.data_parallel_size,
         runner=model.runner,
         pooling_type=model.pooling_type,
-        classifier_from_token=None if tokens is None else tuple(tokens),
+        classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
     )
