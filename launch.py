@@ -1,4 +1,4 @@
-"""The command: compose the configuration, then plan or run on this rank.
+"""The command: composes the configuration, then plans or runs on this rank.
 
     torchrun --nproc-per-node 2 launch.py model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
@@ -8,6 +8,7 @@ printed once, by rank 0.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -19,11 +20,11 @@ from spmd_worker.base.process import check_limits, end_with_launcher
 from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
 
 if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
-    # Before anything that takes its time: a rank must not outlive its launcher.
+    # Before anything that takes long: a rank must not outlive its launcher.
     end_with_launcher()
     hold_collections()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until `main` is there to say what Ctrl-C means: nothing has begun that it could interrupt.
+        # Until `main` handles Ctrl-C: nothing has begun that it could interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from spmd_worker.base.config.compose import as_yaml, compose_run
@@ -45,8 +46,7 @@ from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 from spmd_worker.resolved import ResolvedRun, find_model, resolve_run
 
 _PATH_OPTIONS: Final = {"input": "job.input", "output": "job.output"}
-"""Options that are other words for a key, for paths as the shell gives them."""
-
+"""Options that set a key to a path, which the shell may complete."""
 _OPTIONS: Final = "--help, --cfg job, --config-dir DIR, --input PATH, --output PATH or --version"
 
 _USAGE: Final = """\
@@ -61,15 +61,15 @@ usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help | --help=all] [-
   torchrun --nproc-per-node 2 {ranks} model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
   GROUP.KEY=VALUE    sets a key
-  GROUP=NAME         takes a named set of values; experiment=NAME a whole named run
+  GROUP=NAME         applies a named set of values; experiment=NAME a complete named run
   --input PATH       is job.input=PATH, and --output PATH job.output=PATH
   plan=true          prints ranks, bytes and blocks, and exits without loading weights
-  families           prints which models run, and which do not and why, and exits
-  --help             prints this and the keys that people set; --help=all every key
-  --cfg job          prints the configuration that the command line comes to, and exits
+  families           prints the supported and unsupported models, with the reasons, and exits
+  --help             prints this and the common keys; --help=all every key
+  --cfg job          prints the composed configuration, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
-exit codes: 0 every row has its output row; 1 the job failed, or plan=true refuses; 70 the ranks diverged"""
+exit codes: 0 every row has its output row; 1 the job failed, or plan=true rejects it; 70 the ranks diverged"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(str(error), environment, error.exit_code)
     except KeyboardInterrupt:
         # Every rank gets the signal, so none has to wait for rank 0.
-        text = "interrupted: what is finished is kept, and the same command goes on from there"
+        text = "interrupted: finished rows are kept, and the same command resumes the job"
         return fail(text, environment) if environment.is_leader else 1
 
 
@@ -101,58 +101,49 @@ def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
     if command.overrides == ["families"]:
         return write_report(describe_families, environment)
     if command.multirun:
-        raise ConfigError(
-            "--multirun cannot run: a command runs one job; start the command once for each set of values"
-        )
+        raise ConfigError("--multirun is not supported: start the command once for each set of values")
     paths = {key: getattr(command, name) for name, key in _PATH_OPTIONS.items() if getattr(command, name) is not None}
     config = compose_run(CONF, command.overrides, command.config_dir, paths)
     if command.version:
         return write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:
-        return write_report(lambda: _help(config, command), environment)
+        shows_all = command.help == "all"
+        return write_report(lambda: describe_keys(_usage(), config, command.config_dir, shows_all), environment)
     if command.cfg:
         return write_report(lambda: as_yaml(config).rstrip(), environment)
     return _plan(config, environment) if config.plan else _run(config, environment)
 
 
-def _help(config: RunConfig, command: argparse.Namespace) -> str:
-    ranks, alone = _program()
-    usage = _USAGE.format(ranks=ranks, alone=alone)
-    return describe_keys(usage, config, command.config_dir, command.help == "all")
-
-
-def _program() -> tuple[str, str]:
-    """What follows torchrun's options, and what starts one rank; as the user typed it."""
-    if Path(sys.argv[0]).name == "spmd-worker":
-        return "--no-python spmd-worker", "spmd-worker"
+def _usage() -> str:
+    """The usage, with the program as the user typed it: behind torchrun's options, and for a single rank."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    is_module = spec is not None and spec.name == "launch"
-    return ("-m launch", "python -m launch") if is_module else ("launch.py", "python launch.py")
+    if Path(sys.argv[0]).name == "spmd-worker":
+        return _USAGE.format(ranks="--no-python spmd-worker", alone="spmd-worker")
+    program = "-m launch" if spec is not None and spec.name == "launch" else "launch.py"
+    return _USAGE.format(ranks=program, alone=f"python {program}")
 
 
 def _plan(config: RunConfig, environment: RankEnvironment) -> int:
-    """Print the layout and the memory plan: no weights, no device, no torch."""
+    """Print the layout and the memory plan, without weights, device and torch."""
     if not environment.is_leader:
         return 0
-    # Imported here so that composing and --help stay quick.
+    # Imported here so that composing and --help stay fast.
     from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
-    resolved = resolve_run(config, "cpu" if config.device == "auto" else config.device)
-    plan = make_plan(resolved)
+    plan = make_plan(resolve_run(config, "cpu" if config.device == "auto" else config.device))
     write_report(lambda: describe_plan(plan), environment)
     return 1 if plan.error_result else 0
 
 
 def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedRun | None:
-    """On the CPU: read the run, and begin to commit the cache's memory, while torch is not there yet. Returns what was
-    read; None on a GPU, and where something is wrong, which is found again, and reported, later.
+    """Resolve a run on the CPU and begin to prefault its cache, before torch is imported. Returns the resolved run;
+    None on a GPU, and for an error, which is found again, and reported, later.
     """
     from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
     from spmd_worker.frontends.batch.prefault import prefault
     from spmd_worker.worker.memory.plan import cache_spec_of, check_cache_setting
 
-    is_on_gpu = config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists())
-    if is_on_gpu:
+    if config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists()):
         return None
     try:
         resolved = resolve_run(config, "cpu")
@@ -160,23 +151,20 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
     except (SpmdError, OSError):
         return None
     computes_here = config.executor.backend in ("auto", "external_launcher", "uniproc")
-    if not computes_here or environment.world_size != resolved.layout.world_size:
-        return resolved
-    if config.job.input is not None and not is_stream(config.job.input):
-        try:
+    is_launched = environment.world_size == resolved.layout.world_size
+    if computes_here and is_launched and config.job.input is not None and not is_stream(config.job.input):
+        with contextlib.suppress(SpmdError, OSError):
             inputs, spec = find_inputs(config.job.input), cache_spec_of(resolved, environment.rank)
             prefault(config, spec, inputs, resolved.max_model_len, environment.local_world_size)
-        except (SpmdError, OSError):
-            return resolved
     return resolved
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
-    # What is said of the model's files is said of them as they are read.
+    # Before the model's files are read, which may log warnings.
     configure_logging(environment.rank, environment.world_size)
     # A download may take hours: before anything watches the ranks.
     find_model(config)
-    # Before the tokenizer is read: one that has to be converted brings torch.
+    # Before the tokenizer is read: its conversion may import torch.
     prepare_torch()
     resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.

@@ -119,7 +119,7 @@ def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tm
 
 UNDER_RANKS = [
     (["cache.num_block=3"], "cache.num_block=3: there is no key cache.num_block; did you mean cache.num_blocks?"),
-    (["--multirun", "seed=1,2"], "--multirun cannot run: a command runs one job"),
+    (["--multirun", "seed=1,2"], "--multirun is not supported"),
     (
         [*DEMO, "job.input=rows.jsonl", "job.output=out/x.jsonl", "cache.num_blocks=3"],
         SMALL_CACHE,

@@ -59,10 +59,9 @@ class LockHolder:
 
 
 class FileLock:
-    """A lock held from `__enter__` to `__exit__`, which removes the file if it `is_temporary`.
-
-    `owned` and `way_out` are for the error message: `job.run_dir=DIR`, `give another job.run_dir`. `__enter__` raises
-    ConfigError naming the holder, or the file that cannot be opened; nothing has changed then.
+    """A lock held from `__enter__` to `__exit__`, which removes the file if it `is_temporary`. `__enter__` raises
+    ConfigError naming the holder, or the file that cannot be opened; its message has `owned` and `way_out`
+    (`job.run_dir=DIR`, `give another job.run_dir`).
     """
 
     def __init__(self, path: Path, owned: str, way_out: str, *, is_temporary: bool = False) -> None:
@@ -94,8 +93,8 @@ class FileLock:
         os.close(descriptor)
 
     def note(self, doing: str) -> None:
-        """Write the process's current activity, for rejected processes to read. Does nothing once the lock is released,
-        or after `ENDING`: a signal's thread writes that while the main thread continues for a while.
+        """Write the process's current activity, for rejected processes to read; no effect without the lock, or after
+        `ENDING`.
         """
         with self._noting:
             if self._is_ending:

@@ -97,8 +97,8 @@ class OpenRun:
 
 
 class InputCheck:
-    """Records the scan of the input once it has ended. A resumed run reads no row before: its input must be the same.
-    `expect` is called with the number of rows.
+    """Records the scan of the input once it has ended, and calls `expect` with the number of rows. A resumed run reads
+    no row before: its input must be the same.
     """
 
     def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, is_resumed: bool) -> None:
@@ -123,9 +123,7 @@ class InputCheck:
         return self._is_recorded
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError, once all rows were read, if files changed meanwhile: the output would not match the input
-        that the manifest describes.
-        """
+        """Raise ConfigError if files changed while they were read: the manifest does not describe their rows."""
         if self._scan.has_changed():
             raise ConfigError(
                 f"job.input={self._manifest['config']['job']['input']} changed while the job read it. The answers are "
@@ -333,9 +331,7 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
 
 
 def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: Turn) -> None:
-    """Admit available rows, up to `most_unfinished` running requests or examined rows, MOST_FORM_BYTES of compiled
-    grammars or the end of the turn: a step may be due.
-    """
+    """Admit available rows, up to `most_unfinished`, MOST_FORM_BYTES of compiled grammars or the end of the turn."""
     most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
     for _ in range(most_unfinished):
         if runner.num_requests >= most_unfinished or runner.num_form_bytes >= most_form_bytes or turn.is_over:

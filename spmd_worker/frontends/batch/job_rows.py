@@ -110,7 +110,6 @@ class JobCounts:
         return sum(self.error_codes.values())
 
     def add(self, answer: RowAnswer) -> None:
-        """Count one row."""
         self.rows += 1
         self.prompt_tokens += answer.num_prompt_tokens
         self.cached_prompt_tokens += answer.num_cached_tokens
@@ -151,7 +150,6 @@ class JobOutput:
         self._shown = (self.counts.rows, 0)
 
     def expect(self, num_rows: int | None) -> None:
-        """Set the number of rows of the input, once known."""
         self._num_rows = num_rows
         self._progress.expect(num_rows)
 

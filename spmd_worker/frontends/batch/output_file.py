@@ -44,9 +44,8 @@ class LineSink(Protocol):
 
 
 class OutputFile:
-    """Writes lines to `<name>.partial` next to the output, which `close` makes durable and renames.
-
-    As a context manager it closes on success and, on an exception, leaves neither output nor partial file.
+    """Writes lines to `<name>.partial` next to the output, which `close` makes durable and renames. As a context
+    manager it closes on success and, on an exception, leaves neither output nor partial file.
     """
 
     def __init__(self, path: Path, stream: BinaryIO, sink: LineSink) -> None:

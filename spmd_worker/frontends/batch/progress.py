@@ -19,10 +19,8 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
 
 
 class Progress:
-    """Rows, output tokens per second and time left: a bar on a terminal, elsewhere a line every `interval_s` seconds,
-    the first and the last always.
-
-    `total_rows` is None when unknown. `rows_before` of them were done before and do not count for the rate.
+    """Rows, output tokens per second and time left: a bar on a terminal, elsewhere the first and last state and a line
+    every `interval_s` seconds. `total_rows` is None when unknown; `rows_before` of them do not count for the rate.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class Progress:
             self._show_line(now_s)
 
     def expect(self, total_rows: int | None) -> None:
-        """Set the total, once known."""
         self._total_rows = total_rows
         if self._bar is not None:
             self._bar.total = total_rows

@@ -35,7 +35,6 @@ class RowSender:
         return self._num_chunks - self._store.add(f"{self._prefix}/claimed", 0)
 
     def publish(self, rows: list[NumberedLine]) -> None:
-        """Publish one more chunk."""
         put_bytes(self._store, f"{self._prefix}/rows/{self._num_chunks}", pack_rows(rows))
         self._num_chunks += 1
 
@@ -83,7 +82,6 @@ class RowClaimer:
         return unpack_rows(payload)
 
     def send(self, answers: list[RowAnswer]) -> None:
-        """Send answers to rank 0."""
         put_bytes(self._store, f"{self._prefix}/answers/{self._replica}/{self._num_sent}", pack_answers(answers))
         self._num_sent += 1
 

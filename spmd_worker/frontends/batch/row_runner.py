@@ -60,7 +60,6 @@ class RowRunner:
         return None
 
     def step(self) -> list[RowAnswer]:
-        """Run one step; returns the rows that ended in it."""
         answers = [self._answer(output) for output in self._engine.step()]
         return [answer for answer in answers if answer is not None]
 

@@ -119,11 +119,9 @@ class JobSharer:
 
     @property
     def is_done(self) -> bool:
-        """Whether every row of the input has its answer."""
         return self._has_ended and self._output.counts.rows == self._rows.num_rows
 
     def advance(self) -> None:
-        """Publish rows for the replicas, collect answers."""
         # Also when all is published: `may_read` notices when the input is known.
         if self._rows.may_read() and not self._has_ended:
             self._publish()
@@ -208,7 +206,6 @@ class _Outbox:
         self._num_bytes += sum(len(answer.line) for answer in answers)
 
     def send_if_due(self) -> None:
-        """Send in batches, but soon enough for memory and for a watching user."""
         if self._num_bytes >= _MAX_HELD_BYTES or time.monotonic() - self._last_sent_s >= _SEND_S:
             self.send()
 

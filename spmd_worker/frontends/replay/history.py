@@ -57,7 +57,6 @@ class RowHistory:
         self._decode_runs: dict[int, _DecodeRun] = {}
 
     def write_request(self) -> None:
-        """Write the request's parameters."""
         request, sampling = self._request, self._request.sampling
         prompt = shorten(request.prompt_token_ids)
         self._write(f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")

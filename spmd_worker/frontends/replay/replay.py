@@ -106,7 +106,6 @@ class Replay:
         return len(self._in_flight) == self._header.num_in_flight
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
-        """Plan the message's step and compare plan and digest."""
         plan, sampled = self.scheduler.schedule(), message.sampled
         if self.num_steps == 0 and message.step != plan.step:
             raise ReplayError(
@@ -175,9 +174,7 @@ def _wrong_count(step: int, num_samples: int, num_logged: int) -> ReplayDiverged
 
 
 def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
-    """Decode a log's messages in order, from a run with `num_in_flight` steps in flight. Raises ReplayError for a
-    message that does not follow from those before.
-    """
+    """Decode the messages of a log with `num_in_flight` steps in flight. Raises ReplayError for an inconsistent one."""
     decoder = Decoder(num_in_flight)
     for number, payload in enumerate(payloads, start=1):
         try:
@@ -210,10 +207,8 @@ def header_differences(first: StepLogHeader, other: StepLogHeader) -> list[tuple
 
 
 def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str]) -> str | None:
-    """First message in which two logs differ, and the field; None if they are equal. `names` are the logs' names.
-
-    Of logs that begin at different steps (the last records of two ranks) the common steps are compared. Raises
-    ReplayError if a log becomes unreadable.
+    """First message in which two logs, called `names`, differ, and the field; None if they are equal. Of logs that
+    begin at different steps (the last records of two ranks) the common steps are compared. Raises ReplayError.
     """
     depth, other_depth = first.header.num_in_flight, other.header.num_in_flight
     last_step = 0
@@ -279,7 +274,6 @@ def _with_names(difference: str, first: str, other: str) -> str:
 
 
 def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Scheduler:
-    """A scheduler with the engine's limits."""
     limits = SchedulerLimits(
         header.max_num_seqs,
         header.max_num_batched_tokens,

@@ -42,8 +42,8 @@ class StepLogHeader:
     `model_path` is absolute. The ranks agreed on `num_blocks` and `num_host_blocks`; the offload tier has
     `num_tier_blocks`. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the cost of
     swapping a block, in computed tokens. `max_model_len` is resolved, in tokens; `device` is "cpu" or "cuda". `code`
-    and `tokenizer` are fingerprints, so that a replay can report changes since; `tokenizer` is None for a folder without
-    one. `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
+    and `tokenizer` are fingerprints, to report changes since the run; `tokenizer` is None for a folder without one.
+    `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
     `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read.
     """
 
@@ -85,21 +85,17 @@ class StepLogHeader:
 
 
 class StepLogWriter:
-    """Writes header and messages; a reader sees a message once `write` has returned.
-
-    Each frame is passed to the operating system at once, in one write (a few microseconds): a killed rank loses only
-    the frame it was writing. Only `close` waits for the disk, so a power failure may lose the last seconds. Raises
-    OSError, for example on a full disk.
+    """Writes header and messages, each in one write (a few microseconds): a reader sees a message once `write` has
+    returned, and a killed rank loses only the frame it was writing. Only `close` waits for the disk, so a power failure
+    may lose the last seconds. Raises OSError.
     """
 
     def __init__(self, path: Path, header: StepLogHeader) -> None:
-        """Begin the file, replacing an existing one."""
         self.path = path
         self._stream: BinaryIO = begin_own_file(path)
         self._write_all(_MAGIC + _frame(json.dumps(header_to_json(header)).encode("ascii")))
 
     def write(self, payload: bytes) -> None:
-        """Write one message, encoded by `codec.Encoder`."""
         self._write_all(_frame(payload))
 
     def close(self) -> None:
@@ -140,10 +136,8 @@ class StepLog:
 
 
 def read_step_log(path: Path) -> StepLog:
-    """Check a log, which may be growing, and open it.
-
-    A truncated or damaged tail is reported and the rest used. Raises StepLogError for damage before a good frame, for
-    other files and other versions of the format, and OSError.
+    """Check and open a log, which may be growing; a damaged tail is reported and the rest used. Raises StepLogError for
+    damage before a good frame, for other files and other versions of the format, and OSError.
     """
     with open_regular_file(path) as stream:
         if os.fstat(stream.fileno()).st_size == 0:
@@ -246,7 +240,7 @@ def _torn_tail(path: Path, data: mmap.mmap, end: int, num_messages: int) -> str 
         if _good_frame(data, found) is not None:
             raise StepLogError(
                 f"{path} is damaged at byte {end}, after {num_messages} messages: intact messages follow at byte "
-                f"{found}, so this is not a torn tail; copy the file again from its source, or truncate it at byte {end}"
+                f"{found}, so this is not a torn tail; copy the file again, or truncate it at byte {end}"
             )
         found = data.find(_MARKER, found + 1)
     return f"the last {len(data) - end} bytes, from byte {end} on, are not a complete message: the run ended there"

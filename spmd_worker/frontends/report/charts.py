@@ -85,12 +85,10 @@ class Frame:
 
     @classmethod
     def of(cls, steps: list[StepStats], totals: Totals, max_columns: int) -> "Frame":
-        """Frame of at least one step."""
         return cls(steps, make_columns(steps, max_columns), totals)
 
     @property
     def is_condensed(self) -> bool:
-        """Whether a column may cover several steps."""
         return len(self.columns) < len(self.steps)
 
     def means(self, field: str) -> list[float]:
@@ -99,9 +97,7 @@ class Frame:
 
 
 def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
-    """All charts, in the page's order, without charts of events that never happened; the slowest steps are numbered in
-    the chart of durations.
-    """
+    """All charts of events that happened, in the page's order; the chart of durations numbers the slowest steps."""
     totals = frame.totals
     return [
         _blocks_chart(frame),

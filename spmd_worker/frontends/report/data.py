@@ -18,10 +18,7 @@ NEARLY_FULL: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Consecutive steps, from the start of the first to the start of the next column's first.
-
-    `sums` holds each field summed over the steps, `slowest` is the one that took longest.
-    """
+    """Consecutive steps, up to the start of the next column. `sums` has the sum of each field of the steps."""
 
     start_us: int
     end_us: int
@@ -53,7 +50,6 @@ class Totals:
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions by swap and by recompute."""
         return self.sums.num_swapped_out + self.sums.num_recomputed
 
 

@@ -262,12 +262,10 @@ def _legend_columns(names: list[str], width_inches: float) -> int:
 
 
 def _legend_inches(names: list[str], width_inches: float) -> float:
-    """Height of the legend above the plot."""
     return ceil(len(names) / _legend_columns(names, width_inches)) * _LEGEND_ROW_INCHES + 0.1
 
 
 def _add_legend(figure: "Figure", handles: list["Artist"], width_inches: float) -> None:
-    """Add the legend at the upper left corner of the figure."""
     height = figure.get_figheight()
     figure.legend(
         handles=handles,

@@ -143,9 +143,7 @@ def step_text(steps: list[StepStats] | None) -> str:
 
 
 def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
-    """Lines from the first diagnosis: the others agree, or were made once that rank had left. Of the records that agree
-    with it the lowest rank's is shown, which was on the terminal.
-    """
+    """Lines of the first diagnosis, from the lowest rank's record that agrees with it, as on the terminal."""
     first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
     record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.wall_s))

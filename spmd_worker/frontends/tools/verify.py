@@ -38,9 +38,7 @@ class VerifyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One output of a row. `tokens` are ids, or texts if the row has no ids; both lists are None if absent. `rest` is a
-    chat message without its content.
-    """
+    """One output of a row. `tokens` are ids or texts; `rest` is a chat message without its content."""
 
     tokens: list[Any] | None
     logprobs: list[Any] | None

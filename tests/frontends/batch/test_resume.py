@@ -192,7 +192,7 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
         "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
     }[change]
     with pytest.raises(
-        ConfigError, match=rf"^{change} is \S+, and \S+ in the run that job\.run_dir=.*job\.resume=force"
+        ConfigError, match=rf"^{change} is \S+, and \S+ in the run of .*job\.resume=force"
     ):
         run(changed)
     # Nothing is lost by the refusal.

@@ -333,9 +333,7 @@ def test_stop_strings_are_found_only_with_the_tokenizer(tmp_path: Path):
     run.close()
     assert isinstance(run.ended[0].sequences[0].stop_reason, str)
     log = read_step_log(tmp_path / "log")
-    with pytest.raises(
-        ReplayError, match=r"request 0 has stop strings \['a', .* no longer has tokenizer.json"
-    ):
+    with pytest.raises(ReplayError, match=r"request 0 has stop strings \['a', .* no longer has tokenizer.json"):
         list(Replay(log.header, None).steps(log.messages()))
 
 

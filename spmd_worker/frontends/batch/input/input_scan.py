@@ -45,9 +45,7 @@ class InputScan:
         return self._future.result() if self._future.done() else None
 
     def has_changed(self) -> bool:
-        """Whether the files differ from the scanned ones. Files of another size or modification time are read again; an
-        unreadable file counts as unchanged.
-        """
+        """Whether the files differ from the scanned ones; an unreadable file counts as unchanged."""
         found = self.wait(0)
         if found is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
             return False

@@ -43,9 +43,7 @@ class RowReader:
         max_line_bytes: int = RowLimits().max_line_bytes,
         is_own: Callable[[Path], bool] = lambda path: False,
     ) -> "RowReader":
-        """Reader for a value of `job.input`, without matches of a pattern that are the job's own files. Raises
-        ConfigError for a missing file.
-        """
+        """Reader for a value of `job.input`, without the job's own files. Raises ConfigError for a missing file."""
         if is_stream(name):
             return RowReader(None, max_line_bytes, name)
         return RowReader(find_inputs(name, is_own), max_line_bytes)

@@ -47,9 +47,7 @@ def reject_read_and_written(claims: Sequence[Claim], read: Iterable[Name]) -> No
 
 
 def reject_same_file(claims: Sequence[Claim]) -> None:
-    """Raise ConfigError if two claims are one file, or one would have to be a folder for the other. Names that differ
-    only in case are one file on some file systems.
-    """
+    """Raise ConfigError if two claims are one file, also on a case-insensitive file system, or one is in the other."""
     for (first, claim), (second, other) in permutations(enumerate(claims), 2):
         claimed = {each for path in claim.paths for each in _identities(path)}
         named = {each for path in other.paths for each in _identities(path)}
@@ -108,7 +106,6 @@ def identities_above(path: Path) -> set[Identity]:
 
 
 def _own(path: Path) -> Identity | None:
-    """Device and inode of an existing file or folder."""
     try:
         found = os.stat(path)
     except OSError:

@@ -63,9 +63,7 @@ def _is_reserved(path: Path) -> bool:
 
 
 def check_files(resolved: ResolvedRun) -> None:
-    """Check existing files, and change nothing; rank 0 only. Raises ConfigError for anything that would otherwise fail
-    when the rows are done, or overwrite another file.
-    """
+    """Check existing files, on rank 0. Raises ConfigError if the job would fail late, or overwrite another file."""
     job, run_dir, model_path = resolved.config.job, run_dir_of(resolved.config.job), resolved.config.model.path
     files = [_claim("job.output", job.output or "")]
     if job.prometheus_file:

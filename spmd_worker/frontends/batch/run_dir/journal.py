@@ -64,9 +64,8 @@ class JournalRecord(NamedTuple):
 
 
 def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
-    """(row, line) of every committed row in order of the rows, of a job that may be running; changes nothing.
-
-    Raises FileNotFoundError without a journal, JournalError for an invalid one, OSError.
+    """(row, line) of every committed row in order of the rows, also of a running job. Raises FileNotFoundError without
+    a journal, JournalError for an invalid one, OSError.
     """
     with _open_to_read(folder / JOURNAL_NAME) as records, _open_to_read(folder / LINES_NAME) as lines:
         if records.read(len(_HEADER)) != _HEADER:
@@ -120,7 +119,6 @@ class RowJournal:
         self._last_commit_s = time.monotonic()
 
     def has(self, index: int) -> bool:
-        """Whether the row is done."""
         return index < len(self._lengths) and self._lengths[index] > 0
 
     def key_of(self, index: int) -> int:
@@ -144,9 +142,7 @@ class RowJournal:
             self.commit()
 
     def commit(self) -> None:
-        """Make all appended rows durable. Raises OSError; then nothing more is written, and every later call raises it
-        again: the first call may have been another thread's.
-        """
+        """Make all appended rows durable. Raises OSError, as does every later call: nothing more is written then."""
         with self._lock:
             self._last_commit_s = time.monotonic()
             if self._failure is not None:
@@ -169,7 +165,6 @@ class RowJournal:
                 raise
 
     def _write_pending(self, offset: int) -> None:
-        """Write the pending rows; `offset` is the end of the lines."""
         records = bytearray()
         for key, answer in self._pending:
             line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)

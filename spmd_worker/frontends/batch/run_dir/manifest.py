@@ -108,18 +108,15 @@ def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
 
 
 def set_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
-    """Set the input's digest and number of rows: compare with the last run's, and write the manifest.
-
-    Raises ConfigError if they differ, unless `resume` is force; the file is unchanged then.
+    """Set the input's digest and number of rows, and write the manifest. Raises ConfigError if they differ from the
+    last run's, unless `resume` is force; the file is unchanged then.
     """
     manifest["num_rows"] = num_rows
     _set(run_dir, manifest, resume, _INPUT_KEY, digest)
 
 
 def set_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
-    """Set the arithmetic of these ranks (the order of additions): another processor or GPU may give rows different
-    bits. Raises as `set_input` does.
-    """
+    """Set the arithmetic of the ranks (order of additions, which differs among processors) as `set_input` does."""
     _set(run_dir, manifest, resume, _ARITHMETIC_KEY, arithmetic)
 
 

@@ -22,9 +22,7 @@ def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
 
 
 def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
-    """Write this rank's own records of the last steps as `records.rank<N>.log`; None without a run directory. A write
-    error is only logged: the failure of the job must still be reported.
-    """
+    """Write this rank's last records as `records.rank<N>.log`; None without a run directory, or on a logged OSError."""
     if not run_dir.is_dir():
         return None
     path = run_dir / f"records.rank{engine.engine_channel.rank}.log"
