@@ -44,7 +44,7 @@ LLAMA_8B = {
 }
 
 
-def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_path: Path):
+def test_ctrl_c_during_import_leaves_no_traceback(tmp_path: Path):
     (tmp_path / "hydra.py").write_text("print('imports', flush=True)\nimport time\ntime.sleep(3600)\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ranks.REPOSITORY}"}
     # A program in the background of a shell may ignore Ctrl-C, and so would what it starts.
@@ -81,7 +81,7 @@ def folder_listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tmp_path: Path):
+def test_help_config_and_plan_print_once_without_torch(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     # One start for all three: what is printed by one rank only shows in the count.
     done = ranks.run_ranks(
@@ -128,7 +128,7 @@ UNDER_RANKS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), UNDER_RANKS, ids=["misspelled", "multirun", "small cache"])
-def test_an_error_prints_once_under_two_ranks_and_leaves_no_file(tmp_path: Path, arguments: list[str], message: str):
+def test_error_prints_once_on_two_ranks(tmp_path: Path, arguments: list[str], message: str):
     done = ranks.run_torchrun(
         [LAUNCH, *arguments, "parallel.tensor_parallel_size=2"], nproc=2, timeout_s=START_S, cwd=tmp_path
     )
@@ -197,7 +197,7 @@ def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]):
     assert re.fullmatch(r"spmd-worker \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-def test_a_half_set_launcher_environment_is_an_error_and_no_traceback(
+def test_incomplete_launcher_environment_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RANK", "0")
@@ -206,7 +206,7 @@ def test_a_half_set_launcher_environment_is_an_error_and_no_traceback(
     assert capsys.readouterr().err.startswith("error: RANK is set but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not")
 
 
-def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0(
+def test_rank_that_fails_alone_reports_after_rank_0(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
@@ -217,7 +217,7 @@ def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0
 
 
 @pytest.mark.guarantee("Exit codes 70 and 1")
-def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Path):
+def test_diverged_ranks_exit_with_70_others_with_1(tmp_path: Path):
     assert exit_codes(tmp_path, lambda command: ranks.run_command([sys.executable, *command], START_S)) == EXIT_CODES
 
 
@@ -275,7 +275,7 @@ def good_row(index: int) -> dict[str, Any]:
 
 
 @pytest.mark.guarantee("Exit 0: every row has its line, in input order")
-def test_a_thousand_rows_with_a_hundred_bad_ones_of_ten_kinds_have_a_thousand_answers_in_order(tmp_path: Path):
+def test_thousand_rows_with_errors_are_answered_in_order(tmp_path: Path):
     bad = {10 * number + 7: BAD_ROWS[number % 10](number) for number in range(100)}
     rows = [bad.get(index, good_row(index)) for index in range(1000)]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -412,7 +412,7 @@ def read_to_end(descriptor: int) -> str:
 
 
 @pytest.mark.guarantee("The host's random states stay", is_control_inside=True)
-def test_importing_and_running_leave_the_hosts_process_as_it_was():
+def test_import_and_run_leave_the_host_process_unchanged():
     # Trainers import us: their seeds, signal handlers, environment and threads are theirs.
     source = f"""
         import os, random, signal, sys, threading, logging

@@ -66,7 +66,7 @@ def test_beams_that_do_not_end_are_transformers(llm: LLM, width: int):
 
 @pytest.mark.guarantee("beam_search")
 @pytest.mark.control("beam_search")
-def test_one_beam_is_greedy_and_several_find_what_is_likelier(llm: LLM):
+def test_one_beam_is_greedy_several_find_likelier_text(llm: LLM):
     greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
     one, five = (
         llm.beam_search(PROMPTS, BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True)) for width in (1, 5)
@@ -106,7 +106,7 @@ def plain_beams(prompt: list[int], width: int, num_tokens: int, penalty: float) 
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 8.0])
-def test_beams_that_end_are_compared_with_those_that_do_not(llm: LLM, penalty: float, monkeypatch: pytest.MonkeyPatch):
+def test_finished_beams_compete_with_unfinished_ones(llm: LLM, penalty: float, monkeypatch: pytest.MonkeyPatch):
     engine = llm.llm_engine
     ends_even = replace(engine.resolved.model_config, eos_token_ids=EVEN)
     monkeypatch.setattr(engine, "resolved", replace(engine.resolved, model_config=ends_even))
@@ -123,7 +123,7 @@ def test_beams_that_end_are_compared_with_those_that_do_not(llm: LLM, penalty: f
     assert (num_ended > 0) == (penalty < 8.0)
 
 
-def test_beams_are_as_long_as_the_model_can_be(llm: LLM):
+def test_beams_may_fill_max_model_len(llm: LLM):
     prompt = random_prompt(509, 1)
     (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
     assert [len(each.tokens) for each in output.sequences] == [512, 512]
@@ -159,7 +159,7 @@ def test_fields_are_positional_in_the_order_of_vllm():
     assert BeamSearchParams(2, 3, structured_outputs={}, watermarking=False) == BeamSearchParams(2, 3)
 
 
-def test_special_tokens_are_in_the_text_where_they_are_asked_for(tmp_path: Path):
+def test_special_tokens_are_in_beam_text_when_requested(tmp_path: Path):
     with LLM(write_text_checkpoint(tmp_path), num_blocks=300) as llm:
         special = llm.get_tokenizer().eos_token
         prompt = f"hello{special} world"
@@ -169,7 +169,7 @@ def test_special_tokens_are_in_the_text_where_they_are_asked_for(tmp_path: Path)
             assert all(each.text.startswith("hello world" if skip else prompt) for each in output.sequences)
 
 
-def test_what_is_no_prompt_and_no_parameters_is_refused(llm: LLM):
+def test_beam_search_rejects_invalid_prompts_and_parameters(llm: LLM):
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     with pytest.raises(ValueError, match=r"no tokenizer.json"):
         llm.beam_search("hello", params)

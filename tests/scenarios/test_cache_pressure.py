@@ -24,7 +24,7 @@ from spmd_worker.replica.scheduler.counters import SchedulerCounters
 NAME = "llama3"
 ROOMY = 2000
 CROWDED = 57
-"""Blocks: about 30 % of what the batch wants, see `test_the_crowded_cache_is_30_percent_of_what_the_batch_wants`."""
+"""Blocks: about 30 % of what the batch wants, see `test_crowded_cache_has_30_percent_of_needed_blocks`."""
 SETTINGS = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 512}
 
 
@@ -84,7 +84,7 @@ def host_blocks(count: int) -> float:
     return (count + 0.5) * block_bytes / 2**30
 
 
-def test_the_crowded_cache_is_30_percent_of_what_the_batch_wants():
+def test_crowded_cache_has_30_percent_of_needed_blocks():
     prompts, params = rows()
     wanted = 0
     for prompt, sampling in zip(prompts, params, strict=True):
@@ -131,9 +131,7 @@ def test_tokens_equal_the_uninterrupted_runs_bit_for_bit(
 
 @pytest.mark.parametrize("count", [0, 1, 12])
 @pytest.mark.parametrize("mode", ["swap", pytest.param("auto", marks=pytest.mark.matrix)])
-def test_a_host_pool_of_nothing_one_block_or_too_few_ends_the_job_all_the_same(
-    uninterrupted: dict[str, Ran], mode: str, count: int
-):
+def test_job_ends_with_small_or_missing_host_pool(uninterrupted: dict[str, Ran], mode: str, count: int):
     result = ran(CROWDED, preemption_mode=mode, swap_space=host_blocks(count) if count else 0.0)
     assert result.token_ids == uninterrupted["float32"].token_ids
     assert result.counters.num_swapped_out < result.counters.num_preemptions, "some had to be recomputed"
@@ -164,9 +162,7 @@ def test_everything_at_once_in_hardly_any_memory(uninterrupted: dict[str, Ran]):
 
 
 @pytest.mark.control("A small cache, swap, host tier change no bit")
-def test_the_comparison_sees_a_swap_that_brings_nothing_back(
-    uninterrupted: dict[str, Ran], monkeypatch: pytest.MonkeyPatch
-):
+def test_comparison_detects_missing_swap_in(uninterrupted: dict[str, Ran], monkeypatch: pytest.MonkeyPatch):
     """Negative control: blocks that return hold what was there before."""
     execute = CacheEngine.execute
 
@@ -180,7 +176,7 @@ def test_the_comparison_sees_a_swap_that_brings_nothing_back(
     assert result.token_ids != uninterrupted["float32"].token_ids
 
 
-def test_the_comparison_sees_a_copy_that_is_not_made(uninterrupted: dict[str, Ran], monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_missing_block_copy(uninterrupted: dict[str, Ran], monkeypatch: pytest.MonkeyPatch):
     """Negative control: forks that write to the block they share."""
     monkeypatch.setattr(DeviceTables, "_shared_indices", lambda *args: [])
     monkeypatch.delenv(CHECK_VARIABLE)
@@ -198,7 +194,7 @@ def test_the_check_after_every_step_sees_a_leak(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.guarantee("Prefix hits change no answer")
-def test_a_second_round_finds_what_the_first_computed_until_the_cache_is_reset():
+def test_second_round_hits_cache_until_it_is_reset():
     prompts = [{"prompt_token_ids": list(range(10, 60))}]
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(checkpoint_folder(NAME), num_blocks=100, dtype="float32", max_model_len=256) as llm:

@@ -63,7 +63,7 @@ def test_the_test_sees_salts_that_name_nothing(llm: LLM, monkeypatch: pytest.Mon
         test_prompts_find_what_their_own_salt_left(llm, lambda *arguments: asked_by_parameter(*arguments))
 
 
-def test_a_prompts_own_salt_goes_before_that_of_its_parameters(llm: LLM):
+def test_prompt_salt_overrides_parameter_salt(llm: LLM):
     prompt = prompt_of(5)
     both = {"prompt_token_ids": prompt, "cache_salt": "mine"}
     assert asked_by_parameter(llm, prompt, "theirs").num_cached_tokens == 0

@@ -57,7 +57,7 @@ def test_new_weights_answer_as_a_checkpoint_with_them(model: str, cut: list[str]
     assert done.returncode == 0, done.output
 
 
-def test_the_comparison_sees_weights_that_are_not_packed_again(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_weights_not_prepacked_again(monkeypatch: pytest.MonkeyPatch):
     write_region = PackedLayer.write_region
 
     def write_before_packing(layer: PackedLayer, *given: Any) -> None:

@@ -94,15 +94,13 @@ def test_rows_are_the_same_alone_and_beside_others(llm: LLM, plain: list[Any]):
 @pytest.mark.parametrize(
     "case", [pytest.param(each, marks=[] if each == "recomputed" else pytest.mark.matrix) for each in CASES]
 )
-def test_a_row_does_not_depend_on_how_it_is_scheduled(plain: list[Any], case: str):
+def test_row_is_independent_of_scheduling(plain: list[Any], case: str):
     with open_model(folder(), **CASES[case]) as made:
         assert answers(run(made)) == plain
         assert (made.llm_engine.counters.num_preemptions > 0) == (case != "chunks of 7")
 
 
-def test_a_state_that_is_new_after_each_step_comes_to_the_same(
-    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_fresh_grammar_state_per_step_gives_equal_rows(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
     end = GrammarMasks.end
 
     def end_and_forget(self: GrammarMasks) -> Any:
@@ -114,7 +112,7 @@ def test_a_state_that_is_new_after_each_step_comes_to_the_same(
     assert answers(run(llm)) == plain
 
 
-def test_the_tests_see_a_state_that_is_not_the_rows_own(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_row_test_detects_another_rows_grammar_state(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
     start = GrammarCompiler.start
     shared: dict[Any, RowGrammar] = {}
 
@@ -194,12 +192,12 @@ def test_no_other_parameter_revives_what_the_form_forbids(llm: LLM):
         assert (output.finish_reason, output.stop_reason, output.token_ids.count(EOS)) == ("stop", None, 1)
 
 
-def test_a_minimum_length_is_kept_where_the_form_can_go_on(llm: LLM):
+def test_min_tokens_holds_while_grammar_can_continue(llm: LLM):
     output = generate(llm, {"regex": "a+"}, min_tokens=12, max_tokens=40, logit_bias={EOS: 100.0}).outputs[0]
     assert (len(output.token_ids), output.text, output.finish_reason) == (13, "a" * 12, "stop")
 
 
-def test_an_end_is_a_minimum_length_only_without_the_sampler(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_min_tokens_test_detects_stop_checker_without_forms(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """The stop checker takes a form's end before `min_tokens`: without that the row goes on behind it."""
     has_ended = stop_module.StopChecker.has_ended
 
@@ -211,7 +209,7 @@ def test_an_end_is_a_minimum_length_only_without_the_sampler(llm: LLM, monkeypat
     assert generate(llm, {"regex": "a"}, min_tokens=9).outputs[0].token_ids.count(EOS) == 8
 
 
-def test_what_is_cut_ends_with_length_and_stop_strings_still_stop(llm: LLM):
+def test_truncated_form_ends_with_length_or_stop_string(llm: LLM):
     cut = generate(llm, {"regex": "[ab]{50}"}, max_tokens=7).outputs[0]
     assert (cut.finish_reason, len(cut.token_ids)) == ("length", 7)
     stopped = generate(llm, {"regex": "[ab]{5}c[ab]{5}"}, stop=["c"]).outputs[0]
@@ -225,7 +223,7 @@ def name_no_eos_token(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
 
 
-def test_an_end_of_sequence_token_that_spells_text_ends_the_row_and_nothing_else(tmp_path: Path):
+def test_eos_token_with_text_only_ends_the_row(tmp_path: Path):
     write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     letter = 66
@@ -240,7 +238,7 @@ def test_an_end_of_sequence_token_that_spells_text_ends_the_row_and_nothing_else
         assert generate(llm, {"choice": [f"0{spelled}"]}).error_code == "grammar_failed"
 
 
-def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path):
+def test_tokenizer_may_have_more_tokens_than_model(tmp_path: Path):
     write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
@@ -278,14 +276,14 @@ FORCED = {
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_a_text_that_is_a_token_too_may_be_all_that_can_follow(added: LLM, name: str):
+def test_forced_text_may_also_be_a_special_token(added: LLM, name: str):
     form, expected = FORCED[name]
     output = generate(added, form)
     assert output.error is None
     assert re.fullmatch(expected, output.outputs[0].text)
 
 
-def test_an_engine_that_forces_tokens_refuses_what_it_has_allowed(added: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_forcing_grammar_fails_on_its_own_tokens(added: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     monkeypatch.setattr(forms, "_NO_FORCING", {"lark_grammar": 'start: ""'})
     assert generate(added, {"choice": [f"y{ADDED}1", f"y{ADDED}2"]}).error_code == "grammar_failed"
@@ -334,7 +332,7 @@ REFUSED["deep"] = ({"json": deep}, "recursion limit exceeded")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_form_that_cannot_be_had_is_refused_in_the_engines_words(llm: LLM, name: str):
+def test_unsupported_form_is_rejected_with_engines_message(llm: LLM, name: str):
     form, words = REFUSED[name]
     with pytest.raises(PromptsRefusedError) as error_result:
         generate(llm, form)
@@ -342,7 +340,7 @@ def test_a_form_that_cannot_be_had_is_refused_in_the_engines_words(llm: LLM, nam
     assert words in str(error_result.value)
 
 
-def test_the_grammar_that_is_added_is_not_taken_for_the_form(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_added_grammar_is_not_mistaken_for_the_form(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control of "no grammar": where it is added all the same, the row is answered with nothing."""
     monkeypatch.setattr(forms, "_unforced", lambda grammar: json.dumps({"grammars": [forms._NO_FORCING]}))
     assert generate(llm, {"grammar": '{"grammars": [ ]}'}).outputs[0].text == ""
@@ -363,7 +361,7 @@ def job_answers(tmp_path: Path) -> list[Any]:
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-def test_a_job_has_forms_and_error_rows_and_goes_on_where_it_was_killed(tmp_path: Path):
+def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
     # An empty structural_tag asks for nothing: such a row once ended the job.
     good = [{"structured_outputs": {**form, "structural_tag": {}}} for form, _ in FORMS.values()]
     bad = [{"structured_outputs": form} for form, _ in REFUSED.values()]
@@ -392,7 +390,7 @@ def test_a_job_has_forms_and_error_rows_and_goes_on_where_it_was_killed(tmp_path
     assert (again / "out.jsonl").read_bytes() == whole
 
 
-def test_a_limit_that_is_met_on_the_way_ends_the_row_alone(llm: LLM):
+def test_grammar_limit_ends_only_its_row(llm: LLM):
     """After its first token the second row's parser has more items than it may."""
     growing = {"grammar": "start: " + " | ".join(f'"a{index}" start' for index in range(2100))}
     bounded = {"regex": "[ab]{6}"}
@@ -407,7 +405,7 @@ def test_a_limit_that_is_met_on_the_way_ends_the_row_alone(llm: LLM):
     assert third.outputs[0].finish_reason is not None
 
 
-def test_without_the_package_a_row_says_which_extra_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_row_without_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     words = "structured_outputs needs llguidance, which is not installed: pip install 'spmd-worker[structured]'"
     with open_model(folder()) as llm:

@@ -137,7 +137,7 @@ def test_answers_to_drawn_schemas_are_valid(llm: LLM):
     assert seen.whole > NUM_SCHEMAS * 3 // 4
 
 
-def test_answers_to_drawn_schemas_are_the_same_with_one_token_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_random_schema_answers_equal_one_token_per_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control: forced tokens that are not the row's give others."""
     forms = accepted(llm, drawn_schemas())[0]
     counters = llm.llm_engine.counters
@@ -254,7 +254,7 @@ def allows(llm: LLM, form: StructuredOutputsParams, text: str) -> bool:
     return not state.problem and bool(bits[0] & (1 << EOS))
 
 
-def test_no_instance_that_the_suite_calls_invalid_can_be_an_answer(llm: LLM, suite: list[tuple[str, Any]]):
+def test_invalid_schema_instances_cannot_be_answers(llm: LLM, suite: list[tuple[str, Any]]):
     cases, num_refused = cases_of(llm, suite)
     wrong, num_invalid, num_valid, num_allowed = [], 0, 0, 0
     for case in cases:

@@ -140,21 +140,21 @@ def make(checkpoint: Path, dtype: str, **changed: object) -> LLM:
 
 @pytest.mark.guarantee("A row depends on no batch, chunks, preemption")
 @pytest.mark.parametrize(("dtype", "case"), each_case(), indirect=["dtype"])
-def test_a_row_does_not_depend_on_how_it_is_scheduled(checkpoint, dtype, plain, case):
+def test_row_is_independent_of_scheduling(checkpoint, dtype, plain, case):
     with make(checkpoint, dtype, **CASES[case]) as llm:
         assert answers(llm) == plain
         assert (llm.llm_engine.counters.num_preemptions > 0) == (case in ("recomputed", "swapped"))
 
 
 @pytest.mark.guarantee("Nor on company, order, what ran before")
-def test_a_row_does_not_depend_on_its_company_or_on_arrival_order(checkpoint, dtype, plain):
+def test_row_is_independent_of_batch_and_arrival_order(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
         assert answers(llm, order=list(reversed(range(NUM_ROWS)))) == plain
         assert answers(llm, alone=True) == plain
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_row_does_not_depend_on_being_preempted_at_any_step(checkpoint, dtype, plain, mode, monkeypatch):
+def test_row_is_independent_of_preemption_at_any_step(checkpoint, dtype, plain, mode, monkeypatch):
     schedule = Scheduler.schedule
 
     def preempting(self):
@@ -174,7 +174,7 @@ def test_a_row_does_not_depend_on_being_preempted_at_any_step(checkpoint, dtype,
 
 
 @pytest.mark.guarantee("Nor on company, order, what ran before")
-def test_a_row_does_not_depend_on_what_was_computed_before_it(checkpoint, dtype, plain):
+def test_row_is_independent_of_earlier_rows(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
         assert answers(llm) == plain
         assert answers(llm) == plain
@@ -182,7 +182,7 @@ def test_a_row_does_not_depend_on_what_was_computed_before_it(checkpoint, dtype,
     assert found > 500, "the second time most of the prompts were in the cache"
 
 
-def test_a_row_does_not_depend_on_the_number_of_threads(checkpoint, dtype, plain):
+def test_row_is_independent_of_thread_count(checkpoint, dtype, plain):
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if threads == 1 else 1)
     try:
@@ -193,7 +193,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(checkpoint, dtype, plain
 
 
 @pytest.mark.matrix
-def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
+def test_row_is_independent_of_python_hash_seed(checkpoint):
     script = (
         "import json, sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; import test_determinism as this\n"
@@ -217,7 +217,7 @@ def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
 
 @pytest.mark.control("A row depends on no batch, chunks, preemption")
 @pytest.mark.control("Nor on company, order, what ran before")
-def test_torch_attention_does_not_keep_the_contract_so_the_matrix_can_fail(checkpoint):
+def test_torch_attention_breaks_the_determinism_matrix(checkpoint):
     with make(checkpoint, "float32", device_backend="torch") as llm:
         whole = answers(llm)
     with make(checkpoint, "float32", device_backend="torch", **CASES["chunks of 7"]) as llm:

@@ -110,7 +110,7 @@ WITH_A_PLANT = """
 
 @pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("plant", ["its world is destroyed", "its group is destroyed", "its world is used"])
-def test_an_engine_that_lays_hands_on_the_callers_groups_is_noticed(tmp_path: Path, plant: str, control):
+def test_engine_that_changes_callers_groups_is_detected(tmp_path: Path, plant: str, control):
     """Negative control: close() does that."""
     name = the_callers_groups_work_beside_the_engine_and_after_it.__name__
     done = ranks.run_ranks(WITH_A_PLANT, 2, LIMIT_S, ["gloo", tmp_path, plant, name])
@@ -168,7 +168,7 @@ def test_a_setting_that_changes_is_noticed(setting: str):
 
 
 @pytest.mark.gpu
-def test_manners_in_a_callers_world_of_gloo_and_nccl(tmp_path: Path):
+def test_embedding_in_callers_world_of_gloo_and_nccl(tmp_path: Path):
     """A build of torch without NCCL refuses the string."""
     failures = run_checks("cpu:gloo,cuda:nccl", tmp_path)
     assert not any(failures.values()), "\n".join(itertools.chain.from_iterable(failures.values()))
@@ -195,7 +195,7 @@ NEVER_CLOSED = """
 
 
 @pytest.mark.parametrize(("how", "is_left"), [("open", False), ("forgotten", False), ("left alone", True)])
-def test_an_engine_that_nobody_closed_is_closed_when_it_is_forgotten_or_the_interpreter_ends(how: str, is_left: bool):
+def test_unclosed_engine_closes_at_garbage_collection_or_exit(how: str, is_left: bool):
     """Its groups' threads once aborted the process at its end, now and then. The last is the control."""
     done = ranks.run_ranks(NEVER_CLOSED, 2, LIMIT_S, arguments=[MODEL, how])
     assert done.stdout.count(f"groups at the end: {is_left}\n") == 2, done.output

@@ -74,7 +74,7 @@ def worst_error(name: str) -> float:
 
 
 @pytest.mark.guarantee("Encoders compute what transformers computes", is_control_inside=True)
-def test_vectors_are_those_of_transformers_and_one_rows_bits_do_not_hang_on_its_neighbours(
+def test_vectors_equal_transformers_and_ignore_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert worst_error("bert_mean") < 1e-5
@@ -99,7 +99,7 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
-def test_a_row_has_the_same_bits_however_steps_are_cut(way: str) -> None:
+def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
     for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense"):
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
         kept = pooled(name, dtype="bfloat16")
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_however_steps_are_cut(way: str) -> None:
 @pytest.mark.parametrize(
     "name", ["bert_pairs", *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs")]]
 )
-def test_pairs_are_scored_as_transformers_tokenizes_and_scores_them(name: str) -> None:
+def test_pair_scores_equal_transformers(name: str) -> None:
     theirs = AutoTokenizer.from_pretrained(encoder_folder(name))
     firsts, seconds = [list(each) for each in zip(*PAIRS, strict=True)]
     with LLM(encoder_folder(name), **{**SETTINGS, "max_model_len": 128}) as llm:
@@ -133,7 +133,7 @@ def test_pairs_are_scored_as_transformers_tokenizes_and_scores_them(name: str) -
     assert abs(raw[0].outputs.score - float(logits)) < 1e-5
 
 
-def test_the_positions_of_roberta_leave_padding_tokens_out_within_their_row() -> None:
+def test_roberta_positions_skip_padding_tokens_in_rows() -> None:
     class Context:
         @staticmethod
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -164,7 +164,7 @@ def test_texts_are_cut_as_the_library_cuts_them(most: int | None) -> None:
         assert inputs["token_type_ids"] == [0] * num_first + [1] * (len(token_ids) - num_first)
 
 
-def test_a_step_holds_the_longest_row_and_the_plan_says_that_there_is_no_cache() -> None:
+def test_encoder_plan_has_no_cache_and_longest_row() -> None:
     with LLM(encoder_folder("bert"), device="cpu", max_num_batched_tokens=8, max_num_seqs=2, num_blocks=3) as llm:
         (output,) = llm.embed(ids([random_prompt(128, 4)]), use_tqdm=False)
         engine = llm.llm_engine
@@ -181,7 +181,7 @@ def test_a_step_holds_the_longest_row_and_the_plan_says_that_there_is_no_cache()
     assert not any(line.startswith(("swap", "refused")) for line in lines), lines
 
 
-def test_a_mirror_without_a_cache_takes_whole_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[StepPlan] = []
     take = Mirror.apply
     monkeypatch.setattr(Mirror, "apply", lambda self, plan: (plans.append(plan), take(self, plan))[1])
@@ -228,7 +228,7 @@ def test_an_encoder_does_not_generate() -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("architecture", ROWS)
-def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family_test_detects_each_llama_entry(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the table: each entry alone taken out of its row is an error, or other numbers."""
     names = [
         name for name in ENCODERS if read_model_files(encoder_folder(name)).model_config.architecture == architecture
@@ -269,7 +269,7 @@ def _is_noticed(name: str) -> bool:
 
 @pytest.mark.matrix
 @every
-def test_the_plan_counts_the_weights_that_each_stage_holds(name: str) -> None:
+def test_plan_counts_weights_per_stage(name: str) -> None:
     config = read_model_files(encoder_folder(name)).model_config
     for num_stages in (1, 2):
         layout = layout_of(ParallelConfig(1, num_stages))
@@ -292,7 +292,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels"])
-def test_new_weights_are_taken_by_the_names_of_files_without_a_prefix(name: str) -> None:
+def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
     model_config = read_model_files(encoder_folder(name)).model_config
     files = {key.removeprefix(model_config.names.optional_prefix): each for key, each in files.items()}
@@ -314,7 +314,7 @@ def _stepped(engine: LLMEngine) -> list[Any]:
     return outputs
 
 
-def test_an_engine_by_hand_cuts_texts_as_the_calls_of_llm_do() -> None:
+def test_llm_engine_truncates_texts_like_llm() -> None:
     text = "hello world the scheduler " * 40
     with LLM(encoder_folder("bert"), **SETTINGS) as llm:
         whole = llm.encode("hello", use_tqdm=False)[0].prompt_token_ids
@@ -337,7 +337,7 @@ def test_an_engine_by_hand_cuts_texts_as_the_calls_of_llm_do() -> None:
 
 
 @pytest.mark.matrix
-def test_weights_are_shown_and_taken_by_the_files_names() -> None:
+def test_weights_are_listed_and_updated_by_file_names() -> None:
     for name in ("bert_labels", "modern_pairs"):
         with LLM(encoder_folder(name), **SETTINGS) as llm:
             before = llm.encode(ids(PROMPTS[:2]), RAW, use_tqdm=False)

@@ -70,13 +70,13 @@ def alone() -> Iterator[Report]:
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_texts_ids_and_logprobs_are_equal_on_all_ranks_to_the_last_bit(reports: list[Report], params: str):
+def test_outputs_are_bit_identical_on_all_ranks(reports: list[Report], params: str):
     for report in reports[1:]:
         assert report["outputs"][params] == reports[0]["outputs"][params]
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_a_second_generate_gives_the_same_again_or_draws_anew_without_seeds(reports: list[Report], params: str):
+def test_second_generate_repeats_only_with_seeds(reports: list[Report], params: str):
     for report in reports:
         assert report["outputs again"] == reports[0]["outputs again"]
         is_same = report["outputs again"][params] == report["outputs"][params]
@@ -84,7 +84,7 @@ def test_a_second_generate_gives_the_same_again_or_draws_anew_without_seeds(repo
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_ids_are_those_of_one_rank_and_logprobs_nearly(reports: list[Report], alone: Report, params: str):
+def test_ids_equal_one_rank_and_logprobs_nearly(reports: list[Report], alone: Report, params: str):
     for mine, theirs in zip(reports[0]["outputs"][params], alone["outputs"][params], strict=True):
         assert (mine["prompt"], mine["text"], mine["ids"]) == (theirs["prompt"], theirs["text"], theirs["ids"])
         for ours, other in zip(mine["logprobs"], theirs["logprobs"], strict=True):
@@ -101,7 +101,7 @@ def test_sampling_is_sampling_and_the_comparison_compares_something(reports: lis
     assert all(len(entry) >= 2 for rows in reports[0]["outputs"].values() for row in rows for entry in row["logprobs"])
 
 
-def test_ranks_with_different_memory_budgets_end_with_the_smallest_number_of_blocks(reports: list[Report]):
+def test_ranks_agree_on_the_minimum_number_of_blocks(reports: list[Report]):
     measured = [report["own blocks"] for report in reports]
     assert len({tuple(each) for each in measured}) == len(measured), measured
     smallest = [min(device for device, _ in measured), min(host for _, host in measured)]
@@ -110,7 +110,7 @@ def test_ranks_with_different_memory_budgets_end_with_the_smallest_number_of_blo
         assert report["scheduler's blocks"] == smallest[0]
 
 
-def test_parameters_of_the_local_shard_are_in_reach_of_the_calling_process(reports: list[Report], alone: Report):
+def test_caller_can_access_local_shard_parameters(reports: list[Report], alone: Report):
     whole = alone["parameters"]
     for report in reports:
         assert report["parameters"].keys() == whole.keys()
@@ -123,7 +123,7 @@ def test_parameters_of_the_local_shard_are_in_reach_of_the_calling_process(repor
     assert num_cut == 7 * 4 + 1, "each matrix of each layer, and the embedding"
 
 
-def test_their_values_are_the_ranks_part_of_the_checkpoints(reports: list[Report], alone: Report):
+def test_local_parameters_equal_the_ranks_checkpoint_shard(reports: list[Report], alone: Report):
     whole = load_file(MODEL / "model.safetensors")
     assert alone["values"].keys() == whole.keys()
     for name, expected in whole.items():
@@ -137,16 +137,14 @@ def test_their_values_are_the_ranks_part_of_the_checkpoints(reports: list[Report
             assert not torch.equal(torch.cat(parts[::-1], dim), expected.float()), name
 
 
-def test_a_world_of_the_callers_is_used_and_gives_the_same(reports: list[Report]):
+def test_callers_process_group_gives_equal_outputs(reports: list[Report]):
     for report in reports:
         assert report["outputs in the caller's world"] == report["outputs"]["of the row"]
         assert report["caller's sum"] == sum(range(len(reports)))
 
 
 @pytest.mark.guarantee("Engines in one world know nothing of each other")
-def test_more_ranks_than_one_engine_needs_make_engines_that_know_nothing_of_each_other(
-    reports: list[Report], alone: Report
-):
+def test_surplus_ranks_form_independent_engines(reports: list[Report], alone: Report):
     """Uneven numbers of prompts, none included, other seeds and other parameters: nobody waits for the other engine."""
     expected = {row["prompt"]: row for row in alone["outputs"]["of the row"]}
     for rank, report in enumerate(reports):
@@ -185,7 +183,7 @@ def test_engines_that_know_of_each_other_are_seen(control):
         check_ended_well(done)
 
 
-def test_ranks_that_make_no_whole_engine_are_a_clear_error(reports: list[Report]):
+def test_incomplete_engine_of_ranks_is_an_error(reports: list[Report]):
     size = len(reports)
     for report in reports:
         assert report["error for too few ranks"] == (

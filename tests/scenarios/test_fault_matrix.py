@@ -64,19 +64,19 @@ def _figures() -> Iterator[None]:
         print(f"\nFAULTS {fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
-def test_a_killed_rank_ends_both_with_the_culprit_named_by_torchrun_too(tmp_path: Path):
+def test_killed_rank_is_named_by_us_and_torchrun(tmp_path: Path):
     break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S, is_fresh=False)
 
 
 @pytest.mark.guarantee("A rank fails: all end, the culprit is named")
 @pytest.mark.parametrize(("fault", "victim"), ALL)
-def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fault: str, victim: int):
+def test_fault_of_one_rank_ends_both_with_name(tmp_path: Path, fault: str, victim: int):
     break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False)
 
 
 @pytest.mark.guarantee("Ranks end with torchrun")
 @pytest.mark.matrix
-def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
+def test_ranks_end_soon_when_launcher_is_killed(tmp_path: Path):
     with started(tmp_path, "full disk", 2) as (launcher, token):
         steps = tmp_path / "run" / "steps.csv"
         wait_until(lambda: steps.exists() and len(steps.read_bytes().splitlines()) > 20)
@@ -92,7 +92,7 @@ def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Pat
 
 @pytest.mark.control("A rank fails: all end, the culprit is named")
 @pytest.mark.stress
-def test_without_a_watchdog_a_stopped_rank_keeps_the_others_past_the_limit(tmp_path: Path):
+def test_stopped_rank_blocks_others_without_watchdog(tmp_path: Path):
     """Negative control: torchrun asks the stopped process to end, which it cannot hear, for half a minute."""
     with started(tmp_path, "SIGSTOP, unwatched", 1, SURE_S) as (launcher, token):
         wait_until((tmp_path / "struck").exists)
@@ -103,7 +103,7 @@ def test_without_a_watchdog_a_stopped_rank_keeps_the_others_past_the_limit(tmp_p
 
 
 @pytest.mark.matrix
-def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path):
+def test_full_disk_is_reported_also_by_doctor(tmp_path: Path):
     """A file system of 32 KiB for the run directory, in a mount namespace of its own."""
     (tmp_path / "run").mkdir()
     mount = f"mount -t tmpfs -o size=32k none {tmp_path / 'run'}"
@@ -135,7 +135,7 @@ def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_r
 
 
 @pytest.mark.matrix
-def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: Path):
+def test_job_without_fault_leaves_no_record(tmp_path: Path):
     """Negative control."""
     done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8")
     assert done.returncode == 0, done.output

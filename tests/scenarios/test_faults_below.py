@@ -53,9 +53,7 @@ def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, dic
 @pytest.mark.parametrize(
     "every", [pytest.param(18, marks=pytest.mark.matrix), pytest.param(1, marks=[pytest.mark.stress])]
 )
-def test_any_fault_is_one_error_in_words_and_the_next_start_ends_with_the_right_bytes(
-    library: Path, tmp_path: Path, every: int
-):
+def test_any_fault_gives_one_error_and_resumes_exactly(library: Path, tmp_path: Path, every: int):
     returncode, found, output = run(library, SCRIPT, tmp_path, every)
     assert returncode == 0, output
     assert found["failed"] > 100 // every
@@ -63,7 +61,7 @@ def test_any_fault_is_one_error_in_words_and_the_next_start_ends_with_the_right_
 
 
 @pytest.mark.matrix
-def test_the_faults_show_an_error_that_nobody_looks_at(library: Path, tmp_path: Path):
+def test_fault_injection_detects_an_unchecked_error(library: Path, tmp_path: Path):
     """Negative control."""
     script = tmp_path / "planted.py"
     script.write_text(textwrap.dedent(PLANTED))

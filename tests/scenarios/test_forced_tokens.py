@@ -67,7 +67,7 @@ def both_ways(llm: LLM, form: Any = FORM, **sampling: Any) -> tuple[Any, int, in
 
 
 @pytest.mark.guarantee("Answers have their form")
-def test_rows_of_all_kinds_are_the_same_with_tokens_forced(llm: LLM, plain: list[Any]):
+def test_rows_of_all_kinds_equal_with_forced_tokens(llm: LLM, plain: list[Any]):
     before = llm.llm_engine.counters.num_steps
     outputs = run(llm)
     check(outputs, rows()[2])
@@ -76,7 +76,7 @@ def test_rows_of_all_kinds_are_the_same_with_tokens_forced(llm: LLM, plain: list
 
 
 @pytest.mark.matrix
-def test_answers_do_not_depend_on_how_many_forms_a_step_compiles(
+def test_answers_are_independent_of_forms_compiled_per_step(
     llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     left: list[int] = []
@@ -99,9 +99,7 @@ def test_answers_do_not_depend_on_how_many_forms_a_step_compiles(
 @pytest.mark.control("Answers have their form")
 @pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["doubled", "another"])
-def test_the_test_sees_tokens_that_are_not_those_of_the_row(
-    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str
-):
+def test_row_test_detects_wrong_forced_tokens(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str):
     """Negative control."""
     taken = StepMasks.taken
 
@@ -113,7 +111,7 @@ def test_the_test_sees_tokens_that_are_not_those_of_the_row(
     assert answers(run(llm)) != plain
 
 
-def test_a_text_that_alone_can_follow_takes_few_steps_and_the_tokenizers_tokens(llm: LLM):
+def test_forced_text_takes_few_steps_of_tokenizer_tokens(llm: LLM):
     output, num_steps, num_single_steps = both_ways(llm)
     (completion,) = output.outputs
     assert json.loads(completion.text) in [
@@ -127,7 +125,7 @@ def test_a_text_that_alone_can_follow_takes_few_steps_and_the_tokenizers_tokens(
 
 
 @pytest.mark.matrix
-def test_a_row_that_wants_log_probabilities_has_them_for_each_token(llm: LLM):
+def test_forced_row_has_logprobs_for_each_token(llm: LLM):
     alone, num_steps, num_single_steps = both_ways(llm, logprobs=2)
     assert num_steps == num_single_steps
     free, num_steps, _ = both_ways(llm)
@@ -156,7 +154,7 @@ def test_a_row_that_wants_log_probabilities_has_them_for_each_token(llm: LLM):
     ],
     ids=str,
 )
-def test_what_ends_or_shapes_a_row_does_so_inside_a_forced_text(llm: LLM, asked: dict[str, Any]):
+def test_stop_conditions_apply_inside_forced_text(llm: LLM, asked: dict[str, Any]):
     output, num_steps, num_single_steps = both_ways(llm, **asked)
     assert num_steps < num_single_steps
     if len(asked) == 1 and "max_tokens" in asked:
@@ -171,7 +169,7 @@ def test_a_stop_token_inside_a_forced_text_stops(llm: LLM):
 
 
 @pytest.mark.matrix
-def test_a_row_that_forbids_tokens_spells_the_text_with_others(llm: LLM):
+def test_row_with_forbidden_tokens_uses_others(llm: LLM):
     token_ids = generate(llm)[0].outputs[0].token_ids
     forbidden = next(each for each in token_ids if each > 260)
     output, num_steps, num_single_steps = both_ways(llm, bad_words_ids=[[forbidden]])
@@ -181,7 +179,7 @@ def test_a_row_that_forbids_tokens_spells_the_text_with_others(llm: LLM):
 
 
 @pytest.mark.matrix
-def test_what_forbids_a_token_somewhere_keeps_it_from_being_forced():
+def test_forbidden_token_is_never_forced():
     assert not SamplingParams(min_tokens=3, logit_bias={7: 2.0}, stop="x").forbids_tokens
     for asked in (
         {"min_tokens": 3, "stop_token_ids": [7]},
@@ -191,14 +189,14 @@ def test_what_forbids_a_token_somewhere_keeps_it_from_being_forced():
         assert SamplingParams(**asked).forbids_tokens, asked
 
 
-def test_an_end_is_not_forced_where_the_text_may_also_go_on(llm: LLM):
+def test_end_is_not_forced_while_text_can_continue(llm: LLM):
     found = {generate(llm, {"regex": "ab(cd)?"}, seed=seed)[0].outputs[0].text for seed in range(12)}
     assert found == {"ab", "abcd"}
     assert both_ways(llm, {"choice": ["hello world"]})[0].outputs[0].token_ids[-1] == EOS
 
 
 @pytest.mark.matrix
-def test_a_text_that_is_too_long_to_be_looked_through_is_not_forced(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_text_beyond_the_search_limit_is_not_forced(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     for form, begin in (({"regex": "a{1000000}(b|c)"}, "aaaa"), ({"regex": "[bc]a{1000000}(b|c)"}, "aaaa")):
         output, num_steps, num_single_steps = both_ways(llm, form, max_tokens=20)
         assert begin in output.outputs[0].text
@@ -209,13 +207,13 @@ def test_a_text_that_is_too_long_to_be_looked_through_is_not_forced(llm: LLM, mo
 
 
 @pytest.mark.matrix
-def test_two_worker_processes_in_two_stages_take_the_same(plain: list[Any], forked_workers_of_module: None):
+def test_forced_tokens_equal_on_two_pipeline_workers(plain: list[Any], forked_workers_of_module: None):
     settings = {"pipeline_parallel_size": 2, "distributed_executor_backend": "multiproc"}
     with open_model(made_once("constrained", write_model), **settings) as made:
         assert answers(run(made)) == plain
 
 
-def test_a_worker_that_cannot_compile_an_admitted_form_says_so():
+def test_worker_reports_admitted_form_it_cannot_compile():
     """Its installation is not the engine's: that is no fault of the row's, which has tokens to follow."""
     with open_model(made_once("constrained", write_model)) as made:
         compiler = made.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler
@@ -225,7 +223,7 @@ def test_a_worker_that_cannot_compile_an_admitted_form_says_so():
             made.generate("hello", SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
 
 
-def test_the_counts_of_a_step_tell_answers_from_prompts_where_it_takes_several(llm: LLM):
+def test_step_counts_separate_forced_tokens_from_prompts(llm: LLM):
     """Negative control: counted a sequence a token, the rest would be tokens of prompts."""
     seen: list[StepStats] = []
     llm.reset_prefix_cache()
@@ -243,9 +241,7 @@ def test_the_counts_of_a_step_tell_answers_from_prompts_where_it_takes_several(l
     assert num_answer - num_steps < sum(each.num_decode_tokens for each in steps) < num_answer
 
 
-def test_a_rows_history_names_every_block_of_a_step_that_takes_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_row_history_lists_all_blocks_of_forced_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Negative control: named one block a step, those after the first would be missing."""
     form = {"regex": "the cache and the scheduler, " * 10}
     row = {"prompt": "hello", "max_tokens": 200, "structured_outputs": form}

@@ -43,7 +43,7 @@ def run(way: str, first: int, count: int, limit_s: float) -> None:
 
 @pytest.mark.guarantee("Wrong calls are refused, the engine goes on")
 @pytest.mark.parametrize("way", ["one rank", *(pytest.param(way, marks=pytest.mark.matrix) for way in list(WAYS)[1:])])
-def test_any_calls_are_answered_or_refused_in_words_and_the_engine_goes_on(way: str):
+def test_any_call_is_answered_or_rejected_engine_continues(way: str):
     run(way, 0, 25, 240.0)
 
 
@@ -54,7 +54,7 @@ def test_ten_thousand_sequences(part: int):
 
 
 @pytest.mark.control("Wrong calls are refused, the engine goes on")
-def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_fuzz_detects_a_call_failing_mid_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Negative control: a check that is gone lets an argument into a step, which ends the engine."""
 
     def unchecked(changes: Changes, name: str, payload: Any, then: Any, run_step: Any) -> list[Any]:
@@ -75,7 +75,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_what_comes_with_a_worker_event_must_be_events(llm: LLM):
+def test_worker_event_must_carry_events(llm: LLM):
     with pytest.raises(TypeError, match="then has 'x': give ResetPrefixCache, SetWeightVersion or Commit"):
         llm.llm_engine.worker_event("start_profile", "folder", "xy")
     assert llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
@@ -95,7 +95,7 @@ def test_completions_that_are_no_list_are_named(llm: LLM):
     ],
 )
 @pytest.mark.parametrize("source", [None, 0])
-def test_new_weights_are_pairs_of_a_name_and_a_tensor(llm: LLM, pair: tuple[Any, Any], words: str, source: int | None):
+def test_new_weights_must_be_name_tensor_pairs(llm: LLM, pair: tuple[Any, Any], words: str, source: int | None):
     """They were asked for what texts and tensors have."""
     with pytest.raises(TypeError, match=words):
         llm.update_weights([pair], source=source)
@@ -110,7 +110,7 @@ def test_new_weights_are_pairs_of_a_name_and_a_tensor(llm: LLM, pair: tuple[Any,
         ("llm.update_weights(None, source=1)", "update_weights"),
     ],
 )
-def test_an_error_in_one_ranks_block_of_new_weights_reaches_the_others(other: str, call: str):
+def test_weight_update_error_of_one_rank_reaches_all(other: str, call: str):
     """They waited for its next call, and every call after was one too late."""
     source = f"""
         import os
@@ -135,7 +135,7 @@ def test_an_error_in_one_ranks_block_of_new_weights_reaches_the_others(other: st
     ], done.output
 
 
-def test_an_option_that_is_neither_true_nor_false_on_one_rank_is_an_error_on_both():
+def test_invalid_flag_on_one_rank_fails_on_both():
     """It was asked whether it is true before the ranks met, so that the other rank waited there for the next call."""
     source = f"""
         import json, os

@@ -27,7 +27,7 @@ def token_ids(device: str, prompts: list[str], **settings: int | str) -> list[li
 
 
 @pytest.mark.gpu
-def test_the_model_that_ships_says_the_same_on_the_gpu_as_on_the_cpu():
+def test_demo_model_answers_equal_on_gpu_and_cpu():
     prompts = mixed_prompts(64)
     expected = token_ids("cpu", prompts)
     assert token_ids("cuda", prompts) == expected
@@ -36,7 +36,7 @@ def test_the_model_that_ships_says_the_same_on_the_gpu_as_on_the_cpu():
 
 
 @pytest.mark.gpu
-def test_our_kernels_say_what_the_cpu_says_whole_and_in_pieces():
+def test_gpu_kernels_equal_cpu_chunked_and_unchunked():
     prompts, worker = mixed_prompts(64), "spmd_worker.worker.triton_worker.TritonWorker"
     expected = token_ids("cpu", prompts)
     assert token_ids("cuda", prompts, worker_cls=worker) == expected
@@ -44,7 +44,7 @@ def test_our_kernels_say_what_the_cpu_says_whole_and_in_pieces():
 
 
 @pytest.mark.gpu
-def test_steps_as_graphs_say_what_steps_kernel_by_kernel_say():
+def test_cuda_graph_steps_equal_eager_steps():
     prompts, worker = mixed_prompts(64), "spmd_worker.worker.triton_worker.TritonWorker"
     params = SamplingParams(temperature=0.0, max_tokens=32, logprobs=1)
     settings = {"device": "cuda", "num_blocks": 512, "worker_cls": worker, "max_num_seqs": 24}
@@ -74,7 +74,7 @@ def num_graphs(worker: Any) -> int:
 
 
 @pytest.mark.gpu
-def test_the_cache_is_sized_by_what_the_gpu_has_and_given_back(tmp_path: Path):
+def test_gpu_cache_is_sized_by_memory_and_freed(tmp_path: Path):
     free_before, _ = torch.cuda.mem_get_info()
     with LLM(MODEL, device="cuda", gpu_memory_utilization=0.2) as llm:
         assert llm.llm_engine.scheduler.cache.num_blocks >= 16
@@ -87,7 +87,7 @@ def test_the_cache_is_sized_by_what_the_gpu_has_and_given_back(tmp_path: Path):
 
 
 @pytest.mark.gpu
-def test_two_ranks_add_up_over_symmetric_memory_on_one_gpu():
+def test_two_ranks_reduce_over_symmetric_memory():
     script = ranks.REPOSITORY / "tests" / "ops" / "kernels" / "peer_sums_on_gpu.py"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     done = ranks.run_torchrun(script, 2, 240, environment, is_fresh=True)
@@ -103,7 +103,7 @@ def test_ours_is_near_transformers_on_the_gpu():
 
 
 @pytest.mark.stress
-def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
+def test_gpu_check_on_cpu_ends_in_json_line():
     done = ranks.run_script([COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"], timeout_s=240)
     assert done.returncode == 0, done.output
     result = json.loads(done.stdout.splitlines()[-1])
@@ -112,14 +112,14 @@ def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
     assert result["results"][0]["worst_logprob_difference"] > 0
 
 
-def test_a_machine_without_a_gpu_says_so_in_one_line():
+def test_machine_without_gpu_is_reported_in_one_line():
     done = ranks.run_script([COMPARE, "--only-look"], timeout_s=240, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1
     assert done.output.count("torch finds no CUDA device here, so nothing was compared") == 1
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
 
 
-def test_asking_for_a_gpu_where_there_is_none_is_one_sentence(tmp_path: Path):
+def test_requested_missing_gpu_is_one_error_line(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\n')
     command = [
         *(ranks.REPOSITORY / "launch.py", f"model.path={MODEL}", "device=cuda"),

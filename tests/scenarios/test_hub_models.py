@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 LIMIT_S = 120.0
 
 
-def test_a_job_and_a_plan_of_a_cached_name_and_the_manifest_has_its_commit(
+def test_job_and_plan_of_cached_hub_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     snapshot = write_snapshot(tmp_path / "hub", "org/tiny", MODEL, refs=("v1",))
@@ -41,7 +41,7 @@ def test_a_job_and_a_plan_of_a_cached_name_and_the_manifest_has_its_commit(
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_name_that_is_nowhere_is_one_sentence_of_the_command(
+def test_unknown_hub_model_is_one_error_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -54,7 +54,7 @@ def test_a_name_that_is_nowhere_is_one_sentence_of_the_command(
 
 
 @pytest.mark.matrix
-def test_two_ranks_download_from_a_hub_once_and_answer_as_from_the_folder(tmp_path: Path):
+def test_two_ranks_download_a_hub_model_once(tmp_path: Path):
     with serve_hub(MODEL) as (address, asked):
         variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
         done = ranks.run_forked([__file__, tmp_path], 2, LIMIT_S, variables)
@@ -69,7 +69,7 @@ def test_two_ranks_download_from_a_hub_once_and_answer_as_from_the_folder(tmp_pa
         assert text == expected
 
 
-def test_a_model_that_pools_gives_from_the_hub_the_vectors_of_its_folder(tmp_path: Path):
+def test_pooling_hub_model_gives_its_folders_vectors(tmp_path: Path):
     """Mean, dense and normalised; of the hub's name alone it was the last token's state."""
     folder = pooling_folder("dense")
     source = f"""

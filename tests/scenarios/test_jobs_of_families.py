@@ -79,7 +79,7 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     "name",
     [pytest.param(name, marks=pytest.mark.matrix if name in IN_LAYOUTS else pytest.mark.stress) for name in MODELS],
 )
-def test_a_job_on_two_ranks_has_the_ids_of_transformers(name: str, tmp_path: Path):
+def test_job_on_two_ranks_has_transformers_ids(name: str, tmp_path: Path):
     folder, reference = MODELS[name](tmp_path)
     row = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     lines = [json.dumps({"prompt_token_ids": prompt, **row}) for prompt in PROMPTS]
@@ -164,7 +164,7 @@ def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
         for name in (*ALL_CASES, *EXPERT_CASES)
     ],
 )
-def test_two_replicas_and_a_job_that_goes_on_write_the_bytes_of_one_unbroken(name: str, tmp_path: Path):
+def test_two_replicas_and_resumed_job_write_equal_bytes(name: str, tmp_path: Path):
     run_here(job(tmp_path, name, "whole.jsonl"))
     whole = (tmp_path / "whole.jsonl").read_bytes()
     assert whole.count(b"\n") == NUM_ROWS

@@ -59,9 +59,7 @@ def check_lines(output: bytes, num_rows: int) -> None:
     ],
     ids=["a replica", "a shard, all stages", "all stages, a replica"],
 )
-def test_a_job_that_was_killed_ends_with_the_bytes_of_one_that_was_not(
-    tmp_path: Path, whole: bytes, layouts: list[str], victims: list[int | None]
-):
+def test_killed_job_resumes_to_equal_bytes(tmp_path: Path, whole: bytes, layouts: list[str], victims: list[int | None]):
     """Killed when it has made some steps: one rank, or all (None). Each start goes on under another layout."""
     write_rows(tmp_path)
     for number, (layout, victim) in enumerate(zip(layouts, victims)):
@@ -84,7 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_kills_at_many_moments_lose_no_row_and_repeat_none(tmp_path: Path, part: int):
+def test_kills_at_many_moments_keep_rows_exact(tmp_path: Path, part: int):
     whole = whole_output(tmp_path / "whole", NUM_LONG_ROWS)
     chance, num_kills, number = random.Random(f"{SEED} {part}"), 0, part
     while num_kills < NUM_KILLS // NUM_PARTS:

@@ -65,7 +65,7 @@ def with_bad_token(token_id: int) -> Path:
         pytest.param(None, "bfloat16", marks=pytest.mark.matrix),
     ],
 )
-def test_rows_that_meet_what_is_no_number_are_told_where_and_their_neighbours_are_not_touched(
+def test_non_finite_logits_fail_only_their_row(
     monkeypatch: pytest.MonkeyPatch, instruction_set: str | None, dtype: str
 ):
     def library() -> NativeLibrary | str:
@@ -108,7 +108,7 @@ def test_every_rank_says_so_of_the_same_rows(layout: str):
     assert done.stdout.count("as expected") == 2
 
 
-def test_a_row_that_writes_the_token_itself_ends_behind_it():
+def test_row_that_samples_the_token_ends_after_it():
     prompts = random_prompts(6)
     with LLM(clean(), **SMALL) as llm:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -157,14 +157,14 @@ def test_a_job_writes_error_rows_and_counts_them(tmp_path: Path):
 
 
 @pytest.mark.guarantee("Weights that are not finite are refused")
-def test_weights_that_are_not_finite_are_refused_by_name_unless_they_are_wanted():
+def test_non_finite_weights_are_rejected_unless_allowed():
     with pytest.raises(
         CheckpointError, match=r"'model.embed_tokens.weight' has nan at \[128, 0\].*allow_nonfinite=True"
     ):
         LLM(with_bad_token(FIRST_OF_SECOND_SHARD), **SMALL)
 
 
-def test_where_they_are_wanted_new_weights_may_be_non_finite_too():
+def test_allowed_new_weights_may_be_non_finite():
     broken = with_bad_token(FIRST_OF_SECOND_SHARD)
     tensors = load_file(broken / "model.safetensors")
     prompts = prompts_around(FIRST_OF_SECOND_SHARD)

@@ -89,14 +89,14 @@ EMBEDDERS = [pytest.param(name, marks=pytest.mark.matrix) for name in ("mean", "
 
 
 @pytest.mark.parametrize("name", ["dense", *EMBEDDERS])
-def test_vectors_are_those_of_transformers_and_the_modules_by_hand(name: str) -> None:
+def test_vectors_equal_transformers_and_sentence_transformers_modules(name: str) -> None:
     for ours, prompt in zip(pooled(name), PROMPTS, strict=True):
         assert_near(ours, reference_vector(name, prompt))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["labels", "reward"])
-def test_scores_are_those_of_the_classifier_before_and_after_its_activation(name: str) -> None:
+def test_scores_equal_classifier_with_and_without_activation(name: str) -> None:
     with LLM(pooling_folder(name), **SETTINGS) as llm:
         raw = llm.encode(ids(PROMPTS), RAW, use_tqdm=False)
         activated = llm.classify(ids(PROMPTS), use_tqdm=False)
@@ -112,7 +112,7 @@ def test_scores_are_those_of_the_classifier_before_and_after_its_activation(name
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["causal", "untied"])
-def test_a_classifier_from_two_tokens_scores_as_qwen3_rerankers_model_card_does(name: str) -> None:
+def test_classifier_from_two_tokens_scores_like_qwen3_reranker(name: str) -> None:
     with LLM(pooling_folder(name), classifier_from_token=["n", "y"], **SETTINGS) as llm:
         tokenizer = llm.llm_engine.need_tokenizer()
         no, yes = tokenizer.token_id("n"), tokenizer.token_id("y")
@@ -126,7 +126,7 @@ def test_a_classifier_from_two_tokens_scores_as_qwen3_rerankers_model_card_does(
         assert_near(output.outputs.data, reference_difference(name, prompt, no, yes)[None])
 
 
-def test_lengths_that_the_model_was_trained_for_are_cut_and_then_normalised() -> None:
+def test_matryoshka_dimensions_are_truncated_then_normalised() -> None:
     with LLM(pooling_folder("last"), **SETTINGS) as llm:
         for dimensions in (16, 32):
             (output,) = llm.embed(ids(PROMPTS[:1]), pooling_params=PoolingParams(dimensions=dimensions), use_tqdm=False)
@@ -148,13 +148,13 @@ def test_lengths_that_the_model_was_trained_for_are_cut_and_then_normalised() ->
 @pytest.mark.guarantee("Vectors and scores: the row alone", is_control_inside=True)
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
-def test_a_row_has_the_same_bits_however_it_is_computed(way: str) -> None:
+def test_pooled_row_bits_are_independent_of_scheduling(way: str) -> None:
     for name in ("mean", "last", "cls"):
         assert pooled(name, times=2, **WAYS[way]) == plainly_pooled(name), name
 
 
 @pytest.mark.guarantee("Vectors and scores: the row alone", is_control_inside=True)
-def test_a_mean_has_the_same_bits_in_chunks_and_a_sum_of_chunks_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_bits_are_independent_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = pooled("mean", PROMPTS[:1])
     assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) == plain
 
@@ -167,7 +167,7 @@ def test_a_mean_has_the_same_bits_in_chunks_and_a_sum_of_chunks_has_not(monkeypa
     assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) != plain
 
 
-def test_the_sums_of_a_step_are_those_of_each_row_alone_token_by_token() -> None:
+def test_step_sums_equal_sums_per_row_and_token() -> None:
     chance = torch.Generator().manual_seed(2)
     for lengths in ([1], [5, 5], [1, 9, 2, 9, 30], [7] * 12, [40, 1, 1]):
         ends = [0, *accumulate(lengths)]
@@ -183,7 +183,7 @@ def test_the_sums_of_a_step_are_those_of_each_row_alone_token_by_token() -> None
             assert torch.equal(totals, expected), lengths
 
 
-def test_a_mean_takes_nothing_from_the_cache_of_prefixes_and_a_last_token_does(
+def test_mean_ignores_prefix_cache_last_token_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = {}
@@ -224,7 +224,7 @@ def _add(llm: LLM, prompt: list[int]) -> Any:
     return llm.llm_engine.requests.admit(prompt, pooled_sampling(params, config), pooling=params)
 
 
-def test_a_run_says_what_it_does_and_refuses_the_rest_by_name() -> None:
+def test_run_reports_its_tasks_and_rejects_others() -> None:
     with LLM(checkpoint_folder("llama_tied"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("generate",)
         with pytest.raises(ValueError, match=r"embed is refused: this run generates .*set runner=pooling"):
@@ -256,7 +256,7 @@ def test_outputs_are_of_vllms_classes() -> None:
 
 
 @pytest.mark.matrix
-def test_a_vector_that_is_not_finite_is_an_error_of_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_vector_fails_only_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Pooler.forward
 
     def broken(self: Pooler, pooled: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -291,7 +291,7 @@ def test_settings_that_go_nowhere_are_refused(settings: dict[str, Any], words: s
         LLM(pooling_folder("causal"), **SETTINGS, **settings)
 
 
-def test_a_label_that_the_tokenizer_has_and_the_model_has_not_is_refused(tmp_path: Path) -> None:
+def test_label_outside_the_models_vocabulary_is_rejected(tmp_path: Path) -> None:
     folder = shutil.copytree(pooling_folder("causal"), tmp_path / "model")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     extra = [f"<more{number}>" for number in range(SIZES["vocab_size"] - tokenizer.get_vocab_size() + 1)]
@@ -303,7 +303,7 @@ def test_a_label_that_the_tokenizer_has_and_the_model_has_not_is_refused(tmp_pat
         LLM(folder, classifier_from_token=["n", extra[-1]], **SETTINGS)
 
 
-def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> None:
+def test_new_weights_change_vectors_and_skip_lm_head() -> None:
     def doubled(model: Any) -> torch.Tensor:
         weight: torch.Tensor = model.get_parameter("score.weight").detach() * 2
         return weight
@@ -320,7 +320,7 @@ def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> No
 
 @pytest.mark.parametrize("settings", [{"runner": "pooling"}, {"classifier_from_token": ["n", "y"]}], ids=str)
 @pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str)
-def test_a_model_whose_tokens_see_later_ones_is_refused_where_only_the_run_says_that_it_pools(
+def test_bidirectional_model_is_rejected_without_pooling_config(
     tmp_path: Path, settings: dict[str, Any], given: dict[str, Any]
 ) -> None:
     """It was computed as one whose tokens do not."""
@@ -366,7 +366,7 @@ def in_place(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", pytest.param("untied", marks=pytest.mark.matrix)])
-def test_new_weights_of_a_classifier_from_two_tokens_score_as_a_model_that_has_them(name: str) -> None:
+def test_new_weights_of_two_token_classifier_change_scores(name: str) -> None:
     """Rows of a tied embedding were held twice, and each of these ways failed after it had begun to write."""
     ways: list[Callable[[LLM, str], None]] = [by_an_update, as_trainers_do, from_a_folder, asleep, in_place]
     options: dict[str, Any] = {"classifier_from_token": ["n", "y"], **SETTINGS}
@@ -385,7 +385,7 @@ def test_new_weights_of_a_classifier_from_two_tokens_score_as_a_model_that_has_t
             assert scores(llm) == old, way
 
 
-def test_to_look_at_an_embedding_does_not_round_the_rows_of_it_that_score() -> None:
+def test_apply_model_does_not_round_classifier_rows() -> None:
     def zero(model: Any) -> None:
         model.lm_head.weight.data.zero_()
 
@@ -398,7 +398,7 @@ def test_to_look_at_an_embedding_does_not_round_the_rows_of_it_that_score() -> N
         assert llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data == [0.0]
 
 
-def test_an_engine_driven_by_hand_gives_the_same_vectors_by_name() -> None:
+def test_llm_engine_gives_equal_vectors_by_name() -> None:
     with LLM(pooling_folder("last"), **SETTINGS) as llm:
         plain = plainly_pooled("last")
         engine = llm.llm_engine
@@ -417,7 +417,7 @@ def test_an_engine_driven_by_hand_gives_the_same_vectors_by_name() -> None:
 
 
 @pytest.mark.matrix
-def test_two_worker_processes_in_two_stages_give_the_same_bits(forked_workers_of_module: None) -> None:
+def test_pooled_bits_equal_on_two_pipeline_workers(forked_workers_of_module: None) -> None:
     settings = {"pipeline_parallel_size": 2, "distributed_executor_backend": "multiproc"}
     for name in ("mean", "last"):
         assert pooled(name, **settings) == plainly_pooled(name)

@@ -70,7 +70,7 @@ def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> t
 
 @pytest.mark.guarantee("Durable; output has its name when complete")
 @pytest.mark.matrix
-def test_what_a_loss_of_power_may_leave_of_a_job_has_what_was_done_and_is_gone_on_from(library: Path, tmp_path: Path):
+def test_power_loss_keeps_committed_rows_and_resumes(library: Path, tmp_path: Path):
     found, output = run(library, SCRIPT, tmp_path, 3, *(f"{case}, any order" for case in CASES))
     assert [each["case"] for each in found] == CASES, output
     for each in found:
@@ -82,7 +82,7 @@ def test_what_a_loss_of_power_may_leave_of_a_job_has_what_was_done_and_is_gone_o
 @pytest.mark.stress
 @pytest.mark.parametrize("rule", ["any order", "in order"])
 @pytest.mark.parametrize("case", CASES)
-def test_states_that_a_loss_of_power_may_leave_are_gone_on_from(library: Path, tmp_path: Path, case: str, rule: str):
+def test_job_resumes_from_random_power_loss_states(library: Path, tmp_path: Path, case: str, rule: str):
     """All are looked at. Gone on from are all of the first job, and those that are drawn of the others. What may be
     left where names are kept in order may be left in any order as well.
     """
@@ -124,30 +124,28 @@ SYNCED, FOLDER_SYNCED = Operation("sync", -1), Operation("sync", 0)
 
 
 @pytest.mark.parametrize("rule", [{}, {"is_ordered": True}])
-def test_a_file_that_was_not_synced_may_be_missing_empty_zeros_or_cut_at_a_sector(
-    tmp_path: Path, rule: dict[str, bool]
-):
+def test_unsynced_file_may_be_lost_or_truncated(tmp_path: Path, rule: dict[str, bool]):
     found = [tree.get("new") for tree in states(tmp_path, WRITTEN, **rule)]
     for content in (None, b"", bytes(600), b"x" * 512, bytes(512) + b"x" * 88, b"x" * 600):
         assert content in found
     assert all(len(content) in (0, 512, 600) for content in found if content is not None)
 
 
-def test_a_synced_file_has_its_content_wherever_it_has_a_name(tmp_path: Path):
+def test_synced_file_keeps_content_under_any_name(tmp_path: Path):
     (tmp_path / "name").write_bytes(b"old")
     found = states(tmp_path, [*WRITTEN, SYNCED, RENAMED])
     assert {tree.get("name") for tree in found} == {b"old", b"x" * 600}
     assert {tree.get("new") for tree in found} == {None, b"x" * 600}
 
 
-def test_a_rename_before_the_sync_may_leave_an_empty_file(tmp_path: Path):
+def test_rename_before_sync_may_leave_empty_file(tmp_path: Path):
     (tmp_path / "name").write_bytes(b"old")
     found = [tree.get("name") for tree in states(tmp_path, [*WRITTEN, RENAMED, FOLDER_SYNCED])]
     assert b"" in found
     assert b"old" not in found
 
 
-def test_names_are_certain_once_their_folder_is_synced_and_in_order_once_anything_is(tmp_path: Path):
+def test_folder_sync_makes_names_durable_in_order(tmp_path: Path):
     operations = [Operation("mkdir", -2, path="folder"), Operation("create", -1, path="folder/new"), SYNCED]
     assert {} in states(tmp_path, operations)
     assert {"folder": None} in states(tmp_path, [*operations, FOLDER_SYNCED])
@@ -155,7 +153,7 @@ def test_names_are_certain_once_their_folder_is_synced_and_in_order_once_anythin
     assert {} in states(tmp_path, [*operations, FOLDER_SYNCED], has_syncs=False)
 
 
-def test_later_names_without_earlier_ones_come_only_where_no_order_is_kept(tmp_path: Path):
+def test_later_names_alone_survive_only_without_ordering(tmp_path: Path):
     operations = [Operation("create", -1, path="first"), Operation("create", -2, path="second")]
     assert {"second": b""} in states(tmp_path, operations)
     assert {"second": b""} not in states(tmp_path, operations, is_ordered=True)

@@ -73,7 +73,7 @@ def transformers_ids(folder: Path, opened: Callable[[Path], Any] = open_referenc
 
 
 @pytest.mark.parametrize(("way", "names"), SETS)
-def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_weights(tmp_path: Path, way: str, names: list[str]):
+def test_two_ranks_have_transformers_ids_on_dequantised_weights(tmp_path: Path, way: str, names: list[str]):
     folders = {name: quantise(source_of(tmp_path, name), tmp_path, name) for name in names}
     arguments = [tmp_path, json.dumps(PROMPTS), way, *(folders[name][0] for name in names)]
     done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments)
@@ -87,7 +87,7 @@ def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_weights(tmp_p
 
 
 @pytest.mark.parametrize("name", ["fp8_block", pytest.param("gptq_v2_8bits", marks=pytest.mark.matrix)])
-def test_logits_are_those_of_the_plain_files_to_the_last_bit(tmp_path: Path, name: str):
+def test_dequantised_logits_are_bit_identical_to_plain_files(tmp_path: Path, name: str):
     quantised, plain = quantise(source_of(tmp_path, name), tmp_path, name)
     ours, theirs = (prompt_logits(load_model(folder), PROMPTS) for folder in (quantised, plain))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -102,7 +102,7 @@ def quantised_experts(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", pytest.param("fp8_block", marks=pytest.mark.matrix)])
-def test_experts_are_those_of_the_plain_files_to_the_last_bit(tmp_path: Path, name: str):
+def test_dequantised_experts_are_bit_identical_to_plain_files(tmp_path: Path, name: str):
     quantised, plain = quantised_experts(tmp_path, name)
     before, ours, theirs = (
         prompt_logits(load_model(folder), PROMPTS) for folder in (expert_folder(EXPERTS[name]), quantised, plain)
@@ -113,7 +113,7 @@ def test_experts_are_those_of_the_plain_files_to_the_last_bit(tmp_path: Path, na
 
 
 @pytest.mark.matrix
-def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_experts(tmp_path: Path):
+def test_two_ranks_have_transformers_ids_on_dequantised_experts(tmp_path: Path):
     folders = [quantised_experts(tmp_path, name) for name in EXPERTS]
     arguments = [tmp_path, json.dumps(PROMPTS), "tensor_parallel_size", *(quantised for quantised, _ in folders)]
     done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments)
@@ -124,7 +124,7 @@ def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_experts(tmp_p
 
 
 @pytest.mark.matrix
-def test_weights_that_were_dropped_are_dequantised_again_from_the_files(tmp_path: Path):
+def test_dropped_weights_are_dequantised_again_from_files(tmp_path: Path):
     quantised, _ = quantise(source_of(tmp_path, "awq"), tmp_path, "awq")
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     with LLM(quantised, dtype="float32", device="cpu", num_blocks=64) as llm:
@@ -135,7 +135,7 @@ def test_weights_that_were_dropped_are_dequantised_again_from_the_files(tmp_path
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == before
 
 
-def test_a_missing_scale_is_named_before_anything_is_filled(tmp_path: Path):
+def test_missing_scale_is_named_before_any_allocation(tmp_path: Path):
     from safetensors.torch import load_file, save_file
 
     quantised, _ = quantise(source_of(tmp_path, "awq"), tmp_path, "awq")

@@ -145,7 +145,7 @@ def tier(rope_type: str, way: str) -> list[pytest.MarkDecorator]:
     ("rope_type", "way"),
     [pytest.param(rope_type, way, marks=tier(rope_type, way)) for rope_type in ROPE_TYPES for way in WAYS],
 )
-def test_a_row_is_the_same_however_it_comes_to_its_keys(rope_type: str, way: str):
+def test_rope_row_is_independent_of_key_source(rope_type: str, way: str):
     rows = prompts()
     with make(rope_type, **WAYS[way]) as llm:
         assert answers(llm, rows) == cold(rope_type), "together"
@@ -153,7 +153,7 @@ def test_a_row_is_the_same_however_it_comes_to_its_keys(rope_type: str, way: str
         check_way_was_taken(llm, way)
 
 
-def test_rows_of_one_regime_share_their_keys_and_others_do_not():
+def test_rows_share_keys_only_within_a_regime():
     """Beyond the model's own length a prompt shares with those of its length alone, below it with all."""
     head = list(range(3, 131))
     with make("dynamic") as llm:
@@ -175,7 +175,7 @@ def test_the_comparison_sees_names_without_the_regime(rope_type: str, monkeypatc
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_completions_are_scored_in_the_regime_in_which_they_were_sampled(rope_type: str):
+def test_completions_are_scored_in_their_sampling_regime(rope_type: str):
     rows = prompts()
     with make(rope_type) as llm:
         outputs = [output.outputs[0] for output in llm.generate(rows, GREEDY, use_tqdm=False)]

@@ -82,7 +82,7 @@ def test_the_comparison_sees_other_weights(model: Path):
         assert all(mine != theirs for mine, theirs in zip(before, after, strict=True))
 
 
-def test_a_row_may_be_as_long_as_the_model_and_no_longer(model: Path):
+def test_scored_row_may_fill_max_model_len(model: Path):
     with LLM(model, **SMALL) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, logprobs=0, ignore_eos=True)
         (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
@@ -120,7 +120,7 @@ def test_a_prompt_without_tokens_is_refused(model: Path):
     ],
     ids=str,
 )
-def test_scores_on_ranks_are_the_bits_that_were_reported(model: Path, layout: dict[str, int], tmp_path: Path):
+def test_scores_on_ranks_equal_reported_bits(model: Path, layout: dict[str, int], tmp_path: Path):
     done = ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240)
     assert done.returncode == 0, done.output
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))

@@ -238,7 +238,7 @@ def test_vectors_are_those_of_encode(name: str) -> None:
 
 
 @pytest.mark.finding(number="A5")
-def test_prompt_of_another_name_or_none_is_put_before_texts() -> None:
+def test_named_or_empty_prompt_is_prepended_to_texts() -> None:
     folder = saved("prompt", EMBED["prompt"])
     for name in ("query", "document", ""):
         ours = embedded(folder, TEXTS[:2], default_prompt_name=name)

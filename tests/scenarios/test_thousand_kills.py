@@ -125,9 +125,7 @@ def figures() -> Iterator[Figures]:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", PARTS)
-def test_kills_in_every_phase_lose_nothing_double_nothing_and_leave_nothing(
-    tmp_path: Path, figures: Figures, whole: bytes, part: int
-):
+def test_kills_in_every_phase_keep_rows_exact(tmp_path: Path, figures: Figures, whole: bytes, part: int):
     chance, num_kills = (
         random.Random(f"{SEED} {part}"),
         NUM_KILLS * (part + 1) // NUM_PARTS - NUM_KILLS * part // NUM_PARTS,

@@ -22,7 +22,7 @@ def two_nodes(*arguments: str, **variables: str) -> ranks.CompletedRanks:
 
 @pytest.mark.guarantee("Two nodes answer as one rank")
 @pytest.mark.matrix
-def test_two_nodes_answer_as_one_rank_does_though_only_one_has_the_files():
+def test_two_nodes_equal_one_rank_with_one_copy():
     done = two_nodes()
     assert done.returncode == 0, done.output
     assert "two nodes and one rank answered the same: 64 rows" in done.stdout
@@ -30,13 +30,13 @@ def test_two_nodes_answer_as_one_rank_does_though_only_one_has_the_files():
 
 @pytest.mark.guarantee("A cut cable: both sides name the silent rank")
 @pytest.mark.matrix
-def test_both_sides_end_and_name_the_silent_rank_when_the_cable_is_cut():
+def test_both_sides_name_silent_rank_when_disconnected():
     check_cut(two_nodes("--cut", LIMIT_S="120"))
 
 
 @pytest.mark.stress
 @pytest.mark.timed
-def test_both_sides_end_in_time_when_the_cable_is_cut():
+def test_both_sides_end_in_time_when_disconnected():
     """Within `executor.timeout_s` and five seconds."""
     done = two_nodes("--cut")
     print(f"\nCUT {done.stdout.splitlines()[-1]}")
@@ -53,7 +53,7 @@ def check_cut(done: ranks.CompletedRanks) -> None:
 @pytest.mark.parametrize(
     ("code", "silent"), [(1, (1, 0)), (0, (1,)), (0, (0,)), (0, ())], ids=["late", "one side", "the other", "neither"]
 )
-def test_the_check_sees_a_side_that_does_not_name_the_silent_rank(code: int, silent: tuple[int, ...], control):
+def test_check_detects_side_without_silent_rank_name(code: int, silent: tuple[int, ...], control):
     """Negative control."""
 
     def ended(code: int, ranks_named: tuple[int, ...]) -> ranks.CompletedRanks:
@@ -127,9 +127,7 @@ def test_the_script_sees_another_answer_of_two_nodes(tmp_path: Path, both: str, 
     ],
     ids=["both sides", "node 1 alone", "node 0 alone", "each itself"],
 )
-def test_the_script_sees_a_side_that_does_not_name_the_silent_rank(
-    tmp_path: Path, said: tuple[int, int], complaints: list[str]
-):
+def test_script_detects_side_without_silent_rank_name(tmp_path: Path, said: tuple[int, int], complaints: list[str]):
     """Negative control: nothing of it is real but its look at what each node says. `said` are the ranks they name."""
     said0, said1 = (f"error: rank {rank} is silent" for rank in said)
     done = run_with_stand_ins(tmp_path, "cut", "--cut", SAID0=said0, SAID1=said1, LIMIT_S="120")
@@ -139,6 +137,6 @@ def test_the_script_sees_a_side_that_does_not_name_the_silent_rank(
         check_cut(done)
 
 
-def test_the_script_is_sound_and_says_what_it_is_for():
+def test_two_node_script_is_valid_and_documented():
     assert subprocess.run(["bash", "-n", str(SCRIPT)], check=False).returncode == 0
     assert "Needs root." in SCRIPT.read_text()

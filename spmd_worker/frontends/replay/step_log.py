@@ -163,7 +163,8 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
     wrong = wrong or [name for name in names if not _has_type(value[name], _KINDS[name])]
     if wrong:
         raise StepLogError(f"the header's {wrong[0]} is missing, unknown or of another type: {value.get(wrong[0])!r}")
-    return StepLogHeader(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})
+    made: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+    return StepLogHeader(**made)
 
 
 class _Frame(NamedTuple):
@@ -182,8 +183,9 @@ def _has_type(value: object, kind: Any) -> bool:
         return any(_has_type(value, each) for each in get_args(kind))
     if get_origin(kind) is tuple:
         first, last = get_args(kind)
-        is_list = isinstance(value, list) and (last is Ellipsis or len(value) == 2)
-        return is_list and all(type(item) is first for item in value)
+        if not isinstance(value, list) or (last is not Ellipsis and len(value) != 2):
+            return False
+        return all(type(item) is first for item in value)
     return type(value) is kind
 
 

@@ -162,7 +162,7 @@ def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch
         assert admitted == [3, 4, 5]
         assert [list(each) for each in manifest(tmp_path)["overridden"]] == [["job.input"]]
         return
-    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run that"):
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run of"):
         run(config)
     assert not admitted
     # Negative control: without the gate rows are admitted before.

@@ -219,7 +219,7 @@ def test_changed_input_is_rejected_also_on_standard_input(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('{"prompt": 7}', '{"prompt": 8}'))
-    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run that"):
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run of"):
         run(config)
     forced = replace(config, job=replace(config.job, resume="force"))
     with pytest.raises(ConfigError, match="row 5"):
@@ -517,7 +517,7 @@ def test_job_resumes_only_with_the_same_arithmetic(tmp_path: Path, monkeypatch: 
     config = ended_job(tmp_path, 5)
     with monkeypatch.context() as there:
         there.setattr(CpuDevice, "arithmetic", lambda self, attention: "of another processor")
-        expected = r"^arithmetic is \"of another processor\", and \S.* in the run that job\.run_dir=.*job\.resume=force"
+        expected = r"^arithmetic is \"of another processor\", and \S.* in the run of .*job\.resume=force"
         with pytest.raises(ConfigError, match=expected):
             run(config)
         forced = replace(config, job=replace(config.job, resume="force"))
