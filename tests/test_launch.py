@@ -157,7 +157,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), ALONE, ids=[" ".join(each) for each, _ in ALONE])
-def test_an_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+def test_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
     assert launch.main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
@@ -192,7 +192,7 @@ def test_help_all_prints_every_key_and_its_meaning(capsys: pytest.CaptureFixture
     assert [name for name, key in keys.items() if key.option.meaning not in words] == []
 
 
-def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]):
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
     assert launch.main(["--version"]) == 0
     assert re.fullmatch(r"spmd-worker \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
@@ -248,7 +248,7 @@ def exit_codes(tmp_path: Path, run: Callable[[list[str]], ranks.CompletedRanks],
 
 
 @pytest.mark.control("Exit codes 70 and 1")
-def test_the_comparison_sees_exit_codes_that_are_exchanged(tmp_path: Path):
+def test_comparison_detects_exchanged_exit_codes(tmp_path: Path):
     """Negative control: ranks that diverged have lost their code, and others end with it."""
     planted = """
 from spmd_worker.base import errors
@@ -377,7 +377,7 @@ def check_screen(done: ranks.CompletedRanks, metrics: dict[str, Any]) -> None:
         assert len(re.findall(f"(?m)^{line}$", done.stderr)) == 1, (line, done.stderr)
 
 
-def test_a_terminal_gets_a_bar(tmp_path: Path):
+def test_terminal_shows_a_bar(tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", [good_row(index) for index in range(5)])
     controller, terminal = pty.openpty()
     arguments = [*DEMO, "job.input=rows.jsonl", "job.output=out.jsonl"]

@@ -94,7 +94,7 @@ def test_crowded_cache_has_30_percent_of_needed_blocks():
     assert 0.25 < CROWDED / wanted <= 0.30
 
 
-def test_a_run_with_room_never_gives_way(uninterrupted: dict[str, Ran]):
+def test_run_with_enough_blocks_never_preempts(uninterrupted: dict[str, Ran]):
     assert uninterrupted["float32"].counters.num_preemptions == 0
     assert uninterrupted["float32"].cached == [0] * 12
 
@@ -184,7 +184,7 @@ def test_comparison_detects_missing_block_copy(uninterrupted: dict[str, Ran], mo
 
 
 @pytest.mark.control("SPMD_WORKER_CHECK=1 checks the cache after each step")
-def test_the_check_after_every_step_sees_a_leak(monkeypatch: pytest.MonkeyPatch):
+def test_check_after_every_step_detects_a_leak(monkeypatch: pytest.MonkeyPatch):
     """Negative control of SPMD_WORKER_CHECK: a table that is emptied and gives nothing back."""
     monkeypatch.setattr(DeviceTables, "release", lambda self, table: table.block_ids.clear())
     with pytest.raises(AssertionError, match=r"block \d+ counts \d+ owners, \d+ tables list it"):

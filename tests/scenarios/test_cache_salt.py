@@ -55,7 +55,7 @@ def hash_of(name: str) -> int:
     return sum(name.encode())
 
 
-def test_the_test_sees_salts_that_name_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_salt_test_detects_ignored_salts(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     root_hash = allocator.root_hash
     monkeypatch.setattr(allocator, "root_hash", lambda cache_salt, **root: root_hash(**root))
@@ -80,7 +80,7 @@ def test_scores_and_added_requests_keep_their_salt(llm: LLM):
 
 
 @pytest.mark.parametrize("salt", ["", 5, "a" * 1025, "\ud800", True])
-def test_what_is_no_salt_is_named(llm: LLM, salt: Any):
+def test_invalid_salt_is_an_error(llm: LLM, salt: Any):
     with pytest.raises(ValueError, match="cache_salt"):
         llm.generate([{"prompt_token_ids": [10], "cache_salt": salt}], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="cache_salt"):

@@ -64,7 +64,7 @@ def test_every_answer_has_its_form(llm: LLM):
 
 
 @pytest.mark.control("Answers have their form")
-def test_the_tests_see_answers_that_are_not_masked(llm: LLM, monkeypatch: pytest.MonkeyPatch, control):
+def test_schema_test_detects_unmasked_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch, control):
     monkeypatch.setattr(TokenMasks, "apply", lambda self, kernels, logits, first_id: None)
     outputs = run(llm)
     with control():
@@ -73,7 +73,7 @@ def test_the_tests_see_answers_that_are_not_masked(llm: LLM, monkeypatch: pytest
     assert {output.error_code for output in outputs} == {None, "grammar_failed"}
 
 
-def test_a_row_without_a_form_has_none(llm: LLM):
+def test_row_without_form_has_no_grammar(llm: LLM):
     prompts, params, names = rows()
     outputs = llm.generate(prompts, [replace(each, structured_outputs=None) for each in params], use_tqdm=False)
     with pytest.raises(AssertionError):
@@ -417,7 +417,7 @@ def test_row_without_package_names_the_extra(tmp_path: Path, monkeypatch: pytest
     assert (first["error"]["code"], second["error"]) == ("extra_missing", None)
 
 
-def test_what_else_a_form_needs_is_said(tmp_path: Path):
+def test_further_needs_of_forms_are_reported(tmp_path: Path):
     write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
@@ -429,6 +429,6 @@ def test_what_else_a_form_needs_is_said(tmp_path: Path):
         llm.generate([{"prompt_token_ids": [3]}], SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
 
 
-def test_the_older_name_works(llm: LLM):
+def test_guided_decoding_is_structured_outputs(llm: LLM):
     sampling = SamplingParams(guided_decoding=constrained_rows.FORMS["regex"][0], max_tokens=60, temperature=1.0)
     assert FORMS["regex"][1](llm.generate("hello", sampling, use_tqdm=False)[0].outputs[0].text)

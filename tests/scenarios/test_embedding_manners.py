@@ -129,7 +129,7 @@ LEAKS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
-def test_what_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: Callable[[], object], control):
+def test_leftovers_are_detected(monkeypatch: pytest.MonkeyPatch, leak: Callable[[], object], control):
     """Negative control."""
     monkeypatch.setattr(sys.modules[__name__], "SETTLE_S", 0.1)
     kept: list[object] = []
@@ -152,7 +152,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("setting", CHANGES)
-def test_a_setting_that_changes_is_noticed(setting: str):
+def test_changed_setting_is_detected(setting: str):
     """Negative control."""
     before, dtype, level = process_settings(), torch.get_default_dtype(), logging.getLogger("spmd_worker").level
     handler = signal.getsignal(signal.SIGUSR2)

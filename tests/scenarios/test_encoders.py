@@ -214,14 +214,12 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("MPNetModel", {}, "positions by their distance"),
     ],
 )
-def test_what_is_no_encoder_of_these_is_refused(
-    architecture: str, given: dict[str, Any], words: str, tmp_path: Any
-) -> None:
+def test_unsupported_encoder_is_rejected(architecture: str, given: dict[str, Any], words: str, tmp_path: Any) -> None:
     with pytest.raises(ModelConfigError, match=words):
         model_config_of({"architectures": [architecture], **given}, tmp_path / "config.json")
 
 
-def test_an_encoder_does_not_generate() -> None:
+def test_encoder_does_not_generate() -> None:
     with pytest.raises(ConfigError, match="a model without a head for tokens"):
         LLM(encoder_folder("bert_masked"), runner="generate", **SETTINGS)
 

@@ -126,7 +126,7 @@ def test_full_disk_is_reported_also_by_doctor(tmp_path: Path):
 @pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("fault", WORDS)
-def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
+def test_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
     chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat + REPEATS * (SEED - 1)}")
     victim = 0 if fault == "full disk" else chance.randrange(num_ranks)
     # Interpreters that import torch by themselves take longer to start than the fault takes to strike.

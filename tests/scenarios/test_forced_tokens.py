@@ -161,7 +161,7 @@ def test_stop_conditions_apply_inside_forced_text(llm: LLM, asked: dict[str, Any
         assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (7, "length")
 
 
-def test_a_stop_token_inside_a_forced_text_stops(llm: LLM):
+def test_stop_token_inside_forced_text_stops(llm: LLM):
     token_ids = generate(llm)[0].outputs[0].token_ids
     output, _, _ = both_ways(llm, stop_token_ids=[token_ids[9]])
     end = token_ids.index(token_ids[9])

@@ -122,7 +122,7 @@ def test_few_jobs_leave_no_resources_behind(what: str, size: int, tmp_path):
 @pytest.mark.parametrize(
     ("what", "count", "grown"), [("leaking_calls", 40, "resident_bytes"), ("leaking_threads", 8, "threads")]
 )
-def test_the_count_sees_what_is_left_behind(what: str, count: int, grown: str, tmp_path):
+def test_growth_count_detects_leftovers(what: str, count: int, grown: str, tmp_path):
     """Negative control."""
     returncode, lines, output = run(what, count, 1, MIB, tmp_path)
     assert returncode != 0, output

@@ -79,7 +79,7 @@ def test_non_finite_logits_fail_only_their_row(
 
 
 @pytest.mark.control("Logits that are not finite: that row's error alone")
-def test_the_tests_see_rows_that_touch_their_neighbours(monkeypatch: pytest.MonkeyPatch, control):
+def test_row_test_detects_dependence_on_neighbours(monkeypatch: pytest.MonkeyPatch, control):
     look_up = embedding.VocabularyParallelEmbedding.forward
 
     def spread(self: embedding.VocabularyParallelEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_prompt_log_probabilities_are_looked_at_too():
     assert "output token 0 " in str(outputs[1].error)
 
 
-def test_a_job_writes_error_rows_and_counts_them(tmp_path: Path):
+def test_job_writes_and_counts_error_rows(tmp_path: Path):
     prompts = prompts_around(FIRST_OF_SECOND_SHARD)
     rows = [{"prompt_token_ids": prompt, "temperature": 0, "max_tokens": 3} for prompt in prompts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

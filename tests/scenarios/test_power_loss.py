@@ -95,7 +95,7 @@ def test_job_resumes_from_random_power_loss_states(library: Path, tmp_path: Path
 
 @pytest.mark.control("Durable; output has its name when complete")
 @pytest.mark.matrix
-def test_a_wrong_order_of_writing_is_seen(library: Path, tmp_path: Path):
+def test_power_loss_test_detects_wrong_write_order(library: Path, tmp_path: Path):
     """Negative controls: syncs that do nothing, an output that is renamed before it is synced, records before lines."""
     script = tmp_path / "planted.py"
     script.write_text(textwrap.dedent(PLANTED))

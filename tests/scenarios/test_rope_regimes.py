@@ -166,7 +166,7 @@ def test_rows_share_keys_only_within_a_regime():
 
 @pytest.mark.control("Rows whose rotary angles depend on length, too")
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_the_comparison_sees_names_without_the_regime(rope_type: str, monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_names_without_regime(rope_type: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: names as they were, of tokens, weights and adapter alone."""
     monkeypatch.setattr(allocator_module, "root_hash", lambda weight_version, **others: root_hash(weight_version))
     rows = prompts()

@@ -70,7 +70,7 @@ def test_scores_are_the_bits_that_were_reported(model: Path, dtype: str, mode: s
 
 
 @pytest.mark.control("score_tokens gives the bits that were reported")
-def test_the_comparison_sees_other_weights(model: Path):
+def test_comparison_detects_other_weights(model: Path):
     with LLM(model, **SMALL) as llm:
         reported, scored, _ = reported_and_scored(llm)
         completions = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SAMPLED, use_tqdm=False)]
@@ -101,7 +101,7 @@ def test_scored_row_may_fill_max_model_len(model: Path):
         assert len(llm.score_tokens(PROMPTS[0], [[1, 2]])[0]) == 2
 
 
-def test_a_prompt_without_tokens_is_refused(model: Path):
+def test_prompt_without_tokens_is_rejected(model: Path):
     """The first token of its completion was left out: two scores for three tokens."""
     with LLM(model, **SMALL) as llm:
         with pytest.raises(PromptsRefusedError, match="the prompt has no tokens: nothing comes before the") as refused:

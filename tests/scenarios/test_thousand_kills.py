@@ -148,7 +148,7 @@ def test_kills_in_every_phase_keep_rows_exact(tmp_path: Path, figures: Figures, 
 
 @pytest.mark.control("Ranks end with torchrun")
 @pytest.mark.stress
-def test_what_a_kill_leaves_is_seen(tmp_path: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch):
+def test_kill_test_detects_leftovers(tmp_path: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch):
     """Negative control: a rank without a watchdog outlives its launcher."""
     monkeypatch.setitem(globals(), "LEFT_S", SOON_S)
     write_rows(tmp_path, NUM_ROWS)

@@ -107,7 +107,7 @@ def run_with_stand_ins(folder: Path, python: str, *arguments: str, **variables: 
 @pytest.mark.parametrize(
     ("both", "exit_code"), [("row", 0), ("another", 1), ("row\nrow", 1)], ids=["same", "another", "more"]
 )
-def test_the_script_sees_another_answer_of_two_nodes(tmp_path: Path, both: str, exit_code: int):
+def test_script_detects_a_different_answer_of_two_nodes(tmp_path: Path, both: str, exit_code: int):
     """Negative control: nothing of it is real but its comparison."""
     done = run_with_stand_ins(tmp_path, "python", BOTH=both)
     assert done.returncode == exit_code, done.output
