@@ -101,7 +101,7 @@ def test_aborted_request_leaves_none_of_its_parts():
 
 
 @pytest.mark.control("Samples beyond scheduler.max_num_seqs queue")
-def test_test_detects_parts_that_repeat_samples(expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_samples_test_detects_repeated_parts(expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Negative control: the samples of a part are those of its own indices."""
 
     def wrong(sequence: Sequence, num_samples: int) -> Sequence:

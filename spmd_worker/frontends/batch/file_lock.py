@@ -71,7 +71,10 @@ class FileLock:
 
     def __enter__(self) -> "FileLock":
         while self._descriptor < 0:
-            descriptor = self._open()
+            try:
+                descriptor = open_own_file(self._path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise ConfigError(f"{self._owned} cannot be written ({error.strerror}): {self._way_out}") from None
             try:
                 self._wait(descriptor)
                 # Its last holder may have removed the file since it was opened.
@@ -111,12 +114,6 @@ class FileLock:
             record = json.dumps(asdict(own)).encode("ascii") + b"\n"
             os.pwrite(descriptor, record, 0)
             os.ftruncate(descriptor, len(record))
-
-    def _open(self) -> int:
-        try:
-            return open_own_file(self._path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise ConfigError(f"{self._owned} cannot be written ({error.strerror}): {self._way_out}") from None
 
     def _wait(self, descriptor: int) -> None:
         deadline_s = time.monotonic() + _LEAVE_S

@@ -60,7 +60,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
     set_input,
     write_manifest,
 )
-from spmd_worker.frontends.batch.run_dir.provenance import OutputDigest, write_provenance
+from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
@@ -281,7 +281,7 @@ def _lead(
         run.lock.note("writes the output")
         pooling = engine.limits.pooling
         vectors = None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
-        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows, vectors)
+        digests = _write_output(run.journal, Path(job.output or ""), rows.num_rows, vectors)
         output.is_complete = True
     metrics = job_metrics(output.counts, reports) | {
         "load_s": loaded_s - started_s,
@@ -289,7 +289,7 @@ def _lead(
         "wall_s": time.perf_counter() - started_s,
     }
     write_json(run_dir / METRICS_NAME, metrics)
-    write_provenance(run_dir, run.manifest, job.output or "", digest, chain_heads(reports))
+    write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports))
     if "stages" in metrics:
         write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)
@@ -301,8 +301,10 @@ def _lead(
         )
 
 
-def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: VectorColumn | None) -> OutputDigest:
-    """Write all lines, in the order of the rows, to a file that appears when it is complete."""
+def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: VectorColumn | None) -> dict[str, Any]:
+    """Write all lines, in the order of the rows, to a file that appears when it is complete. Returns a digest of the
+    uncompressed lines: for plain JSONL as `sha256sum`.
+    """
     digest, num_lines, num_bytes = sha256(), 0, 0
     with OutputFile.open(path, vectors) as output:
         for line in journal.lines():
@@ -310,7 +312,7 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
             digest.update(line)
             num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
         assert num_lines == num_rows, (num_lines, num_rows)
-    return OutputDigest(num_lines, num_bytes, digest.hexdigest())
+    return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:

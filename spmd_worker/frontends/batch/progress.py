@@ -122,7 +122,7 @@ def format_summary(metrics: Mapping[str, Any]) -> str:
 def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     return [
         ("rows", _count(metrics, "rows")),
-        ("answered before", _resumed(metrics)),
+        ("answered before", _count(metrics, "resumed_rows") if metrics.get("resumed_rows") else None),
         ("error rows", _error_rows(metrics)),
         ("prompt tokens", _prompt_tokens(metrics)),
         ("output tokens", _count(metrics, "output_tokens")),
@@ -209,10 +209,6 @@ def _count(metrics: Mapping[str, Any], key: str) -> str | None:
 
 def _duration(metrics: Mapping[str, Any], key: str) -> str | None:
     return None if metrics.get(key) is None else format_seconds(metrics[key])
-
-
-def _resumed(metrics: Mapping[str, Any]) -> str | None:
-    return f"{metrics['resumed_rows']:,}" if metrics.get("resumed_rows") else None
 
 
 def _error_rows(metrics: Mapping[str, Any]) -> str | None:

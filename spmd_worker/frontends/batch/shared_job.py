@@ -124,7 +124,16 @@ class JobSharer:
     def advance(self) -> None:
         # Also when all is published: `may_read` notices when the input is known.
         if self._rows.may_read() and not self._has_ended:
-            self._publish()
+            turn = Turn(self._timeout_s)
+            self._window.read_on(lambda: turn.is_over)
+            for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
+                rows = self._window.take(self._round.num_replicas, self._most_rows)
+                if not rows:
+                    break
+                self._sender.publish(rows)
+            if self._window.is_empty:
+                self._has_ended = True
+                self._sender.end()
         now_s = time.monotonic()
         if now_s - self._last_receive_s >= _RECEIVE_S:
             self._last_receive_s = now_s
@@ -134,18 +143,6 @@ class JobSharer:
     def close(self) -> None:
         """Remove the keys of the store, once every replica has ended."""
         self._sender.forget()
-
-    def _publish(self) -> None:
-        turn = Turn(self._timeout_s)
-        self._window.read_on(lambda: turn.is_over)
-        for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
-            rows = self._window.take(self._round.num_replicas, self._most_rows)
-            if not rows:
-                break
-            self._sender.publish(rows)
-        if self._window.is_empty:
-            self._has_ended = True
-            self._sender.end()
 
 
 def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model_name: str) -> ReplicaCounts:

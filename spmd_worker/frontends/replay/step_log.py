@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, BinaryIO, Final, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Final, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 from spmd_worker.base.errors import StepLogError
@@ -167,13 +167,6 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
     return StepLogHeader(**made)
 
 
-class _Frame(NamedTuple):
-    """Start and end of the payload of a good frame."""
-
-    start: int
-    end: int
-
-
 _KINDS: Final = get_type_hints(StepLogHeader)
 
 
@@ -210,18 +203,19 @@ def _check(path: Path, data: mmap.mmap) -> StepLog:
     if frame is None:
         raise StepLogError(f"{path}: the header at byte {len(_MAGIC)} is damaged or truncated")
     try:
-        header = header_from_json(parse_json_object(data[frame.start : frame.end]))
+        header = header_from_json(parse_json_object(data[frame]))
     except JsonError as error:
         raise StepLogError(f"{path}: the header {error}") from None
     except ValueError as error:
         raise StepLogError(f"{path}: {error}") from None
-    num_messages, end = 0, frame.end
+    num_messages, end = 0, frame.stop
     while (frame := _good_frame(data, end)) is not None:
-        num_messages, end = num_messages + 1, frame.end
+        num_messages, end = num_messages + 1, frame.stop
     return StepLog(path, header, num_messages, _torn_tail(path, data, end, num_messages))
 
 
-def _good_frame(data: mmap.mmap, offset: int) -> _Frame | None:
+def _good_frame(data: mmap.mmap, offset: int) -> slice | None:
+    """The payload of an intact frame at `offset`."""
     start = offset + _HEAD.size
     if start > len(data):
         return None
@@ -230,7 +224,7 @@ def _good_frame(data: mmap.mmap, offset: int) -> _Frame | None:
     if marker != _MARKER or end > len(data):
         return None
     is_intact = crc32(data[start:end], crc32(_LENGTH.pack(length))) == checksum
-    return _Frame(start, end) if is_intact else None
+    return slice(start, end) if is_intact else None
 
 
 def _torn_tail(path: Path, data: mmap.mmap, end: int, num_messages: int) -> str | None:

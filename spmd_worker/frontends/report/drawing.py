@@ -116,7 +116,7 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
         names.append(f"higher, up to {most}" if chart.unit == "time" else f"higher, up to {most} {chart.unit}")
     above_inches = _legend_inches(names, width_inches) + (_NUMBER_INCHES if chart.numbered else 0.0)
     figure, (axes,) = _make_axes(frame, width_inches, above_inches, [_PLOT_INCHES])
-    edges, _ = _edges(frame)
+    edges, _, _ = _edges(frame)
     # The peak is an area behind the stack if it is above it, else a line over the stack.
     is_behind = chart.peak is not None and max(chart.peak.values) > max(tops)
     peaks = []
@@ -149,7 +149,7 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
 def _lanes_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     num_lanes = len(chart.series)
     figure, lanes = _make_axes(frame, width_inches, 0.22, [_LANE_INCHES] * num_lanes, gap_inches=0.24)
-    edges, _ = _edges(frame)
+    edges, _, _ = _edges(frame)
     for axes, each in zip(lanes, chart.series):
         most = max(each.values)
         # A low bar remains visible next to a high one; the edge makes a narrow bar wide enough.
@@ -194,8 +194,7 @@ def _make_axes(
     height = above_inches + sum(heights_inches) + gaps + _TIME_AXIS_INCHES
     figure = Figure(figsize=(width_inches, height))
     plot_width = (width_inches - _LEFT_INCHES - _RIGHT_INCHES) / width_inches
-    edges, unit = _edges(frame)
-    scale = _time_unit(_span_us(frame))[0]
+    edges, scale, unit = _edges(frame)
     starts_us = [stats.start_us for stats in frame.steps]
 
     def moment(value: float, _: object) -> str:
@@ -218,16 +217,11 @@ def _make_axes(
     return figure, found
 
 
-def _edges(frame: Frame) -> tuple[list[float], str]:
-    """Column edges since the first step, and their unit."""
-    first_us = frame.columns[0].start_us
-    scale, unit = _time_unit(_span_us(frame))
-    ends = [column.start_us for column in frame.columns] + [frame.columns[-1].end_us]
-    return [(each - first_us) / scale for each in ends], unit
-
-
-def _span_us(frame: Frame) -> int:
-    return frame.columns[-1].end_us - frame.columns[0].start_us
+def _edges(frame: Frame) -> tuple[list[float], float, str]:
+    """Column edges since the first step, the microseconds of their unit, and its name."""
+    edges_us = [column.start_us for column in frame.columns] + [frame.columns[-1].end_us]
+    scale, unit = _time_unit(edges_us[-1] - edges_us[0])
+    return [(each - edges_us[0]) / scale for each in edges_us], scale, unit
 
 
 def _time_unit(most_us: float) -> tuple[float, str]:
@@ -236,7 +230,7 @@ def _time_unit(most_us: float) -> tuple[float, str]:
 
 def _number_steps(axes: "Axes", chart: Chart, frame: Frame, limit: float, scale: float) -> None:
     """Number the slowest steps, without numbers that would overlap that of a slower step."""
-    first_us, time_scale = frame.columns[0].start_us, _time_unit(_span_us(frame))[0]
+    first_us, (_, time_scale, _) = frame.columns[0].start_us, _edges(frame)
     width_points = axes.get_window_extent().width / axes.figure.dpi * _POINTS
     points_per_unit = width_points / (axes.get_xlim()[1] or 1.0)
     numbered: list[float] = []

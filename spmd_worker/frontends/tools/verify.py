@@ -101,7 +101,15 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Parse the rows. Raises VerifyError for a line that is not a JSON object."""
     seen: Counter[tuple[str, Any]] = Counter()
     for position, line in enumerate(line for line in each_line(path) if line.strip()):
-        value = parse_object(line, f"{path}, line {position + 1}")
+        where = f"{path}, line {position + 1}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise VerifyError(f"{where}: not JSON: {error}") from error
+        except RecursionError as error:
+            raise VerifyError(f"{where}: nested too deeply to be read") from error
+        if not isinstance(value, dict):
+            raise VerifyError(f"{where}: expected a JSON object, not {type(value).__name__}")
         custom_id, index = value.get("custom_id"), value.get("index")
         if isinstance(custom_id, str):
             name: tuple[str, Any] = ("custom_id", custom_id)
@@ -110,18 +118,6 @@ def read_rows(path: Path) -> Iterator[Row]:
         # A repeated custom_id is an error row: both lines have it.
         yield Row(position, (*name, seen[name]), value)
         seen[name] += 1
-
-
-def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise VerifyError(f"{where}: not JSON: {error}") from error
-    except RecursionError as error:
-        raise VerifyError(f"{where}: nested too deeply to be read") from error
-    if not isinstance(value, dict):
-        raise VerifyError(f"{where}: expected a JSON object, not {type(value).__name__}")
-    return value
 
 
 def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: bool, totals: Totals) -> str | None:
