@@ -105,15 +105,13 @@ class FileLock:
             self._is_ending = doing == ENDING
             # The lock holds without its record too: on a full disk, or without free file descriptors.
             with contextlib.suppress(OSError):
-                self._write(doing)
-
-    def _write(self, doing: str) -> None:
-        descriptor, pid = self._descriptor, os.getpid()
-        if descriptor >= 0 and _is_same_file(descriptor, self._path):
-            own = LockHolder(pid, os.getppid(), start_time_of(pid) or 0, socket.gethostname(), node_name(), doing)
-            record = json.dumps(asdict(own)).encode("ascii") + b"\n"
-            os.pwrite(descriptor, record, 0)
-            os.ftruncate(descriptor, len(record))
+                descriptor, pid = self._descriptor, os.getpid()
+                if descriptor >= 0 and _is_same_file(descriptor, self._path):
+                    host, started = socket.gethostname(), start_time_of(pid) or 0
+                    own = LockHolder(pid, os.getppid(), started, host, node_name(), doing)
+                    record = json.dumps(asdict(own)).encode("ascii") + b"\n"
+                    os.pwrite(descriptor, record, 0)
+                    os.ftruncate(descriptor, len(record))
 
     def _wait(self, descriptor: int) -> None:
         deadline_s = time.monotonic() + _LEAVE_S

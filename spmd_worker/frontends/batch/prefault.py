@@ -1,7 +1,4 @@
-"""Prefaults the memory of a job's cache while the program starts: an estimate from the size of the input.
-
-Too little costs some time later, too much some memory.
-"""
+"""Prefaults a job's cache at startup, by an estimate from its input: too little costs time, too much memory."""
 
 import logging
 import re

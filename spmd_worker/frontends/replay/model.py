@@ -111,24 +111,7 @@ def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
 
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
-    resolved = resolve_run(_config(header, model_path), header.device)
-    # `min_tokens` forbids the run's ids, which the folder may have changed since.
-    model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
-    executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())
-    executor.start()
-    try:
-        executor.load_model()
-        executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
-        if header.num_tier_blocks:
-            executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
-    except BaseException:
-        executor.shutdown()
-        raise
-    return executor
-
-
-def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
-    return RunConfig(
+    config = RunConfig(
         model=ModelOptions(
             path=str(model_path),
             dtype=header.dtype,
@@ -152,6 +135,20 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
         device=header.device,
         seed=header.seed,
     )
+    resolved = resolve_run(config, header.device)
+    # `min_tokens` forbids the run's ids, which the folder may have changed since.
+    model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
+    executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())
+    executor.start()
+    try:
+        executor.load_model()
+        executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
+        if header.num_tier_blocks:
+            executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor
 
 
 def _compare(step: ReplayedStep, logged: SampledIds, recomputed: SampledIds) -> RecomputedStep:

@@ -23,7 +23,7 @@ from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_
 from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunState, look_at_run, read_metrics
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
-LAST_RECORDS_GLOB = "records.rank*.log"
+
 NO_STEP = "no job reached its first step here"
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may be running still."""
@@ -105,7 +105,7 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         codes = ", ".join(f"{count:,} {code}" for code, count in (metrics.get("error_codes") or {}).items())
         lines = [f"Error rows by code: {codes}."] if codes else []
         return [f"The run ended well: {row_counts(metrics)}.", *lines], EXIT_WELL
-    last_records = sorted(run_dir.glob(LAST_RECORDS_GLOB))
+    last_records = sorted(run_dir.glob("records.rank*.log"))
     if last_records and is_newer(last_records[0], run_dir / STEP_STATS_NAME):
         return [
             "The run failed: its ranks diverged; the step and the field were reported on the terminal.",

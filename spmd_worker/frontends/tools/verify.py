@@ -37,18 +37,6 @@ class VerifyError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One output of a row. `tokens` are ids or texts; `rest` is a chat message without its content."""
-
-    tokens: list[Any] | None
-    logprobs: list[Any] | None
-    text: Any
-    rest: Any
-    finish_reason: Any
-    stop_reason: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """One line. `position` counts lines from 0; `key` finds the row in the other file."""
 
@@ -134,7 +122,7 @@ def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: b
         difference = compare_samples(one, two, tokens_only=tokens_only)
         if difference is not None:
             return f"sample {index}, {difference}"
-        totals.tokens += len(one.tokens or ())
+        totals.tokens += len(one["tokens"] or ())
     if len(my_samples) != len(their_samples):
         return f"{len(my_samples)} samples in the first, {len(their_samples)} in the second"
     return None
@@ -147,7 +135,7 @@ def body_of(row: dict[str, Any]) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def samples_of(body: dict[str, Any]) -> list[Sample]:
+def samples_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     entries = list_of(body, "outputs" if "outputs" in body else "choices")
     return [sample_of(entry) for entry in entries if isinstance(entry, dict)]
 
@@ -160,7 +148,8 @@ def list_of(values: dict[str, Any], key: str) -> list[Any]:
     return value or []
 
 
-def sample_of(output: dict[str, Any]) -> Sample:
+def sample_of(output: dict[str, Any]) -> dict[str, Any]:
+    """Values to compare. `tokens` are ids, or texts if the row has no ids; `message` is without its content."""
     logprobs = logprobs_by_position(output.get("logprobs"))
     tokens = list_of(output, "token_ids") if output.get("token_ids") is not None else None
     if tokens is None and logprobs is not None:
@@ -168,7 +157,8 @@ def sample_of(output: dict[str, Any]) -> Sample:
     text, rest, message = output.get("text"), None, output.get("message")
     if isinstance(message, dict):
         text, rest = message.get("content"), {key: value for key, value in message.items() if key != "content"}
-    return Sample(tokens, logprobs, text, rest, output.get("finish_reason"), output.get("stop_reason"))
+    reasons = {key: output.get(key) for key in ("finish_reason", "stop_reason")}
+    return {"tokens": tokens, "logprobs": logprobs, "text": text, "message": rest, **reasons}
 
 
 def logprobs_by_position(logprobs: Any) -> list[Any] | None:
@@ -183,23 +173,20 @@ def logprobs_by_position(logprobs: Any) -> list[Any] | None:
     return [dict(zip(columns, values)) for values in zip(*lists)]
 
 
-def compare_samples(mine: Sample, theirs: Sample, *, tokens_only: bool) -> str | None:
+def compare_samples(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: bool) -> str | None:
     """Compare by position: a token, then its log-probabilities, so that the earliest difference is reported."""
-    for position in range(max(len(mine.tokens or ()), len(theirs.tokens or ()))):
-        pairs = [(f"token {position}", entry(mine.tokens, position), entry(theirs.tokens, position))]
-        if not tokens_only:
-            logprobs = entry(mine.logprobs, position), entry(theirs.logprobs, position)
-            pairs.append((f"token {position}: logprobs", *logprobs))
-        difference = first_of(pairs)
+    lists = {"": "tokens"} if tokens_only else {"": "tokens", ": logprobs": "logprobs"}
+    for position in range(max(len(mine["tokens"] or ()), len(theirs["tokens"] or ()))):
+        difference = first_of(
+            [
+                (f"token {position}{suffix}", entry(mine[key], position), entry(theirs[key], position))
+                for suffix, key in lists.items()
+            ]
+        )
         if difference is not None:
             return difference
-    return compare_texts(mine.text, theirs.text) or first_of(
-        [
-            ("message", mine.rest, theirs.rest),
-            ("finish_reason", mine.finish_reason, theirs.finish_reason),
-            ("stop_reason", mine.stop_reason, theirs.stop_reason),
-        ]
-    )
+    rest = ("message", "finish_reason", "stop_reason")
+    return compare_texts(mine["text"], theirs["text"]) or first_of([(key, mine[key], theirs[key]) for key in rest])
 
 
 class Absent:

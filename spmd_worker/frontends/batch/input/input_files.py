@@ -153,23 +153,17 @@ class _ZstdFile(io.RawIOBase):
                 if self._frame is not None:
                     raise OSError(f"{self._path} is truncated in the middle of a frame: give the complete file")
                 return 0
-            self._ready = memoryview(self._decompress(piece))
+            self._frame = self._frame or self._module.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(piece))
+            except self._module.ZstdError as error:
+                raise OSError(f"{self._path} is damaged ({error}): give the complete file") from None
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
         num_bytes = min(len(buffer), len(self._ready))
         buffer[:num_bytes] = self._ready[:num_bytes]
         self._ready = self._ready[num_bytes:]
         return num_bytes
-
-    def _decompress(self, piece: bytes) -> bytes:
-        if self._frame is None:
-            self._frame = self._module.ZstdDecompressor().decompressobj()
-        try:
-            data: bytes = self._frame.decompress(piece)
-        except self._module.ZstdError as error:
-            raise OSError(f"{self._path} is damaged ({error}): give the complete file") from None
-        if self._frame.eof:
-            self._compressed = self._frame.unused_data
-            self._frame = None
-        return data
 
     def close(self) -> None:
         self._file.close()

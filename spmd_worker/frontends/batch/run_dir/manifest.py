@@ -70,7 +70,7 @@ def make_manifest(
         "has_ended": False,
         "answers": answers,
         "config": settings,
-        "config_hash": _digest_of(json.dumps(settings, sort_keys=True)),
+        "config_hash": _digest(settings),
         "num_rows": None,
         "version": version(),
         "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
@@ -104,7 +104,7 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
 
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, which claims the journal: another job's must be durably removed before. Raises OSError."""
-    write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _checksum(manifest)})
+    write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _digest(manifest)})
 
 
 def set_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
@@ -164,14 +164,10 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return value
     if format_version != FORMAT_VERSION:
         raise ConfigError(f"{path} is not a manifest of version {FORMAT_VERSION}: {way_out}")
-    if value.pop(_CHECKSUM_KEY, None) != _checksum(value):
+    # A disk fault in a name or number would get into answers.
+    if value.pop(_CHECKSUM_KEY, None) != _digest(value):
         raise ConfigError(f"{path} is damaged (its checksum differs): {way_out}")
     return value
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    """Checksum of all other values: it keeps a disk fault in a name or number out of answers."""
-    return _digest_of(json.dumps(manifest, sort_keys=True))
 
 
 def model_digest(resolved: ResolvedRun) -> str:
@@ -188,8 +184,8 @@ def model_digest(resolved: ResolvedRun) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(text: str) -> str:
-    return blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
+def _digest(value: Mapping[str, Any]) -> str:
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=_HASH_BYTES).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -21,20 +21,19 @@ def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
     return writer
 
 
-def write_last_records(engine: Engine, run_dir: Path) -> Path | None:
-    """Write this rank's last records as `records.rank<N>.log`; None without a run directory, or on a logged OSError."""
+def write_last_records(engine: Engine, run_dir: Path) -> None:
+    """Write this rank's last records as `records.rank<N>.log`, if there is a run directory; an OSError is logged."""
     if not run_dir.is_dir():
-        return None
-    path = run_dir / f"records.rank{engine.engine_channel.rank}.log"
+        return
     encoder = Encoder(engine.config.parallel.pipeline_parallel_size)
     try:
-        with StepLogWriter(path, step_log_header(engine)) as writer:
+        with StepLogWriter(
+            run_dir / f"records.rank{engine.engine_channel.rank}.log", step_log_header(engine)
+        ) as writer:
             for message in engine.lockstep.records:
                 writer.write(encoder.encode(message))
     except OSError as error:
         logger.warning("the records of the last steps could not be written: %s", error)
-        return None
-    return path
 
 
 def step_log_header(engine: Engine) -> StepLogHeader:
