@@ -64,9 +64,9 @@ class RowWindow:
         size = min(most, len(self._sorted))
         if self._source.has_ended:
             size = share_of(len(self._sorted) + len(self._read), num_replicas, size)
-        taken = self._sorted[len(self._sorted) - size :]
+        chunk = self._sorted[len(self._sorted) - size :]
         del self._sorted[len(self._sorted) - size :]
-        return taken[::-1]
+        return chunk[::-1]
 
 
 def expected_length(row: Row) -> int:

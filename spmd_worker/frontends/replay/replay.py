@@ -220,7 +220,7 @@ def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str])
             return None
         if mine is None or theirs is None:
             longer, shorter = names if theirs is None else names[::-1]
-            return f"{shorter} ends after step {last_step}, {longer} goes on"
+            return f"{shorter} ends after step {last_step}, {longer} continues"
         sampled_by = in_flight[0] if len(in_flight) == depth else None
         difference = _message_difference(mine, theirs, sampled_by, names)
         if difference is not None:

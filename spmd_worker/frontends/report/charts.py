@@ -25,7 +25,7 @@ MARK_COLORS: Final = (SWAPPED, RECOMPUTED, RETURNED, CACHE)
 PHASE_LOOKS: Final = {
     "execute": ("#8093ad", "computing"),
     "lockstep": ("#26324d", "agreeing, waiting for ranks"),
-    "schedule": ("#c4bd4a", "deciding what to compute"),
+    "schedule": ("#c4bd4a", "scheduling"),
     "apply": ("#8c6d31", "applying the tokens"),
 }
 """Colour and plain text of each phase, in the order of the stack."""
@@ -131,7 +131,7 @@ def _blocks_chart(frame: Frame) -> Chart:
     has_peak = hidden > _MIN_PEAK_SHARE * totals.num_blocks * len(peaks)
     return Chart(
         "stack",
-        "KV cache on the device: how full it is",
+        "KV cache on the device: blocks in use",
         "Where blue reaches the top the cache is full and sequences are preempted. Green blocks can be evicted at any "
         "time; until then they serve prompts with the same prefix."
         + _if_condensed(frame, ", the dark line the maximum" if has_peak else ""),
@@ -146,7 +146,7 @@ def _host_chart(frame: Frame) -> Chart:
     most = [float(column.max_host_blocks) for column in frame.columns]
     return Chart(
         "stack",
-        "KV cache in host memory: what was swapped out",
+        "KV cache in host memory: swapped-out blocks",
         "Blocks of sequences that were preempted and copied to the host. They are copied back when blocks are free."
         + (" A column is several steps: it shows their maximum." if frame.is_condensed else ""),
         "blocks",
@@ -168,7 +168,7 @@ def _marks_chart(frame: Frame) -> Chart:
         lanes.append(Series(label, color, counts, f"{_compact(total, unit)} in {_compact(num_steps, 'step')}"))
     return Chart(
         "lanes",
-        "Preemptions, returns and cache hits: when, and how many",
+        "Preemptions, returns and cache hits over time",
         "A bar shows when it happened; the taller, the more at once. Preempted by swap: copied to host memory, so that "
         "nothing is lost. Preempted by recompute: dropped, and recomputed later."
         + (f" Never in this run: {', '.join(never)}." if never else ""),
@@ -182,7 +182,7 @@ def _sequences_chart(frame: Frame) -> Chart:
     others = [max(0.0, each - part) for each, part in zip(waiting, swapped)]
     return Chart(
         "stack",
-        "Batch: how many sequences are computed, how many wait",
+        "Batch: computed and waiting sequences",
         "Waiting sequences have not begun yet, or were preempted." + _if_condensed(frame),
         "sequences",
         [
@@ -224,7 +224,7 @@ def _phases_chart(totals: Totals) -> Chart:
     total_us = max(1, sum(part_us for *_, part_us in parts))
     return Chart(
         "shares",
-        "Where the time of the run went",
+        "Time of the run by phase",
         f"{duration(totals.wall_us)} from the first step to the last, on the first rank.",
         "time",
         [
@@ -238,7 +238,7 @@ def _durations_chart(frame: Frame, slowest: list[StepStats]) -> Chart:
     tallest_us = [float(column.slowest.duration_us) for column in frame.columns]
     return Chart(
         "stack",
-        "How long a step takes, and what for",
+        "How long a step takes, by phase",
         "The numbers are the slowest steps; the table below has more on them." + _if_condensed(frame),
         "time",
         [Series(label, color, frame.means(f"{phase}_us")) for phase, (color, label) in PHASE_LOOKS.items()],

@@ -53,7 +53,7 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
 def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     """Two or three sentences about the cache's effect on this run."""
     if not totals.num_blocks:
-        return "There is no cache: an encoder computes rows completely and keeps nothing of them."
+        return "An encoder has no cache: it computes rows completely and keeps no blocks."
     cache = f"The cache of {count(totals.num_blocks, 'block')}"
     nearly_full = (
         f"{share(totals.nearly_full_us, totals.wall_us)} of the time at least {share(NEARLY_FULL, 1)} of it was in use"
@@ -78,7 +78,7 @@ def slowest_phase(stats: StepStats) -> str:
     kinds = ((stats.num_prompt_tokens, "prompt token"), (stats.num_decode_tokens, "decode token"))
     tokens = [count(number, noun) for number, noun in kinds if number] or ["0 tokens"]
     work = {
-        "schedule": "deciding what to compute",
+        "schedule": "scheduling",
         "lockstep": "agreeing with other ranks, or waiting for them",
         "execute": f"computing {' and '.join(tokens)}",
         "apply": f"applying {count(stats.num_sampled_tokens, 'token')}",

@@ -26,7 +26,7 @@ EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 
 NO_STEP = "no job reached its first step here"
 RUNNING_S = 30.0
-"""A run whose step statistics grew in the last seconds may be running still."""
+"""A run whose step statistics grew in the last seconds may still be running."""
 
 FULL_BYTES = 64 * 1024
 """A disk with less free space is full: an error record has this size."""

@@ -1,11 +1,11 @@
-"""Draw what happened in a run: blocks, batch, tokens, preemptions, cache hits and the slowest steps.
+"""Report the events of a run: blocks, batch, tokens, preemptions, cache hits and the slowest steps.
 
     python -m spmd_worker.tools.report RUN_DIR
         writes RUN_DIR/report.html and RUN_DIR/timeline.json
     python -m spmd_worker.tools.report runs/demo --output night.html
         writes night.html, and timeline.json next to it
 
-RUN_DIR is job.run_dir, by default <job.output>.run. The page needs only a browser; its charts are drawn by matplotlib
+RUN_DIR is job.run_dir, by default <job.output>.run. The page needs only a browser; its charts need matplotlib
 (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in ui.perfetto.dev. Also for a run
 that was killed, or is still running. Prints the paths of both and a summary; the last line is one JSON object. Exits
 with 2 for files that cannot be read or written.

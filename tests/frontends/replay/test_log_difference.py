@@ -79,8 +79,8 @@ def test_differing_masks_are_named_before_their_sampled_ids(tmp_path: Path):
 def test_log_ending_earlier_is_the_shorter_one(tmp_path: Path):
     write_log(tmp_path / "a")
     short = rewrite(tmp_path / "a", tmp_path / "b", lambda message: message if message.step <= 12 else None)
-    assert difference_of(tmp_path / "a", short) == "B ends after step 12, A goes on"
-    assert difference_of(short, tmp_path / "a") == "A ends after step 12, B goes on"
+    assert difference_of(tmp_path / "a", short) == "B ends after step 12, A continues"
+    assert difference_of(short, tmp_path / "a") == "A ends after step 12, B continues"
 
 
 def test_last_records_are_compared_from_common_first_step(tmp_path: Path):

@@ -57,7 +57,7 @@ def test_page_has_tables_and_hint_without_matplotlib(report, run_dir: Path, monk
     assert json.loads(out.splitlines()[-1])["num_steps"] == 3
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "<svg " not in page
-    assert "<h2>KV cache on the device: how full it is</h2>" in page
+    assert "<h2>KV cache on the device: blocks in use</h2>" in page
     assert "pip install &#x27;spmd-worker[report]&#x27;" in page
 
 

@@ -323,12 +323,12 @@ def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]
     return [each for each in names if _INDEX_NAME.fullmatch(each) or (each in own and each not in ROW_KEYS)]
 
 
-def _check_names(path: Path, what: str, names: Sequence[str]) -> None:
+def _check_names(path: Path, kind: str, names: Sequence[str]) -> None:
     """Check that names differ: a row would keep only the last of two values with one name."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ConfigError(
-                f"job.input={path}: {count} {what} have the name {name!r}: rename them, or leave them out"
+                f"job.input={path}: {count} {kind} have the name {name!r}: rename them, or leave them out"
             )
 
 

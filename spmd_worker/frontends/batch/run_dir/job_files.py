@@ -120,7 +120,7 @@ def _claim(key: str, value: str) -> Claim:
     return Claim(Name(f"{key}={value}", path, way_out), (path, partial_path(path)))
 
 
-def _redirected(key: str, what: str, stream: TextIO | None) -> Iterator[Claim]:
+def _redirected(key: str, name: str, stream: TextIO | None) -> Iterator[Claim]:
     """The regular file to which the shell redirects the stream, if any."""
     try:
         descriptor = stream.fileno() if stream is not None else -1
@@ -129,7 +129,7 @@ def _redirected(key: str, what: str, stream: TextIO | None) -> Iterator[Claim]:
         return
     if is_file:
         path = Path(f"/proc/self/fd/{descriptor}")
-        yield Claim(Name(key, path, f"redirect {what} to another file"), (path,))
+        yield Claim(Name(key, path, f"redirect {name} to another file"), (path,))
 
 
 def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
