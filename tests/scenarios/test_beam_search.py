@@ -1,4 +1,4 @@
-"""Beam search, beside transformers' own and beside a plain one over transformers' logits."""
+"""Beam search compared with transformers' and with a plain search over transformers' logits."""
 
 from collections.abc import Iterator
 from dataclasses import replace

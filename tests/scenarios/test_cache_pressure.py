@@ -1,4 +1,4 @@
-"""A cache that is too small: every way of giving way ends with the tokens of a run that had room, bit for bit.
+"""Small caches: preempted, swapped and evicted rows have the tokens of a run with enough blocks, bit for bit.
 
 Each run checks queues, tables, pools and index against each other after every step (SPMD_WORKER_CHECK).
 """

@@ -1,4 +1,4 @@
-"""`cache_salt`: a prompt finds in the prefix cache what prompts of its own salt have left, and nothing of another's."""
+"""`cache_salt`: a prompt hits only cached blocks of prompts with the same salt."""
 
 import json
 import random

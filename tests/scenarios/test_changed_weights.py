@@ -1,4 +1,4 @@
-"""Weights changed in place, and new ones loaded, answer to the last bit as a checkpoint that has them."""
+"""Weights changed in place, and newly loaded ones, give bit-identical answers to a checkpoint with these weights."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers in a given form: each has it, whatever shares its steps, and whatever becomes of its row on the way."""
+"""Constrained answers keep their format in any batch, also when their row is preempted, truncated or aborted."""
 
 import json
 import re

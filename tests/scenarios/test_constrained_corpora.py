@@ -1,10 +1,10 @@
-"""Answers to forms drawn at random, and to those of the JSON Schema test suite, as `jsonschema` and `re` see them.
+"""Answers to random grammars, and to the JSON Schema test suite, checked by `jsonschema` and `re`.
 
-The weights are dummy ones and rows are sampled at temperature 1: nothing but the masks gives an answer its form.
-What ends with `length` is only a beginning and not looked at; how many those are is printed, and bounded.
+The weights are random and rows are sampled at temperature 1: only the masks give an answer its format. Answers that end
+with `length` are incomplete and not checked; their number is printed, and bounded.
 
-JSON_SCHEMA_TEST_SUITE names a folder that holds the suite's `draft2020-12` files; without it they are taken out of the
-source distribution of `jsonschema`, which pip fetches from the package index.
+JSON_SCHEMA_TEST_SUITE names a folder with the suite's `draft2020-12` files; by default they are read from the source
+distribution of `jsonschema`, which pip fetches from the package index.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""The determinism contract: a row's tokens and log-probabilities are a function of the row alone, bit for bit.
+"""The determinism contract: a row's tokens and log-probabilities depend on the row alone, bit for bit.
 
-Each case changes something a row must not depend on - company, order, chunking, budget, preemption, block size,
-threads, a second run - and compares with the same rows run plainly. Needs the native kernels: torch's own attention is
-the negative control, which must fail.
+Each case changes something a row must not depend on (batch, order, chunking, budget, preemption, block size, threads, a
+second run) and compares with a plain run of the same rows. Needs the native kernels: torch's own attention is the
+negative control, which must fail.
 """
 
 import json

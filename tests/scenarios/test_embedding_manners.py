@@ -1,7 +1,7 @@
-"""An LLM inside somebody else's script: what the caller made still works and is as it was, whatever the engine did.
+"""An LLM inside another program: the caller's groups, files, threads and settings remain usable and unchanged.
 
-This file runs on two ranks, once for all its tests; the ranks run the checks one after the other and write
-down what failed, and each test reads its own.
+This file runs once on two ranks for all its tests; the ranks run the checks in turn and record the failures, and each
+test reads its own.
 """
 
 import contextlib

@@ -1,6 +1,4 @@
-"""Encoders: the numbers that transformers gives, the same bits however rows are computed together, pairs as the
-tokenizer encodes them, and a run that keeps no cache and says so.
-"""
+"""Encoders: transformers' numbers, the same bits in any batch, transformers' tokenisation of pairs, and no cache."""
 
 import json
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Under torchrun: every rank gets the same ids and log-probabilities, which are those of one rank alone.
+"""Ranks under torchrun: every rank gets the same ids and log-probabilities, equal to those of a single rank.
 
-The matrix of SURFACE.md, "External launcher", rows 1 to 5 and 7, for tensor-parallel sizes 2 and 4. Row 1 has more in
-`test_embedding_manners.py`. In row 5 the ranks make two engines of half the size, each with prompts of its own. pytest
-starts this file under torchrun; the ranks write down what they saw.
+The matrix of SURFACE.md, "External launcher", rows 1 to 5 and 7, for tensor-parallel sizes 2 and 4.
+`test_embedding_manners.py` has more of row 1. In row 5 the ranks make two engines of half the size, each with its own
+prompts. pytest starts this file under torchrun; the ranks record their results.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""One rank breaks, at any moment: every rank is gone in seconds, with a failure, and the terminal names the one.
+"""Faults of one rank at any moment: every rank ends within seconds, as failed, and the terminal names the cause.
 
-Under torchrun, as people run it, and on forked ranks. In the stress tier SPMD_WORKER_FAULT_REPEATS sets how often each
-cell runs, each time at another moment, the first time with fresh interpreters; it ends with the figures.
+Under torchrun, and on forked ranks. In the stress tier SPMD_WORKER_FAULT_REPEATS sets the number of runs of each cell,
+each at another moment, the first with fresh interpreters; it ends with the figures.
 """
 
 import contextlib

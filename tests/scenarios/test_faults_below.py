@@ -1,7 +1,7 @@
-"""Faults of the file system under a job: no space, errors of the device, half of a write, no lock, no descriptor.
+"""File system faults under a job: a full disk, device errors, partial writes, no lock, no descriptor.
 
-A preloaded library has the n-th call on a file of the job fail, for each kind of call, each n and each error: the
-stress tier takes every n and prints the figures, the gate every eighteenth.
+A preloaded library fails the n-th call on a file of the job, for each kind of call, each n and each error: the stress
+tier tests every n and prints the figures, the gate every eighteenth.
 """
 
 import json

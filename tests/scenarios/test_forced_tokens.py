@@ -1,4 +1,4 @@
-"""Tokens that a form forces: several in a step, those of the tokenizer, and answers that are the same without."""
+"""Forced tokens of a grammar: several per step, in the tokenizer's own tokenisation, with unchanged answers."""
 
 import json
 import re

@@ -1,8 +1,7 @@
-"""Public calls with any arguments, in any order: an error in words, and an engine that answers as before.
+"""Public calls with random arguments in random order: each gives an answer or an error, and the engine continues.
 
-On one rank, on two with the same arguments, and on two that give each their own. The stress tier makes 10,000, or
-SPMD_WORKER_FUZZ_COUNT.
-What was found is kept below, one test each.
+On one rank, on two ranks with the same arguments, and on two ranks with different ones. The stress tier makes 10,000
+calls, or SPMD_WORKER_FUZZ_COUNT. Each bug found so far has a test below.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What runs on a GPU only (scripts/gpu_check.sh), and what a machine without one must say."""
+"""Tests that need a GPU (scripts/gpu_check.sh), and errors of a machine without one."""
 
 import json
 import sys

@@ -1,8 +1,8 @@
-"""What is done a thousand times leaves nothing behind: calls, engines, jobs, steps and cycles of sleep and new weights,
-on one rank and on two.
+"""A thousand repetitions leak nothing: calls, engines, jobs, steps and cycles of sleep and new weights, on one rank and
+on two.
 
-The stress tier prints the figures. In the gate the same is done a few times, where descriptors, threads, children and
-files are counted and memory is not.
+The stress tier prints the figures. The gate makes a few repetitions, and counts descriptors, threads, children and
+files but not memory.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Jobs and engines of a model that is only a name on the hub: from the local cache, and from a hub on loopback."""
+"""Jobs and engines of models given by a hub name: from the local cache, and from a hub on loopback."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""What eight bits cost: perplexity of int8 beside bfloat16, on the tasks of the demo model, on English text that ships
-with Python, and on random ids of a model with random weights; and the 480 answers of the demo.
+"""Quality of int8: perplexity of int8 and bfloat16 on the tasks of the demo model, on English text that ships with
+Python, and on random ids of a model with random weights; and the 480 answers of the demo.
 
 Prints the figures (`pytest -s`).
 """

@@ -1,5 +1,5 @@
-"""Jobs on two ranks, of each kind of model and of files that people have: greedy ids are transformers', two replicas
-write the bytes of one, and a job that ended goes on to the bytes of one that did not.
+"""Jobs on two ranks for each kind of model: greedy ids equal transformers', and two replicas and a resumed job write
+the bytes of one uninterrupted replica.
 """
 
 import json

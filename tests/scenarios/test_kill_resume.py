@@ -1,6 +1,6 @@
-"""Kill a job at any moment of its life, go on under any layout: the same bytes in the end, no row lost or done twice.
+"""A job killed at any moment and resumed with any layout writes the same bytes, each row once.
 
-SPMD_WORKER_KILLS sets how many kills the stress tests make, under torchrun with fresh interpreters, as people run it.
+SPMD_WORKER_KILLS sets the number of kills of the stress tests, under torchrun with fresh interpreters.
 """
 
 import json

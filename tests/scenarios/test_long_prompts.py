@@ -1,4 +1,4 @@
-"""Texts that are far too long are refused by the calls of an LLM and of its engine without being encoded."""
+"""Calls of an LLM and of its engine reject texts that are far too long without encoding them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

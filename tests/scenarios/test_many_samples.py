@@ -1,4 +1,4 @@
-"""More samples of a prompt than run at once: they queue, and are those of an engine that runs them all together."""
+"""Prompts with more samples than run at once: they queue, and equal those of an engine that runs all together."""
 
 import ast
 from typing import Any

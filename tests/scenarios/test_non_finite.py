@@ -1,7 +1,6 @@
-"""Weights and logits that are NaN or infinite: found at the load, or else the end of the rows that meet them, which are
-told so, while every other row is answered as ever.
+"""Weights and logits that are NaN or infinite: rejected at the load, or an error of the affected rows alone.
 
-One token's embedding is NaN: who reads it, in the prompt or as its own output, is an error row from there on.
+One token's embedding is NaN: a row that reads it, in the prompt or as its own output, is an error row from there on.
 """
 
 import json

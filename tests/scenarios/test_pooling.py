@@ -1,6 +1,4 @@
-"""Rows that are pooled: the numbers that transformers gives, the same bits however a row is computed, and a run that
-says what it does.
-"""
+"""Pooled rows: transformers' numbers, the same bits with any scheduling, and reported tasks."""
 
 import json
 import shutil

@@ -1,8 +1,8 @@
-"""A machine loses power under a job: whatever comes to the disk, the same command ends with the same bytes.
+"""Power loss during a job: the same command ends with the same bytes from any state of the disk.
 
-A preloaded library records what a job does to its files; a simulation (power_loss.py) works out every state that a
-crash after each call may leave, by POSIX's rule (`any order`) and by that of a file system with one journal (`in
-order`). The stress tier goes on from hundreds of them and prints the figures, the gate from a few.
+A preloaded library records the file operations of a job; a simulation (power_loss.py) derives every state that a crash
+after each call may leave, by POSIX's rule (`any order`) and by that of a file system with one journal (`in order`). The
+stress tier resumes from hundreds of them and prints the figures, the gate from a few.
 """
 
 import json

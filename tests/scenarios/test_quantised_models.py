@@ -1,6 +1,6 @@
-"""Models whose files are quantised answer as transformers does with the dequantised weights, on one rank and on two.
+"""Quantised models answer as transformers does with the dequantised weights, on one rank and on two.
 
-The ranks read the quantised files, each its share; transformers reads float32 files of what they mean.
+The ranks read the quantised files, each its shard; transformers reads float32 files of the dequantised weights.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""However a row comes to its keys, they are turned by the same angles: for every rotary scaling, cold, from the cache,
-in chunks, preempted, swapped and from the host tier, a row's tokens and log-probabilities are the same, bit for bit.
+"""Rotary scalings: a row's tokens and log-probabilities are bit-identical for keys computed cold, from the cache, in
+chunks, after preemption or swapping, and from the host tier.
 
-With some scalings a token's key depends on more than the tokens before it: on the regime of its row. The rows share
-their beginning and differ in length, on both sides of the model's own, and one grows past it while it decodes. Without
-the regime in the names of cached blocks they would be served each other's keys, which the negative control shows.
+With some scalings a token's key depends on more than the tokens before it: on the regime of its row. The rows share a
+prefix and differ in length, on both sides of the model's original length, and one passes it while it decodes. The
+negative control shows that, without the regime in the names of cached blocks, rows would get each other's keys.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What `score_tokens` says of completions that were sampled: the bits that were reported with them, in any layout."""
+"""`score_tokens` returns the bits that were reported for sampled completions, in any layout."""
 
 import json
 import sys

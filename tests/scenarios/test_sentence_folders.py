@@ -1,5 +1,5 @@
-"""Folders of sentence-transformers: what its installed release gives, whatever their files say and in which layout; and
-what is not run, refused by file and key.
+"""Folders of sentence-transformers: the results of its installed release, for any files and layout, and errors with
+file and key for unsupported ones.
 """
 
 import json

@@ -1,10 +1,9 @@
-"""Kills at random: any rank, the launcher or all at once, in every phase of a job's life, a thousand times.
+"""A thousand random kills of any rank, the launcher or all at once, in every phase of a job.
 
-SPMD_WORKER_KILLS sets how many, in parts that run in any process; the last part is timed, with nothing beside it.
-TESTS_SEED sets which.
-Each job is killed and started again under another layout up to six times, then left to end: the bytes of a job that
-nobody killed, no row that was committed done again. After each kill nothing is left: no process, no lock that is held,
-no shared memory. Each part ends with a row of figures.
+SPMD_WORKER_KILLS sets their number, in parts that run in any process; the last part is timed, alone on the machine.
+TESTS_SEED sets the seed. Each job is killed and resumed with another layout up to six times, then ends: with the bytes
+of an uninterrupted job, and without recomputing a committed row. After each kill no process, held lock or shared memory
+is left. Each part ends with a row of figures.
 """
 
 import fcntl

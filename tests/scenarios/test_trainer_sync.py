@@ -1,7 +1,7 @@
-"""A trainer's loop around an engine in its process: after each sync the engine samples by the trainer's weights.
+"""A trainer's loop around an engine in its process: after each sync the engine samples with the trainer's weights.
 
-What a trainer sees of it is the difference of log-probabilities: the engine's of what it sampled, and those that the
-trainer's own forward pass gives the same tokens.
+The trainer sees the difference of log-probabilities: the engine's of its samples, and those of the trainer's own
+forward pass for the same tokens.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Two network namespaces stand for two nodes: the same tokens, and an end on both sides when the cable is cut."""
+"""Two network namespaces as two nodes: the same tokens, and an end on both sides when the connection is cut."""
 
 import os
 import subprocess

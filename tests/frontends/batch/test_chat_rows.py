@@ -1,5 +1,5 @@
-"""Chat rows with tools and response formats: hand-written answers of every family as lines of a batch, and a job whose
-model, of random weights, has to answer in form.
+"""Chat rows with tools and response formats: hand-written answers of every family as lines of a batch, and a job of a
+random model with constrained answers.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A job in several replicas: the bytes of one rank's, files on rank 0 alone, and one replica's end is everybody's.
+"""A job in several replicas writes the bytes of one rank, with files on rank 0 alone; the end of one replica ends all.
 
 The ranks run several jobs each, because starting them takes seconds.
 """

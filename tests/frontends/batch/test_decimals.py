@@ -1,4 +1,4 @@
-"""Numbers of vectors are written as numpy writes a float32 by itself, and read again from lines as JSON reads them."""
+"""Vector numbers are written as numpy writes a float32, and read from lines as JSON reads them."""
 
 import json
 import struct

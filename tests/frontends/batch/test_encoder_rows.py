@@ -1,4 +1,4 @@
-"""Rows of a job that an encoder serves: embeddings, pairs scored and ranked, and the same again from its log."""
+"""Rows of an encoder: embeddings, scored and ranked pairs, and their replay from the step log."""
 
 import json
 from pathlib import Path

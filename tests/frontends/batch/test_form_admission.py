@@ -1,4 +1,4 @@
-"""Rows are admitted until forms of so many bytes were compiled for them: then a step is due, and the others follow."""
+"""Admission of rows stops at a limit of compiled grammar bytes, for the next step, and then continues."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ FORM_BYTES = MOST_FORM_BYTES // 4
 
 
 class Runner:
-    """Takes rows, of which each has a form of `form_bytes`; a step answers them all. `refuses`: none is taken."""
+    """Accepts rows with a form of `form_bytes` each; a step answers them all. With `refuses` it rejects every row."""
 
     def __init__(self, form_bytes: int, refuses: bool = False) -> None:
         self.num_form_bytes, self.form_bytes, self.refuses = 0, form_bytes, refuses
@@ -98,7 +98,7 @@ def test_replica_keeps_fetched_rows_for_next_step(monkeypatch: pytest.MonkeyPatc
 
 
 def test_replica_pauses_only_when_given_no_row(monkeypatch: pytest.MonkeyPatch):
-    """It paused after each chunk whose rows were all refused, also with more of it to admit."""
+    """Regression: it paused after each chunk of rejected rows, also with more rows to admit."""
     runner, num_admitted_at_pauses = Runner(FORM_BYTES, refuses=True), []
 
     def sleep(seconds: float) -> None:
@@ -122,7 +122,7 @@ def test_replica_pauses_only_when_given_no_row(monkeypatch: pytest.MonkeyPatch):
 
 
 class SlowRows:
-    """Rows that are all refused; each takes `row_s` of a clock that nothing else moves."""
+    """Invalid rows; reading one advances the clock by `row_s`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_rows: int, row_s: float) -> None:
         self.now_s, self.row_s, self.num_left = 0.0, row_s, num_rows
@@ -141,7 +141,7 @@ class SlowRows:
 @pytest.mark.finding(number="B1")
 @pytest.mark.parametrize(("timeout_s", "counts"), [(300.0, [4, 4, 2]), (2.0, [1, 1, 1])])
 def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s: float, counts: list[int]):
-    """420 rows that took a second each were all looked at before the next step, for which the other ranks waited."""
+    """Regression: 420 rows of a second each were all parsed before the next step, for which the other ranks waited."""
     rows, found, taken = SlowRows(monkeypatch, 10, 0.3), [], []
     output: Any = SimpleNamespace(add=taken.append)
     for _ in counts:

@@ -1,8 +1,8 @@
-"""Rows of every kind of damage through a whole job: one output object each, in order, and exit code 0.
+"""Rows with any damage through a job: one output object each, in order, and exit code 0.
 
-Three sources: structures (values of the wrong kind, size and place in otherwise good rows), bytes (good rows with bytes
-changed, cut, doubled), and what hypothesis thinks of as JSON. Two thousand in the gate, whose seed is fixed; the stress
-tier makes ten jobs of ten thousand, drawn from TESTS_SEED.
+Three sources: structures (values of the wrong kind, size and position in otherwise valid rows), bytes (valid rows with
+bytes changed, cut, doubled), and hypothesis's JSON. Two thousand rows in the gate, with a fixed seed; the stress tier
+makes ten jobs of ten thousand, sampled with TESTS_SEED.
 """
 
 import json

@@ -153,7 +153,7 @@ def test_frames_of_pandas_are_rows_without_their_index(tmp_path, frame, options,
 
 @pytest.mark.finding(number="D13")
 def test_columns_next_to_frame_index_are_keys(tmp_path, caplog):
-    """As in JSONL: one that no row has is an error row; and what is left out is said once."""
+    """An unknown column is an error row, as in JSONL; a column that is left out is logged once."""
     FILTERED.assign(topic="x").to_parquet(tmp_path / "a.parquet")
     with caplog.at_level("INFO", logger="spmd_worker"):
         lines = [line for _, line in RowReader.of(str(tmp_path / "a.parquet"))]

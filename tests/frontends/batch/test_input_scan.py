@@ -1,4 +1,4 @@
-"""Counting and digesting an input goes on beside the job; streams are not counted at all."""
+"""Counting and digesting of an input next to the job; streams are not counted."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The job on one rank, in this process: what it reads, writes, counts and refuses. Answers are not judged."""
+"""The job on one rank, in this process: its reading, writing, counts and errors. Answers are not checked."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Names that a job reads and writes are compared before anything is touched: nothing is written over another file."""
+"""Names of a job's files are compared before any is changed: no other file is overwritten."""
 
 import os
 import random
@@ -59,7 +59,7 @@ def job(model: str = "model", placement: str = "linear", **keys: Any) -> None:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Everything that is there: what a refused job must leave as it is."""
+    """Every file: a rejected job must leave them unchanged."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -196,7 +196,7 @@ def test_pattern_matches_what_glob_finds(folder: Path):
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("number", range(40))
 def test_random_names_are_rejected_or_kept_apart(folder: Path, number: int):
-    """A job of drawn names ends well with what is its output, or in words, and touches nothing that was there."""
+    """A job of random names writes its output or reports an error, and changes no other file."""
     chance = random.Random(f"{number + 40 * (SEED - 1)} names")
     bases = [
         "rows.jsonl",

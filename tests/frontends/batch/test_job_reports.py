@@ -1,4 +1,4 @@
-"""What a job leaves beside its output: its provenance, a file for Prometheus, nothing that leaks or others may read."""
+"""Files next to a job's output: provenance and Prometheus file, private and without leaks."""
 
 import hashlib
 import json
@@ -286,7 +286,7 @@ def test_row_values_never_become_paths(tmp_path: Path):
 
 @pytest.mark.guarantee("After a job nothing but the output holds prompts, answers, variables")
 def test_job_leaks_no_prompts_outputs_or_environment(tmp_path: Path):
-    """By default, in the run directory, on both streams; the output itself holds what was asked for."""
+    """Checks the run directory and both streams with default settings; the output has the requested text."""
     write_rows(tmp_path, SECRET_ROWS)
     keys = [
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64"),

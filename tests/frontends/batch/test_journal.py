@@ -1,4 +1,4 @@
-"""The journal: commits in order, torn tails at every byte, disks that fill and syncs that fail."""
+"""The journal: commits in order, torn tails at every byte, full disks and failing syncs."""
 
 import linecache
 import os
@@ -57,7 +57,7 @@ def test_committed_rows_are_read_back_with_counts(tmp_path: Path):
 
 
 def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
-    """Whether Ctrl-C came in the middle of a call, after so many lines of it that are of this file or the journal's."""
+    """Whether Ctrl-C came in the middle of a call, after this number of its lines in this file or the journal's."""
     left = num_lines
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
@@ -183,7 +183,7 @@ def test_journal_cut_within_its_header_starts_over(tmp_path: Path, num_bytes: in
 
 
 def test_zero_header_means_nothing_was_recorded(tmp_path: Path):
-    """The file's size may come there before its bytes; nothing can have been recorded then."""
+    """The file's size may reach the disk before its bytes; no record exists then."""
     (tmp_path / LINES_NAME).write_bytes(b"unfinished")
     (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES))
     filled(tmp_path, [0])

@@ -1,4 +1,4 @@
-"""Who has a run directory or an output, who is refused, and who is waited for."""
+"""Locks of a run directory and an output: holders, rejected processes, and waiting for ending ones."""
 
 import errno
 import json
@@ -145,7 +145,7 @@ def test_lock_test_detects_lock_that_never_waits(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.control("One job a run directory and output")
 def test_second_job_gets_in_without_kernel_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Negative control: what keeps it out is the lock, not what the file says."""
+    """Negative control: the lock rejects it, not the content of the file."""
     with holder(tmp_path):
         with pytest.raises(ConfigError), RunLock(tmp_path / "run", tmp_path / "out.jsonl"):
             pass

@@ -1,4 +1,4 @@
-"""Rows whose text is far too long are refused without being encoded, and a job of several ranks goes on."""
+"""Rows with far too long texts are rejected without being encoded, and a job of several ranks continues."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_too_long_row_is_not_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_truncated_row_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its last tokens fit, whatever its length."""
+    """Its last tokens fit at any length."""
     text = "add 1 2 = " * 2000
     row = {"prompt": text, "truncate_prompt_tokens": 8, "max_tokens": 2}
     (cut,) = answers_of_job(tmp_path, MODEL, [row])

@@ -1,7 +1,7 @@
-"""Ten million rows: opened, planned and started within bounded memory, whatever the size of the file.
+"""Ten million rows: opened, planned and started within bounded memory, for a file of any size.
 
-The rows are real ones, the same over and over; `job.max_rows` ends the job after a few, when everything that depends on
-the size of the input has happened: it was digested, counted, and rows were read ahead.
+The rows repeat valid ones; `job.max_rows` ends the job after a few, when everything that depends on the size of the
+input has happened: it was digested, counted, and rows were read ahead.
 """
 
 import json

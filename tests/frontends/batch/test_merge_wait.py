@@ -1,4 +1,4 @@
-"""Rank 0 writes the output alone, and however long that takes no other rank waits for it."""
+"""Rank 0 writes the output alone, and no other rank waits for it."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

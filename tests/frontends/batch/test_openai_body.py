@@ -16,7 +16,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
     ("logprob", "expected"), [(-1.5, -1.5), (0.0, 0.0), (-math.inf, -9999.0), (-1e30, -9999.0), (math.nan, -9999.0)]
 )
 def test_logprob_is_a_number_json_has(logprob: float, expected: float):
-    """NaN, from a row all of whose tokens are forbidden, once ended the job when its line was written."""
+    """Regression: NaN, from a row with every token forbidden, ended the job when its line was written."""
     assert finite(logprob) == expected
     records = logprob_records({3: Logprob(logprob, 1, "x")})
     assert json.loads(json.dumps(records, allow_nan=False))[0]["logprob"] == expected

@@ -1,7 +1,7 @@
-"""Every body of a batch output is one that the official `openai` package parses, in its strictest way.
+"""The official `openai` package parses every body of a batch output, in its strict mode.
 
-The job is a real one: a model of random weights, plain and chat rows with log-probabilities, several choices, stops of
-all kinds, and rows that cannot run.
+The job has a model of random weights, plain and chat rows with log-probabilities, several choices, stops of all kinds,
+and rows that cannot run.
 """
 
 import pytest
@@ -78,7 +78,7 @@ def test_every_body_of_batch_parses(answers: list[dict]):
 
 
 def check(completion: Completion | ChatCompletion, body: dict) -> None:
-    """What a client reads is what was written, under the package's own names."""
+    """A client reads the written values by the package's names."""
     usage = completion.usage
     assert usage is not None
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > 0

@@ -1,4 +1,4 @@
-"""Rows of a job that are pooled: what they may ask, the bodies they get, and rows of the other kind."""
+"""Pooled rows of a job: their settings, their bodies, and rows of the other runner."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""A job that ended goes on: what is finished is not done again, what has changed is refused. One rank, in process."""
+"""A resumed job keeps finished rows and rejects changed settings. One rank, in this process."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def ended_job(folder: Path, num_rows: int, **job: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Any]]:
-    """The output and the metrics of a job that nothing ended."""
+    """The output and the metrics of an uninterrupted job."""
     folder = tmp_path_factory.mktemp("whole")
     write_rows(folder)
     metrics = run(config_of(folder))
@@ -191,9 +191,7 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
         "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
         "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
     }[change]
-    with pytest.raises(
-        ConfigError, match=rf"^{change} is \S+, and \S+ in the run of .*job\.resume=force"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{change} is \S+, and \S+ in the run of .*job\.resume=force"):
         run(changed)
     # Nothing is lost by the refusal.
     assert run(config)["resumed_rows"] == 5
@@ -264,7 +262,7 @@ def test_journal_damage_is_reported_and_loses_nothing(tmp_path: Path):
 
 
 def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
-    """Steps of an engine that has nothing to do come at once, and `action` is told how many rows had been read."""
+    """Idle steps return at once, and `action` gets the number of rows read."""
     made: list[JobInput] = []
 
     class Noted(JobInput):
@@ -470,7 +468,7 @@ def test_failed_sync_ends_job_and_resume_completes(
     "num_bytes", [300, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2000, 6000, 9000))]
 )
 def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int):
-    """No file may be larger than so many bytes: the journal, the lines, the output at last."""
+    """Limits the size of each file: the journal, the lines, finally the output."""
     write_rows(tmp_path)
     script = tmp_path / "on_a_small_disk.py"
     source = f"""

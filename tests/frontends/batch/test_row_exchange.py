@@ -1,4 +1,4 @@
-"""Rows and answers through a store: each chunk goes to one replica, each answer arrives once, nothing stays behind."""
+"""Rows and answers through a store: each chunk goes to one replica, each answer arrives once, no key is left."""
 
 from concurrent.futures import ThreadPoolExecutor
 

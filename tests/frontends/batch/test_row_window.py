@@ -1,4 +1,4 @@
-"""Rows read ahead: which come first, how many at a time, how many are held."""
+"""Rows read ahead: their order, the size of chunks, and the bounds of the window."""
 
 from collections.abc import Iterator
 

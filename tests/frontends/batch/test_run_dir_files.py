@@ -1,4 +1,4 @@
-"""Files of a run directory that are links, FIFOs or damaged: a job and the tools say so, and follow none."""
+"""Run directories with links, FIFOs or damaged files: a job and the tools report them, and follow no link."""
 
 import json
 import os
@@ -236,7 +236,7 @@ def cuts(content: bytes, chance: random.Random, number: int) -> Iterator[bytes]:
 
 
 def rewritten(content: bytes, chance: random.Random, number: int) -> Iterator[bytes]:
-    """JSON whose values are of other types or sizes, and keys that are missing or twice."""
+    """JSON with values of other types or sizes, and missing or duplicate keys."""
     value = json.loads(content)
     odd = [None, "x", -1, 10**30, 1e308, [], {}, [[]], True, "\ud800", 10**400]
     for _ in range(number):
@@ -371,7 +371,7 @@ def test_journal_row_beyond_any_input_is_rejected(tmp_path: Path):
 def test_random_run_directory_damage_is_reported(
     left: Path, folder: Path, capsys: pytest.CaptureFixture[str], number: int
 ):
-    """Two files are links, FIFOs or damaged: the job and all tools end in words, and what is linked to stays."""
+    """Two files are links, FIFOs or damaged: the job and all tools report errors, and link targets are unchanged."""
     chance = random.Random(f"{number + 60 * (SEED - 1)} run directory")
     for name in chance.sample(FILES, 2):
         path = folder / "run" / name

@@ -1,7 +1,7 @@
-"""Plays the engine's loop without a model and writes the step log: what a replay is given in tests.
+"""Runs the engine's loop without a model and writes the step log for tests of the replay.
 
-The ids it samples are a function of the request's stream, sample and position, as the real ones are, so that runs with
-other limits sample the same ids in other steps.
+Its sampled ids are a function of the request's stream, sample and position, as in a real run, so that runs with other
+limits sample the same ids in other steps.
 """
 
 from collections import deque
@@ -268,7 +268,7 @@ def replay_all(path: Path) -> Replay:
 
 
 def rewrite(source: Path, target: Path, change: Callable[[StepMessage], StepMessage | None]) -> Path:
-    """A log whose messages `change` may alter or leave out, well coded all the same: rank 0 wrote it so."""
+    """A validly encoded log in which `change` may alter or drop messages, as rank 0 could have written it."""
     log = read_step_log(source)
     encoder = Encoder()
     with StepLogWriter(target, log.header) as writer:

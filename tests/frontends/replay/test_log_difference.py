@@ -1,4 +1,4 @@
-"""The first difference of two step logs is named: an event, an id, or a field of a plan."""
+"""The first difference of two step logs is reported: an event, an id, or a field of a plan."""
 
 import re
 from dataclasses import replace

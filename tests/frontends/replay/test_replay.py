@@ -1,4 +1,4 @@
-"""A step log replays on one process with equal digests, and whatever differs is named; tools.replay says it."""
+"""A step log replays in one process with equal digests, and differences are reported."""
 
 import re
 from contextlib import nullcontext
@@ -396,7 +396,7 @@ def test_request_is_found_by_number_name_or_index(tmp_path: Path):
 
 
 def test_logged_messages_encode_to_the_same_bytes(tmp_path: Path):
-    """The message of a step stands in the log as it was sent: decoding and coding again gives the same bytes."""
+    """The log has a step's message as sent: decoding and encoding it gives the same bytes."""
     write_log(tmp_path / "log")
     decoder, encoder = Decoder(), Encoder()
     for payload in read_step_log(tmp_path / "log").messages():

@@ -1,4 +1,4 @@
-"""What tools.replay tells of a full cache: what was found, what went to the host and came back, who waited."""
+"""The replay tool's output for a full cache: hits, swapped blocks and waiting sequences."""
 
 import re
 from collections.abc import Callable

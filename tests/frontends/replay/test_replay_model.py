@@ -1,4 +1,4 @@
-"""The tokens of a run, recomputed from its step log on one rank: equal for its weights, named where they are others."""
+"""Tokens of a run, recomputed from its step log on one rank: equal with its weights, reported if different."""
 
 import json
 import re
@@ -118,7 +118,7 @@ def test_every_token_of_async_run_is_recomputed(log_ahead: Path, run_script):
 def test_recomputation_detects_blocks_that_did_not_move(
     log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch
 ):
-    """Negative control: what comes back from the host matters."""
+    """Negative control: swapped-in blocks matter."""
     right = CacheEngine.execute
     monkeypatch.setattr(CacheEngine, "execute", lambda self, moves: right(self, replace(moves, swap_in=())))
     code, output, _ = run_script(log_of_moves, "--with-model")

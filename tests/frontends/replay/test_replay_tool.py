@@ -1,4 +1,4 @@
-"""The replay tool prints what a replay finds: the run, the state after a step, a row's history, two logs compared."""
+"""The replay tool prints the run, the state after a step, a row's history, and the difference of two logs."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The step log gives back what was written; a torn tail costs the tail, damage in the middle is named by its byte."""
+"""The step log returns its messages; a torn tail loses only the tail, other damage is reported with its byte."""
 
 import json
 import signal

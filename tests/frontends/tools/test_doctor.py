@@ -1,4 +1,4 @@
-"""tools.doctor says of a run directory how the run ended, who is to blame and what to do."""
+"""The doctor reports how a run ended, which rank caused a failure and what to do."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""tools.report writes page and timeline of a run directory, and says what it lacks of one that has no steps."""
+"""The report tool writes page and timeline of a run directory, and reports missing files."""
 
 import json
 import sys

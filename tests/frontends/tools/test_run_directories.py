@@ -1,4 +1,4 @@
-"""The tools agree on a run directory: what is none, what its run came to, and how it is given."""
+"""The tools agree on a run directory: its validity, the state of its run, and its arguments."""
 
 import json
 import os
@@ -208,7 +208,7 @@ def test_report_overwrites_no_file_of_the_run(
 
 
 def test_fixture_metrics_match_their_jobs(runs: Path):
-    """The fixture is what it says."""
+    """The fixture has the states of its names."""
     metrics = json.loads((runs / "failed" / "out.jsonl.run" / "metrics.json").read_text())
     assert metrics["error_rows"] == 1
     assert replace(config_of(runs)).job.step_log

@@ -1,4 +1,4 @@
-"""tools.verify says "same" of files that are, and names row, sample, token and both values where they are not."""
+"""The verify tool prints "same" for equal files, else row, sample, token and both values of the first difference."""
 
 import copy
 import json
