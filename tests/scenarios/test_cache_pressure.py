@@ -30,7 +30,7 @@ SETTINGS = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run gave, and what its scheduler counted."""
+    """A run's outputs and its scheduler's counters."""
 
     token_ids: list[list[list[int]]]
     cached: list[int]

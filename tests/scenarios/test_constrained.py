@@ -391,7 +391,7 @@ def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
 
 
 def test_grammar_limit_ends_only_its_row(llm: LLM):
-    """After its first token the second row's parser has more items than it may."""
+    """The second row's parser exceeds its item limit after the first token."""
     growing = {"grammar": "start: " + " | ".join(f'"a{index}" start' for index in range(2100))}
     bounded = {"regex": "[ab]{6}"}
     params = [

@@ -48,7 +48,7 @@ def llm() -> Iterator[LLM]:
 
 @dataclass(slots=True)
 class Seen:
-    """Of the answers to many forms: how many are `whole`, how many were `cut`, which are `wrong`, and all tokens."""
+    """Answers to many grammars: numbers of complete and truncated ones, the wrong ones, and all tokens."""
 
     whole: int = 0
     cut: int = 0
@@ -100,7 +100,7 @@ def answered(llm: LLM, forms: list[Any], is_right: Any, *, masked: bool = True) 
 
 
 def has_schema(form: StructuredOutputsParams, text: str) -> bool:
-    """It is JSON, and valid."""
+    """Whether the text is JSON, and valid."""
     schema = json.loads(form.json or "{}")
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     try:
@@ -246,7 +246,7 @@ def cases_of(llm: LLM, suite: list[tuple[str, Any]]) -> tuple[list[Case], int]:
 
 
 def allows(llm: LLM, form: StructuredOutputsParams, text: str) -> bool:
-    """Whether this may be a whole answer."""
+    """Whether the text may be a complete answer."""
     grammars = llm.llm_engine.limits.grammars
     state, bits = grammars.start(form), grammars.new_bits(1)[0]
     state.take(llm.get_tokenizer().encode(text, add_special_tokens=False))
@@ -284,6 +284,6 @@ def test_answers_to_the_suites_schemas_are_valid(llm: LLM, suite: list[tuple[str
 
 
 def is_valid_without_formats(form: StructuredOutputsParams, text: str) -> bool:
-    """As draft 2020-12 has it, where formats say nothing of validity."""
+    """Draft 2020-12's validity, which ignores formats."""
     schema = json.loads(form.json or "{}")
     return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))

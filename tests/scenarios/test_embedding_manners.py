@@ -60,14 +60,14 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def run_checks(backend: str, folder: Path) -> dict[str, list[str]]:
-    """By check: what each rank has to say against it."""
+    """Each rank's failures, by check."""
     done = ranks.run_forked([__file__, backend, folder], 2, LIMIT_S)
     assert done.returncode == 0, done.output
     return read_failures(folder)
 
 
 def read_failures(folder: Path) -> dict[str, list[str]]:
-    """What `write_failures` has written on the ranks."""
+    """Failures written by `write_failures` on the ranks."""
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return {name: [report[name] for report in reports if report[name]] for name in reports[0]}
 
@@ -196,7 +196,7 @@ NEVER_CLOSED = """
 
 @pytest.mark.parametrize(("how", "is_left"), [("open", False), ("forgotten", False), ("left alone", True)])
 def test_unclosed_engine_closes_at_garbage_collection_or_exit(how: str, is_left: bool):
-    """Its groups' threads once aborted the process at its end, now and then. The last is the control."""
+    """Regression: its groups' threads sometimes aborted the process at its end. The last case is the control."""
     done = ranks.run_ranks(NEVER_CLOSED, 2, LIMIT_S, arguments=[MODEL, how])
     assert done.stdout.count(f"groups at the end: {is_left}\n") == 2, done.output
     assert is_left or done.returncode == 0, done.output
@@ -451,7 +451,7 @@ def nothing_is_left(is_exact: bool = True) -> Iterator[None]:
 
 
 def more_than(before: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
-    """What is held now and was not."""
+    """Resources held now and not before."""
     return {name: more for name, now in held().items() if (more := now - before[name])}
 
 
@@ -522,7 +522,7 @@ def main(folder: Path) -> None:
 
 
 def write_failures(folder: Path, names: Iterable[str]) -> None:
-    """What this rank has to say against the checks, one after the other."""
+    """Writes this rank's failures of the checks, in order."""
     report = {}
     for name in names:
         try:

@@ -282,7 +282,7 @@ def test_plan_counts_weights_per_stage(name: str) -> None:
 
 
 def _transformers_parameters(name: str) -> list[Tensor]:
-    """Of the backbone, without the pooler, of which a vector makes no use."""
+    """Parameters of the backbone, without the pooler, which vectors do not use."""
     model = backbone(name)
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
 
@@ -365,7 +365,7 @@ def test_weights_are_listed_and_updated_by_file_names() -> None:
 def test_bert_tokenizers_normalizer_is_that_of_transformers(
     settings: dict[str, Any], is_lower: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of its classes it is made of the configuration, whatever tokenizer.json has."""
+    """Its normalizer is made from the configuration, not from tokenizer.json."""
     letters = [*"Helo", "h", "\u00e9", "\u00c9", "e", "E", "\u4f60"]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters)]
     backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))

@@ -50,7 +50,7 @@ WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark
 
 @pytest.fixture(scope="module", params=WORLDS)
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    """What each rank saw. The ranks have exited 0 in time and no process is left: row 7."""
+    """Each rank's report. The ranks have exited with 0 in time and no process is left: row 7."""
     folder = tmp_path_factory.mktemp("launcher")
     done = ranks.run_torchrun([__file__, folder], request.param, LIMIT_S, is_fresh=request.param == 2)
     check_ended_well(done)
@@ -64,7 +64,7 @@ def check_ended_well(done: ranks.CompletedRanks) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Report]:
-    """What one rank sees, in this process."""
+    """The report of one rank, in this process."""
     with LLM(MODEL, dtype="float32", device="cpu", num_blocks=64, seed=0) as llm:
         yield {"outputs": outputs_of(llm), "parameters": parameters_of(llm), "values": values_of(llm)}
 
@@ -229,7 +229,7 @@ def new_llm(size: int, **options: object) -> LLM:
 
 
 def outputs_of_half_the_ranks(rank: int, size: int) -> list[list[Report]]:
-    """Of this rank's of two engines."""
+    """Outputs of this rank's engine, one of two."""
     engine = rank * 2 // size
     with new_llm(size // 2, num_blocks=64 + engine) as llm:
         return [rows_of(llm, PARAMS["of the row"], each) for each in CALLS_OF_ENGINES[engine]]

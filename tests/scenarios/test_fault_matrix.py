@@ -198,7 +198,7 @@ def check_words(folder: Path, done: ranks.CompletedRanks, words: str, num_ranks:
 
 
 def root_cause(done: ranks.CompletedRanks) -> int:
-    """Which rank torchrun's summary names."""
+    """The rank that torchrun's summary names."""
     summary = done.stderr.partition("Root Cause")[2]
     match = re.search(r"rank +: (\d+) ", summary)
     assert match is not None, done.output

@@ -214,7 +214,7 @@ def test_forced_tokens_equal_on_two_pipeline_workers(plain: list[Any], forked_wo
 
 
 def test_worker_reports_admitted_form_it_cannot_compile():
-    """Its installation is not the engine's: that is no fault of the row's, which has tokens to follow."""
+    """The worker's installation differs from the engine's, which is not an error of the row."""
     with open_model(made_once("constrained", write_model)) as made:
         compiler = made.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler
         compiler._compiled[StructuredOutputsParams(regex="a")] = GrammarError("extra_missing", "pip install it")

@@ -135,7 +135,7 @@ def test_weight_update_error_of_one_rank_reaches_all(other: str, call: str):
 
 
 def test_invalid_flag_on_one_rank_fails_on_both():
-    """It was asked whether it is true before the ranks met, so that the other rank waited there for the next call."""
+    """Regression: its truth was tested before the ranks met, so the other rank waited for the next call."""
     source = f"""
         import json, os
         import torch

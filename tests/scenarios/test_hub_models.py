@@ -95,7 +95,7 @@ def test_pooling_hub_model_gives_its_folders_vectors(tmp_path: Path):
 
 
 def main() -> None:
-    """On each rank."""
+    """Runs on each rank."""
     with LLM("org/tiny", revision="main", tensor_parallel_size=2, device="cpu", num_blocks=64) as llm:
         text = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
         answer = [str(llm.llm_engine.resolved.model_folder), text]

@@ -36,7 +36,7 @@ RANDOM_MODEL = {
 
 
 def perplexity(folder: Path, sequences: Sequence[tuple[list[int], int]], **settings: object) -> float:
-    """Of the ids of each sequence from a place on, given all before them."""
+    """Perplexity of each sequence's ids from a position on, given all before them."""
     prompts = [ids for ids, _ in sequences]
     with LLM(folder, dtype="bfloat16", num_blocks=2000, enable_prefix_caching=False, **settings) as llm:
         outputs = llm.generate(prompts, SCORING, use_tqdm=False)

@@ -113,7 +113,7 @@ IN_MATRIX = "glm4_moe"
 
 
 class Ended(BaseException):
-    """As a process is that is killed: nothing of ours catches it."""
+    """Ends the job like a kill: no handler catches it."""
 
 
 def job(folder: Path, name: str, output: str) -> list[str]:

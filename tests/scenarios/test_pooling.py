@@ -65,7 +65,7 @@ def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
 
 
 def pooled(name: str, prompts: list[list[int]] = PROMPTS, times: int = 1, **settings: Any) -> list[list[float]]:
-    """Of the last of so many calls."""
+    """Result of the last of several calls."""
     runner = {"runner": "pooling"} if name in ("causal", "untied") else {}
     with LLM(pooling_folder(name), **{**SETTINGS, **runner, **settings}) as llm:
         for _ in range(times):
@@ -321,7 +321,7 @@ def test_new_weights_change_vectors_and_skip_lm_head() -> None:
 def test_bidirectional_model_is_rejected_without_pooling_config(
     tmp_path: Path, settings: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """It was computed as one whose tokens do not."""
+    """Regression: it was computed with causal attention."""
     folder = tmp_path / "model"
     shutil.copytree(pooling_folder("causal"), folder)
     config = json.loads((folder / "config.json").read_text())

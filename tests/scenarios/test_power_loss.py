@@ -57,7 +57,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> tuple[list[dict[str, Any]], str]:
-    """What was found by case, and the output."""
+    """The findings by case, and the output."""
     # A fresh interpreter: what is preloaded is loaded when a program starts.
     command = [sys.executable, str(script), str(folder), str(count), str(SEED), *cases]
     path = os.pathsep.join(ranks.IMPORT_PATH)
@@ -110,7 +110,7 @@ def test_power_loss_test_detects_wrong_write_order(library: Path, tmp_path: Path
 
 
 def states(folder: Path, operations: list[Operation], **rule: bool) -> list[Tree]:
-    """What may be there after all of them; operations name the folder's inode 0, and new ones by any number."""
+    """Possible states after all operations, which name the folder's inode 0 and new inodes by any number."""
     disk = Disk(snapshot(folder), **rule)
     for operation in operations:
         inode = folder.stat().st_ino if operation.inode == 0 else operation.inode

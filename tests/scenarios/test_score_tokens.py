@@ -48,7 +48,7 @@ def model() -> Path:
 
 
 def main(model: Path, folder: Path, **layout: Any) -> None:
-    """What a rank sees, in a file."""
+    """Writes a rank's report to a file."""
     with LLM(model, **SMALL, **layout) as llm:
         seen = reported_and_scored(llm)
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(seen))

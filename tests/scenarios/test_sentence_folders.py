@@ -168,7 +168,7 @@ def test_classes_are_those_of_predict(name: str) -> None:
 
 
 def embedder(name: str, *rest: Any, **options: Any) -> Callable[[Path], SentenceTransformer]:
-    """Its Transformer, then `rest`: modules, or what makes them of the size of a vector."""
+    """Its Transformer, then `rest`: modules, or functions from the size of a vector to a module."""
     model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern", "gemma")) else pooling_folder(name)
     inner = {key: options.pop(key) for key in ("processing_kwargs", "max_seq_length") if key in options}
     own = {key: options.pop(key) for key in ("prompts", "default_prompt_name", "truncate_dim") if key in options}
@@ -283,7 +283,7 @@ def test_rows_of_old_layouts_are_read_as_before(tmp_path: Path) -> None:
     ],
 )
 def test_lower_case_of_a_lowercasing_tokenizer_changes_nothing(normalizer: Mapping[str, Any], tmp_path: Path) -> None:
-    """As bge's English folders have it; and a length under its name of old releases."""
+    """The setting of bge's English folders; and the old releases' name of the length."""
     folder = tmp_path / "lower"
     shutil.copytree(saved("plain", EMBED["plain"]), folder)
     edit(folder / "tokenizer.json", normalizer=normalizer)
@@ -299,7 +299,7 @@ def body(url: str, **given: Any) -> bytes:
 
 @pytest.mark.finding(number="A5")
 def test_rows_have_the_tokens_of_calls() -> None:
-    """What a job and the server take, in the same words."""
+    """A job and the server accept the same settings."""
     limits = RowLimits()
     for name, line in (
         ("flat prompt", body("/v1/embeddings", input=TEXTS, truncate_prompt_tokens=-1)),

@@ -54,7 +54,7 @@ OF_ANY_RANK = ("joining", "loading", "rows")
 
 @dataclass
 class Figures:
-    """Of all kills."""
+    """Figures of all kills."""
 
     kills: int = 0
     jobs: int = 0
@@ -67,7 +67,7 @@ class Figures:
     victims: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> str:
-        """For the table of docs/reliability.md."""
+        """A row of the table of docs/reliability.md."""
         late = sum(each > SOON_S for each in self.seconds)
         times = f"median {statistics.median(self.seconds):.1f} s, worst {max(self.seconds):.1f} s, {late} after 5 s"
         counts = f"{self.wrong} wrong, {self.lost} lost, {self.doubled} doubled, {len(self.left)} left"
@@ -76,7 +76,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What is done to one start of a job."""
+    """A kill of one start of a job."""
 
     layout: str
     moment: str
@@ -229,7 +229,7 @@ def is_free(path: Path) -> bool:
 
 
 def committed_rows(folder: Path) -> int | None:
-    """In the journal; None where there is none."""
+    """Committed rows of the journal; None without a journal."""
     try:
         return sum(1 for _ in read_journal(folder / "out.jsonl.run"))
     except FileNotFoundError:
