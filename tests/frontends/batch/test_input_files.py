@@ -178,14 +178,14 @@ def test_columns_with_one_name_are_rejected(tmp_path):
     }
     for words, table in tables.items():
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-        with pytest.raises(ConfigError, match=f"{words}: rename one"):
+        with pytest.raises(ConfigError, match=words):
             rows_of(tmp_path / "a.parquet")
 
 
 def test_columns_outside_json_are_rejected_by_name(tmp_path):
     table = pyarrow.table({"prompt": ["a"], "extra": pyarrow.array([{"when": b"x"}])})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"column extra.when has type binary.*cast it"):
+    with pytest.raises(ConfigError, match=r"column extra.when has the unsupported type binary"):
         rows_of(tmp_path / "a.parquet")
 
 
@@ -278,7 +278,7 @@ def test_row_group_bigger_than_declared_is_rejected(tmp_path, monkeypatch):
     reader = input_files.ParquetRows(tmp_path / "a.parquet", 1 << 20)
     says = SimpleNamespace(num_columns=0, num_rows=100, total_byte_size=1000)
     monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
-    reader._whole = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
+    reader._plain = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
     with pytest.raises(ConfigError, match="row group 0 claims 1,000 bytes"):
         list(reader)
 

@@ -91,7 +91,7 @@ def test_interrupted_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool
     def append(journal: RowJournal, key: int, made: RowAnswer) -> None:
         with journal._lock:
             journal._pending.append((key, made))
-            journal._note(made.index, key, 0, len(made.line))
+            journal._add(made.index, key, 0, len(made.line))
 
     lost = []
     for number in range(100):
@@ -189,7 +189,7 @@ def test_zero_header_means_nothing_was_recorded(tmp_path: Path):
     filled(tmp_path, [0])
     assert [row for row, _ in read_journal(tmp_path)] == [0]
     (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES + RECORD_BYTES))
-    with pytest.raises(JournalError, match="no journal of this version"):
+    with pytest.raises(JournalError, match="not a journal of this version"):
         opened(tmp_path)
 
 
@@ -249,10 +249,10 @@ def test_records_before_their_lines_are_detected(tmp_path: Path):
 
 def test_other_file_is_not_a_journal(tmp_path: Path):
     (tmp_path / JOURNAL_NAME).write_bytes(b"hello, world")
-    with pytest.raises(JournalError, match="no journal of this version"):
+    with pytest.raises(JournalError, match="not a journal of this version"):
         opened(tmp_path)
     (tmp_path / JOURNAL_NAME).write_bytes(b"hey")
-    with pytest.raises(JournalError, match="is no journal: it begins with b'hey'"):
+    with pytest.raises(JournalError, match="is not a journal: it begins with b'hey'"):
         opened(tmp_path)
 
 

@@ -167,7 +167,7 @@ def test_removed_lock_file_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.Mon
 
     first.__enter__()
     monkeypatch.setattr(file_lock.fcntl, "flock", flock)
-    with FileLock(path, "it", "give another", is_temporary=True), pytest.raises(ConfigError, match=r"^it belongs"):
+    with FileLock(path, "it", "give another", is_temporary=True), pytest.raises(ConfigError, match=r"^it is in use"):
         FileLock(path, "it", "give another").__enter__()
 
 

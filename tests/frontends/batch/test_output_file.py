@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import sys
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -129,7 +130,7 @@ def test_output_that_is_no_regular_file_is_rejected(tmp_path):
     with pytest.raises(FileExistsError, match="not a regular file"):
         OutputFile.open(tmp_path)
     with pytest.raises(FileExistsError, match="not a regular file"):
-        OutputFile.open("/dev/null")
+        OutputFile.open(Path("/dev/null"))
 
 
 @pytest.mark.parametrize(

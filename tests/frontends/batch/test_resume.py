@@ -256,7 +256,7 @@ def test_journal_damage_is_reported_and_loses_nothing(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     journal = run_dir(config) / JOURNAL_NAME
     journal.write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="no journal of this version: remove the run directory to start over"):
+    with pytest.raises(ConfigError, match="not a journal of this version: remove the run directory to start over"):
         run(config)
     assert journal.read_bytes() == b"something else"
 

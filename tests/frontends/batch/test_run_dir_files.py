@@ -361,7 +361,7 @@ def test_journal_row_beyond_any_input_is_rejected(tmp_path: Path):
     record = JournalRecord(2**62, 0, 0, len(line), crc32(line), 0, 0, 0, None)
     (tmp_path / "rows.part").write_bytes(line)
     (tmp_path / "journal").write_bytes(journal_module._HEADER + record.pack())
-    with pytest.raises(JournalError, match="names a row that no input has"):
+    with pytest.raises(JournalError, match="beyond any input"):
         RowJournal(tmp_path, 1, 1.0)
 
 

@@ -88,7 +88,7 @@ def test_tools_report_missing_folder_alike(say, tmp_path: Path):
     for name in ("doctor", "collect", "report"):
         assert told[name][:2] == (2, "")
         assert f"out.jsonl: is a file: give {tmp_path / 'out.jsonl.run'} {WHERE}" in told[name][2]
-    assert "is no step log" in told["replay"][2]
+    assert "is not a step log" in told["replay"][2]
 
 
 @pytest.mark.finding(number="D11")
