@@ -151,7 +151,7 @@ ALONE = [
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR, --input"),
     (["--help=some"], "argument --help/-h: ignored explicit argument 'some': give KEY=VALUE, --help, --cfg job,"),
     (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
-    (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one that holds GROUP/NAME.yaml"),
+    (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one with GROUP/NAME.yaml"),
     (["model.dtype=float8"], "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
 ]
 
