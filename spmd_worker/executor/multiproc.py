@@ -65,7 +65,6 @@ class MultiprocExecutor(Executor):
 
     @property
     def num_workers(self) -> int:
-        """See `Executor.num_workers`."""
         return self.layout.world_size
 
     @property
@@ -90,7 +89,6 @@ class MultiprocExecutor(Executor):
             raise
 
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """See `Executor.initialize_from_config`."""
         entries = [(num_device_blocks, num_host_blocks)] * self.num_workers
         self._call(FrameKind.SETUP, "initialize_from_config", (entries,))
 
@@ -156,7 +154,6 @@ class MultiprocExecutor(Executor):
         return updates
 
     def end_weight_update(self) -> None:
-        """See `Executor.end_weight_update`."""
         self._may_have_update = False
         self._call(FrameKind.CALL, "end_weight_update")
 

@@ -37,7 +37,6 @@ class RunningWorker:
         self._mirror, self._waits_before = mirror, waits_before
 
     def warm_up(self) -> None:
-        """See `DeviceBackend.warm_up`."""
         engine = self.caches.engine
         self.loaded.opened.backend.warm_up(
             lambda graphs: self.loaded.new_runner(engine, graphs=graphs), self.runner.graphs, engine.num_device_blocks
@@ -79,7 +78,6 @@ class RunningWorker:
         return replace(result, finished_transfers=self.caches.take_finished_transfers())
 
     def thread_waits(self) -> dict[str, float]:
-        """See `WorkerReport`."""
         if self._waits_before is None:
             return {}
         now, before = thread_waits(), self._waits_before

@@ -70,12 +70,10 @@ class Worker(WorkerBase):
         return _there(self._running, "initialize_cache")
 
     def init_device(self) -> None:
-        """See `open_device`."""
         self._opened = open_device(self.resolved, self.environment)
         self.device, self.groups = self._opened.device, self._opened.groups
 
     def on_device(self) -> AbstractContextManager[object]:
-        """See `WorkerBase.on_device`."""
         return current_device(self.device)
 
     def load_model(self) -> None:
@@ -83,7 +81,6 @@ class Worker(WorkerBase):
         self._loaded = load_model(replace(self.opened, groups=_there(self.groups, "init_device")))
 
     def get_kv_cache_spec(self) -> CacheSpec:
-        """See `WorkerBase.get_kv_cache_spec`."""
         return cache_spec_of(self.resolved, self.environment.rank)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -93,24 +90,19 @@ class Worker(WorkerBase):
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """See `start.allocate`."""
         self._running = allocate(self.loaded, self.get_kv_cache_spec(), num_device_blocks, num_host_blocks)
         self.model_runner = self._running.runner
 
     def initialize_host_tier(self, num_slots: int) -> None:
-        """See `WorkerBase.initialize_host_tier`."""
         self.running.caches.add_tier(num_slots)
 
     def compile_or_warm_up_model(self) -> None:
-        """See `DeviceBackend.warm_up`."""
         self.running.warm_up()
 
     def expect_step(self, num_tokens: int) -> None:
-        """See `WorkerBase.expect_step`."""
         self.running.runner.expect(num_tokens)
 
     def execute_model(self, plan: StepPlan) -> StepResult | None:
-        """See `RunningWorker.execute_model`."""
         return self.running.execute_model(plan)
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
@@ -119,7 +111,6 @@ class Worker(WorkerBase):
         return self.running.sample_tokens()
 
     def launch_step(self, plan: StepPlan) -> None:
-        """See `WorkerBase.launch_step`."""
         if type(self).sample_tokens is not Worker.sample_tokens:
             # What a class of somebody else's does there is not left out.
             super().launch_step(plan)
@@ -128,23 +119,19 @@ class Worker(WorkerBase):
         self._launched = (*self._launched, self.running.launch() if result is None else result)
 
     def read_step(self) -> StepResult:
-        """See `WorkerBase.read_step`."""
         launched, *rest = self._launched
         self._launched = tuple(rest)
         return launched if isinstance(launched, StepResult) else self.running.note(launched.collect())
 
     @property
     def event_handlers(self) -> tuple[object, ...]:
-        """See `WorkerBase.event_handlers`."""
         return (self,) if self._running is None else (self, self._running.sleep, self._running.profiler)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """See `WorkerBase.get_supported_tasks`."""
         pooling = self.model_config.pooling
         return ("generate",) if pooling is None else pooling.tasks
 
     def get_report(self) -> WorkerReport:
-        """See `WorkerBase.get_report`."""
         report = WorkerReport(self.device.type, gpu_identity(self.device))
         if self._loaded is not None:
             arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
@@ -167,7 +154,6 @@ class Worker(WorkerBase):
         return self.loaded.model
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
-        """See `LLM.apply_model`."""
         try:
             with self.loaded.model.as_checkpoint() as view:
                 return function(view)
@@ -175,22 +161,18 @@ class Worker(WorkerBase):
             self._look_at_addresses()
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
-        """See `WorkerBase.watch_requests`."""
         self.loaded.model.weights.update.num_in_flight = num_in_flight
 
     def get_weight_update(self) -> WeightUpdateReport | None:
-        """See `WorkerBase.get_weight_update`."""
         if self._loaded is None:
             return None
         weights = self._loaded.model.weights
         return weights.update.report(weights.tensors, weights.buffer_names)
 
     def refuse_weight_update(self) -> None:
-        """See `WorkerBase.refuse_weight_update`."""
         self.loaded.model.weights.update.refuse()
 
     def end_weight_update(self) -> None:
-        """See `WorkerBase.end_weight_update`."""
         self.loaded.model.weights.update.end()
         self._look_at_addresses()
 
@@ -202,23 +184,19 @@ class Worker(WorkerBase):
         self._look_at_addresses()
 
     def get_model_inspection(self) -> str:
-        """See `WorkerBase.get_model_inspection`."""
         model = self.get_model()
         slices = describe_slices(model) if isinstance(model, DecoderForCausalLM) else ""
         return "\n".join(filter(None, (describe_model(model), slices)))
 
     def get_cache_block_size_bytes(self) -> int:
-        """See `WorkerBase.get_cache_block_size_bytes`."""
         return self.get_kv_cache_spec().block_bytes
 
     @property
     def vocab_size(self) -> int:
-        """See `WorkerBase.vocab_size`."""
         return self.model_config.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """See `WorkerBase.max_model_len`."""
         return self.resolved.max_model_len
 
     def shutdown(self) -> None:

@@ -83,18 +83,15 @@ class TcpLeader:
                 raise
 
     def exchange_records(self, record: bytes) -> list[bytes]:
-        """See `LeaderChannel.exchange_records`."""
         with self._lock:
             self._send_all(FrameKind.RECORD_WANTED, self._num_sent, b"")
         return [record, *self._gather(FrameKind.RECORD, 0, "no record of the step")]
 
     def send_diagnosis(self, text: str) -> None:
-        """See `LeaderChannel.send_diagnosis`."""
         with self._lock:
             self._send_all(FrameKind.DIAGNOSIS, self._num_sent, text.encode())
 
     def abort(self, text: str, is_divergence: bool) -> None:
-        """See `StepChannel.abort`."""
         with self._lock:
             for connection in self._connections:
                 _send_last(connection, self._num_sent, Abort(text, is_divergence))
@@ -111,7 +108,6 @@ class TcpLeader:
         return None
 
     def close(self) -> None:
-        """See `StepChannel.close`."""
         self._is_closed.set()
         # It may be the thread in which garbage is collected, this channel's engine too.
         if self._heart.is_alive() and self._heart is not threading.current_thread():
@@ -221,11 +217,9 @@ class TcpFollower:
                 raise LostMessageError(f"rank {self.rank} received {frame.kind.name} where a message comes next")
 
     def offer_record(self, record: Callable[[], bytes]) -> None:
-        """See `FollowerChannel.offer_record`."""
         self._record = record
 
     def abort(self, text: str, is_divergence: bool) -> None:
-        """See `StepChannel.abort`."""
         _send_last(self._connection, self._num_received, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
@@ -238,7 +232,6 @@ class TcpFollower:
         return None
 
     def close(self) -> None:
-        """See `StepChannel.close`."""
         self._connection.close()
 
     def _next_frame(self, deadline_s: float) -> Frame:
@@ -278,19 +271,15 @@ class GlooStepChannel:
         self._record: Callable[[], bytes] = bytes
 
     def collect(self, step: int) -> list[bytes]:
-        """See `LeaderChannel.collect`."""
         return self._control.gather(b"")[1:]
 
     def answer(self, step: int, payload: bytes) -> None:
-        """See `FollowerChannel.answer`."""
         self._control.gather(payload)
 
     def send(self, payload: bytes) -> None:
-        """See `LeaderChannel.send`."""
         self._broadcast(FrameKind.MESSAGE, payload)
 
     def receive(self) -> bytes:
-        """See `FollowerChannel.receive`."""
         received = self._control.broadcast(None)
         kind, payload = FrameKind(received[0]), received[1:]
         if kind is FrameKind.RECORD_WANTED:
@@ -301,16 +290,13 @@ class GlooStepChannel:
         return payload
 
     def offer_record(self, record: Callable[[], bytes]) -> None:
-        """See `FollowerChannel.offer_record`."""
         self._record = record
 
     def exchange_records(self, record: bytes) -> list[bytes]:
-        """See `LeaderChannel.exchange_records`."""
         self._broadcast(FrameKind.RECORD_WANTED, b"")
         return self._control.gather(record)
 
     def send_diagnosis(self, text: str) -> None:
-        """See `LeaderChannel.send_diagnosis`."""
         self._broadcast(FrameKind.DIAGNOSIS, text.encode())
 
     def abort(self, text: str, is_divergence: bool) -> None:

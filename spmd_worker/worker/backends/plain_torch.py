@@ -10,7 +10,6 @@ class TorchDevice(DeviceBackend):
     """`executor.device_backend=torch`."""
 
     def operations(self) -> Operations:
-        """See `DeviceBackend.operations`."""
         if self.resolved.config.model.quantization is not None:
             raise ConfigError(
                 "executor.device_backend=torch computes with weights as they are: leave model.quantization at null"

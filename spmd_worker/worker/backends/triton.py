@@ -57,7 +57,6 @@ class TritonDevice(DeviceBackend):
         return replace(groups, tensor=tensor)
 
     def operations(self) -> Operations:
-        """See `DeviceBackend.operations`."""
         model_config = self.resolved.model_config
         if is_interpreted() != (self.device.type == "cpu"):
             raise ConfigError(f"{_KEY} computes on CUDA: use device=cuda, or {_WAY_OUT}")
@@ -82,7 +81,6 @@ class TritonDevice(DeviceBackend):
         return Operations(TritonKernels(), TritonBackend())
 
     def arithmetic(self, attention: AttentionBackend) -> str:
-        """See `DeviceBackend.arithmetic`."""
         kernels = f"Triton kernels{' interpreted' if is_interpreted() else ''}"
         order = ", sums in the order of ranks" if self.resolved.layout.tensor_parallel_size > 1 else ""
         return f"{kernels}{order}, {super().arithmetic(attention)}"
@@ -99,7 +97,6 @@ class TritonDevice(DeviceBackend):
         return not has_experts and (tensor.size == 1 or isinstance(tensor.fast, PeerSums))
 
     def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
-        """See `DeviceBackend.new_graphs`."""
         new_graph = self.graph_maker() if self.can_record(tensor) else None
         if new_graph is None:
             return None

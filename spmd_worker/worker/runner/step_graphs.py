@@ -68,7 +68,6 @@ class _CudaGraph:
             launch()
 
     def replay(self) -> None:
-        """See `StepGraph.replay`."""
         self._graph.replay()
 
 
