@@ -167,9 +167,9 @@ class Executor(ABC):
         """Of each worker, in rank order: see `WorkerBase.get_weight_update`. May be empty where none is open."""
         return self.collective_rpc("get_weight_update")
 
-    def refuse_weight_update(self) -> None:
+    def reject_weight_update(self) -> None:
         """Every worker's update was refused for its tied head, and stays open."""
-        self.collective_rpc("refuse_weight_update")
+        self.collective_rpc("reject_weight_update")
 
     def end_weight_update(self) -> None:
         """Every worker's update is committed."""

@@ -1,6 +1,6 @@
-"""Which device a rank computes on, and that no other rank computes on it.
+"""Choice of a rank's device, and the check that each rank has its own GPU.
 
-Does not change the process's current device or thread counts.
+Changes neither the process's current device nor its thread counts.
 """
 
 import os
@@ -14,23 +14,23 @@ from spmd_worker.base.errors import ConfigError, DeviceError
 from spmd_worker.base.process import boot_id
 
 SHARE_VARIABLE: Final = "SPMD_WORKER_SHARE_GPUS"
-"""1 on ranks that may share a GPU, as tests do where there is one. Each then takes its share of the memory by
-`cache.gpu_memory_utilization` or `cache.num_blocks`. NCCL refuses it among the ranks of one replica all the same.
+"""1 lets ranks share a GPU, as tests do on a machine with one; set each rank's share of the memory by
+`cache.gpu_memory_utilization` or `cache.num_blocks`. Within a replica NCCL still rejects a shared GPU.
 """
 
 _SEPARATOR: Final = "\t"
 
 
 def device_type(wanted: str) -> str:
-    """What `choose_device` takes, as `cpu` or `cuda`, without looking whether it is there."""
+    """`cpu` or `cuda` for a `device` option, as `choose_device` resolves it, without checking that it exists."""
     return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def choose_device(wanted: str, local_rank: int, *, is_callers_world: bool = False) -> torch.device:
-    """`auto` takes CUDA where there is some. A rank has the GPU of its local rank, with two exceptions: the current
-    device in a world of the caller's, where that is another than 0, at which it is before anybody sets it; and the one
-    GPU that CUDA_VISIBLE_DEVICES leaves, because Ray's actors and Slurm's tasks see their own alone. Ranks that share
-    it after all are found by `check_own_gpus`. Raises ConfigError or DeviceError naming what is missing.
+    """The rank's device; `auto` is CUDA if available. A rank gets the GPU of its local rank, with two exceptions: the
+    current device in a caller's world, unless it is 0, the default that nobody set; and the only GPU that
+    CUDA_VISIBLE_DEVICES leaves, because Ray's actors and Slurm's tasks see only their own. `check_gpus_not_shared`
+    detects ranks that share one. Raises ConfigError or DeviceError naming what is missing.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
@@ -50,8 +50,8 @@ def choose_device(wanted: str, local_rank: int, *, is_callers_world: bool = Fals
 
 
 def gpu_identity(device: torch.device, variables: Mapping[str, str] = os.environ) -> str:
-    """What tells this rank's GPU from all others: the host's boot, the GPU's name and its uuid, which does not follow
-    from CUDA_VISIBLE_DEVICES. Empty on the CPU, and where SHARE_VARIABLE lets this rank share its GPU.
+    """Unique id of this rank's GPU, independent of CUDA_VISIBLE_DEVICES: the host's boot id, the GPU's name and uuid.
+    Empty on the CPU, and if SHARE_VARIABLE lets this rank share its GPU.
     """
     if device.type != "cuda" or variables.get(SHARE_VARIABLE) == "1":
         return ""
@@ -59,9 +59,9 @@ def gpu_identity(device: torch.device, variables: Mapping[str, str] = os.environ
     return f"{boot_id() or socket.gethostname()}{_SEPARATOR}{properties.name} GPU-{properties.uuid}"
 
 
-def check_own_gpus(identities: Sequence[str]) -> None:
-    """`identities` are `gpu_identity` of each rank, in rank order; whoever has an empty one may share. Raises
-    ConfigError, the same on every rank, naming ranks of one host that compute on one GPU.
+def check_gpus_not_shared(identities: Sequence[str]) -> None:
+    """Raise ConfigError, the same on every rank, naming ranks that compute on one GPU. `identities` has each rank's
+    `gpu_identity`, in rank order; empty ones may share.
     """
     ranks: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
@@ -76,7 +76,7 @@ def check_own_gpus(identities: Sequence[str]) -> None:
     first, name = shared[0]
     others = "".join(f", and ranks {sharing} on {gpu}" for sharing, gpu in shared[1:])
     raise ConfigError(
-        f"ranks {first} of one host compute on one GPU, {name}{others}: give each rank its own in "
-        f"CUDA_VISIBLE_DEVICES, or let every rank see all GPUs of its host (it takes that of its LOCAL_RANK); "
+        f"ranks {first} of one host compute on the same GPU, {name}{others}: give each rank its own in "
+        f"CUDA_VISIBLE_DEVICES, or let every rank see all GPUs of its host (LOCAL_RANK then chooses); "
         f"{SHARE_VARIABLE}=1 on each of these ranks lets them share"
     )

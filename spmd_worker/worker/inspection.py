@@ -1,4 +1,4 @@
-"""A model as a readable tree: modules, and the shapes and dtypes of this rank's parameters."""
+"""Model inspection: a readable tree of modules with this rank's parameters, and its slices of the checkpoint."""
 
 import math
 import re
@@ -17,13 +17,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def describe_model(model: nn.Module) -> str:
-    """One line a module; runs of equal layers are folded into one line with their range."""
+    """One line per module; runs of equal layers are folded into one line with their range."""
     return "\n".join([type(model).__name__, *_children(model, depth=1)])
 
 
 def describe_slices(model: DecoderForCausalLM) -> str:
-    """Of which checkpoint tensors this rank has a part, and which part, one line for all layers and experts of which it
-    is the same; before these the layers and experts that it has. Nothing is said of what it has whole.
+    """Layers and experts of this rank, then its slices of checkpoint tensors, one line for all layers and experts with
+    equal slices. Complete tensors are left out.
     """
     stage, layers = model.stage, model.model_config.layers
     lines = []
@@ -37,23 +37,23 @@ def describe_slices(model: DecoderForCausalLM) -> str:
             if len(own) < experts.num_experts:
                 owned.setdefault((own, experts.num_experts), []).append(str(number))
     lines += [f"experts {_run(own)} of {count} in layers {_run(found)}" for (own, count), found in owned.items()]
-    cut: dict[tuple[str, str, HeldSlice], list[str]] = {}
+    sliced: dict[tuple[str, str, HeldSlice], list[str]] = {}
     for name, held in model.weights.held.items():
         part = held.held_slice
         if not part.is_whole:
-            inside = held.module_name.rpartition(".")[2]
-            cut.setdefault((_NUMBER.sub("*", name), inside, part), []).append(name)
-    for (pattern, inside, part), names in cut.items():
-        where = "" if f".{inside}." in f".{pattern}" else f", in {inside}"
-        lines += [f"{name} {part}{where}" for name in _as_one(pattern, names)]
+            parent = held.module_name.rpartition(".")[2]
+            sliced.setdefault((_NUMBER.sub("*", name), parent, part), []).append(name)
+    for (pattern, parent, part), names in sliced.items():
+        where = "" if f".{parent}." in f".{pattern}" else f", in {parent}"
+        lines += [f"{name} {part}{where}" for name in _folded_names(pattern, names)]
     for padding in model.weights.paddings:
         count = extents(padding.destination)[0]
         lines.append(f"{padding.parameter_name}: {count} {'row' if count == 1 else 'rows'} of padding")
     return "\n".join(["slices of the checkpoint:", *[f"  {line}" for line in lines]]) if lines else ""
 
 
-def _as_one(pattern: str, names: list[str]) -> list[str]:
-    """One name for those that have all combinations of their numbers; all of them where some combination lacks."""
+def _folded_names(pattern: str, names: list[str]) -> list[str]:
+    """One name with ranges, if the names have all combinations of their numbers; otherwise all names."""
     numbers = [_NUMBER.findall(name) for name in names]
     axes = [tuple(dict.fromkeys(found)) for found in zip(*numbers, strict=True)]
     if sorted(map(tuple, numbers)) != sorted(product(*axes)):
@@ -64,10 +64,10 @@ def _as_one(pattern: str, names: list[str]) -> list[str]:
 
 
 def _run(numbers: Sequence[str]) -> str:
-    """Numbers in a row as 0-3, others as 1,3,5."""
+    """Consecutive numbers as 0-3, others as 1,3,5."""
     first = int(numbers[0])
-    is_row = list(numbers) == [str(first + place) for place in range(len(numbers))]
-    return f"{numbers[0]}-{numbers[-1]}" if is_row and len(numbers) > 1 else ",".join(numbers)
+    is_consecutive = list(numbers) == [str(first + offset) for offset in range(len(numbers))]
+    return f"{numbers[0]}-{numbers[-1]}" if is_consecutive and len(numbers) > 1 else ",".join(numbers)
 
 
 def _children(module: nn.Module, depth: int) -> list[str]:
@@ -99,7 +99,7 @@ def _describe(module: nn.Module) -> str:
 
 
 def _plain_shape(parameter: Tensor) -> list[int]:
-    """As the checkpoint has it: a weight in panels is [..., inputs / 2, 16, 2], outputs in front and in the 16."""
+    """The checkpoint's shape; a weight in panels is [..., inputs / 2, 16, 2], its outputs in front and in the 16."""
     if parameter.dtype == torch.int8:
         return list(int8_shape(parameter))
     if parameter.ndim < 4:

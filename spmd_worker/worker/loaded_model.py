@@ -1,10 +1,9 @@
-"""Second stage of a worker's start: this rank's shard of the model, built and filled from the checkpoint."""
+"""Second stage of a worker's start: this rank's model shard, built and filled from the checkpoint."""
 
 import logging
 import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -33,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and what computes it: all that cache engines and runners are made of."""
+    """A model with its weights and operations; makes cache engines and runners."""
 
     opened: OpenedDevice
     operations: Operations
     model: DecoderForCausalLM
 
     def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
-        """A paged cache whose blocks are packed for this model's attention, not allocated yet."""
+        """A paged cache in the block layout of this model's attention, not allocated yet."""
         block_shape = self.operations.attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
         dtype = getattr(torch, self.opened.resolved.dtype)
         return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.opened.device)
@@ -48,14 +47,14 @@ class LoadedModel:
     def new_runner(
         self, engine: CacheEngine, clock: StageClock | None = None, graphs: StepGraphs | None = None
     ) -> ModelRunner:
-        """A runner of this model on a cache. The last stage of a model that generates samples."""
+        """A runner of this model on a cache; it samples on the last stage of a generating model."""
         resolved, model, sampler, grammars = self.opened.resolved, self.model, None, None
         model_config, groups = resolved.model_config, self.opened.groups
         if model.stage.is_last and model.pooler is None:
             vocab_size, eos_ids = model_config.vocab_size, model_config.eos_token_ids
             mode, kernels = resolved.config.model.logprobs_mode, self.operations.kernels
             sampler = Sampler(groups.tensor, model.lm_head.shard.start, vocab_size, eos_ids, mode, kernels)
-            # Reads nothing before the first row that needs it.
+            # Opened by the first row that needs it.
             open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
             grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
         block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
@@ -64,49 +63,38 @@ class LoadedModel:
         )
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """See `WorkerReport`. The lists go on counting."""
+        """As in `WorkerReport`; the lists continue to count."""
         is_first = self.opened.resolved.layout.tensor_rank(self.opened.environment.rank) == 0
         return self.model.expert_loads() if is_first else {}
 
     def forget_expert_loads(self) -> None:
-        """Count from zero on: what was measured or warmed up met experts too."""
+        """Reset the counts, which include steps of profiling and warm-up."""
         for counts in self.expert_loads().values():
             counts[:] = [0] * len(counts)
 
-    def reload_weights(self, folder: Path) -> None:
-        """Load all weights again from the safetensors files of a folder: see `Worker.reload_weights`."""
-        weights, quantization = self.model.weights, self.opened.resolved.model_config.quantization
-        with weights.open(folder, quantization) as checkpoint:
-            weights.reload(checkpoint)
-
 
 def load_model(opened: OpenedDevice) -> LoadedModel | None:
-    """Fill this rank's shard; None where weights are quantised and another rank failed, which raises there. Raises
-    ConfigError, before anything is allocated, for weights that no memory here can hold, and CheckpointError before
-    anything is filled when names, shapes or coverage are wrong.
+    """Fill this rank's shard. Raises ConfigError, before anything is allocated, for weights that exceed the memory, and
+    CheckpointError, before anything is filled, for wrong names, shapes or coverage.
+
+    Ranks exchange parts of rows when they pack quantised weights, so they first agree that all have filled their
+    shards: the rank that failed raises, the others return None.
     """
     exchanges = opened.resolved.config.model.quantization is not None and opened.groups.tensor.size > 1
-    loaded = _filled_everywhere(opened) if exchanges else _filled_model(opened)
-    if loaded is not None:
-        loaded.model.pack_weights()
-    return loaded
-
-
-def _filled_everywhere(opened: OpenedDevice) -> LoadedModel | None:
-    """The model, where every rank has filled its own: ranks that share rows of a weight exchange what they have of
-    them when it is packed, and one that had failed would be waited for. It raises what went wrong; others get None.
-    """
-    control = opened.groups.control
     try:
         loaded = _filled_model(opened)
     except BaseException:
-        is_on_any_rank(control, True)
+        if exchanges:
+            is_on_any_rank(opened.groups.control, True)
         raise
-    return None if is_on_any_rank(control, False) else loaded
+    if exchanges and is_on_any_rank(opened.groups.control, False):
+        return None
+    loaded.model.pack_weights()
+    return loaded
 
 
 def _filled_model(opened: OpenedDevice) -> LoadedModel:
-    """With what the checkpoint has, or with dummy weights, not packed yet."""
+    """The model with the checkpoint's weights or with dummy weights, not packed yet."""
     resolved, environment, device = opened.resolved, opened.environment, opened.device
     num_local_ranks, total = environment.local_world_size, host.total_bytes()
     if device.type == "cuda":
@@ -127,9 +115,9 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"
     model = build_model(context, resolved.model_config, stage, allows_nonfinite=allows_nonfinite)
     if is_dummy:
-        # On the CPU those that it computes with; else of this rank's share of the cores.
-        num_threads = len(os.sched_getaffinity(0)) // environment.local_world_size
-        num_threads = torch.get_num_threads() if device.type == "cpu" else max(1, num_threads)
+        # The CPU's compute threads, or on a GPU this rank's share of the cores.
+        num_cores = len(os.sched_getaffinity(0)) // environment.local_world_size
+        num_threads = torch.get_num_threads() if device.type == "cpu" else max(1, num_cores)
         model.weights.fill(model.weights.dummy(), num_threads)
     else:
         with model.weights.open(resolved.model_folder, resolved.model_config.quantization) as checkpoint:

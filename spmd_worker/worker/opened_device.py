@@ -1,4 +1,4 @@
-"""First stage of a worker's start: this rank's device, opened, and the groups that it is in."""
+"""First stage of a worker's start: this rank's device, its backend and its process groups."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from spmd_worker.worker.device import choose_device
 
 @dataclass(frozen=True, slots=True)
 class OpenedDevice:
-    """A device that this rank may compute on. On CUDA `free_at_start` bytes were free on it before this rank took any,
-    and `reserved_at_start` torch's allocator held already, a trainer's in this process.
+    """This rank's device. On CUDA, bytes before this rank allocated any: `free_at_start` were free on the device,
+    `reserved_at_start` were held by torch's allocator, for a trainer in this process.
     """
 
     resolved: ResolvedRun
@@ -31,8 +31,8 @@ class OpenedDevice:
 
 
 def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDevice:
-    """Choose the device and join the groups. Every rank of the world calls this. Raises ConfigError for a device or
-    dtype that this machine does not have.
+    """Choose the device and join the groups; every rank of the world calls this. Raises ConfigError for a device or
+    dtype that this machine does not support.
     """
     device = choose_device(resolved.config.device, environment.local_rank, is_callers_world=dist.is_initialized())
     if device.type == "cuda":
@@ -40,7 +40,7 @@ def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDe
             name = torch.cuda.get_device_name(device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
         if resolved.layout.world_size > 1 and not dist.is_initialized():
-            # The world will be ours, and with it the process.
+            # The world will be ours, and so is the process.
             torch.cuda.set_device(device)
     backend = new_backend(resolved, device)
     with current_device(device):
@@ -51,14 +51,14 @@ def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDe
         try:
             groups = backend.wrap_groups(groups)
         except BaseException:
-            # A caller who goes on has what there was before.
+            # A caller that continues finds the state before the call.
             groups.destroy()
             raise
     return OpenedDevice(resolved, environment, device, backend, groups, *memory)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it `device` is the process's current one. torch's operators find the device of their tensors; launches of
-    Triton, pinned memory and what others call take the current one.
+    """Context in which `device` is the process's current one: torch's operators follow their tensors, but Triton
+    launches, pinned memory and users' code follow the current device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

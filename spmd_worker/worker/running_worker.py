@@ -1,4 +1,4 @@
-"""One rank whose model and cache are there: a step is a plan in and token ids out."""
+"""Worker after its start: executes step plans on the loaded model and the allocated cache."""
 
 import contextlib
 from dataclasses import replace
@@ -13,12 +13,11 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.sleep import WorkerSleep
-from spmd_worker.worker.trace_profiler import TraceProfiler
 
 
 class RunningWorker:
-    """Complete when constructed: `start.allocate` makes it. `sleep` and `profiler` handle worker events; `waits_before`
-    are the counters of the kernels' threads when the cache was made.
+    """Made by `start.allocate`. `event_handlers` have the methods of worker events; `sleep` is one of them.
+    `waits_before`: the kernels' thread counters when the cache was allocated.
     """
 
     def __init__(
@@ -29,11 +28,11 @@ class RunningWorker:
         runner: ModelRunner,
         clock: StageClock,
         sleep: WorkerSleep,
-        profiler: TraceProfiler,
+        event_handlers: tuple[object, ...],
         waits_before: TeamCounters | None,
     ) -> None:
         self.loaded, self.caches, self.runner, self.clock = loaded, caches, runner, clock
-        self.sleep, self.profiler = sleep, profiler
+        self.sleep, self.event_handlers = sleep, event_handlers
         self._mirror, self._waits_before = mirror, waits_before
 
     def warm_up(self) -> None:
@@ -44,15 +43,15 @@ class RunningWorker:
         self.loaded.forget_expert_loads()
 
     def execute_model(self, plan: StepPlan) -> StepResult | None:
-        """Cache operations and forward pass; None when tokens must be chosen, by `sample_tokens` or `launch`. Raises
+        """Cache operations and forward pass; None if tokens must be sampled, by `sample_tokens` or `launch`. Raises
         MirrorError, before anything runs, for a plan that does not follow from the last one, and RuntimeError for one
-        that would compute or move anything while this worker sleeps.
+        that would compute or move blocks while this worker sleeps.
         """
         scheduled = self._mirror.apply(plan)
         self.runner.forget(plan)
         if self.sleep.tags:
             if scheduled or not plan.block_ops.is_empty:
-                raise RuntimeError(f"step {plan.step} would run while this worker sleeps: call wake_up first")
+                raise RuntimeError(f"step {plan.step} cannot run while this worker sleeps: call wake_up first")
             return StepResult(plan.step)
         self.caches.move(plan.block_ops)
         if not scheduled:
@@ -62,18 +61,18 @@ class RunningWorker:
         return None
 
     def sample_tokens(self) -> StepResult:
-        """Choose the tokens of the last `execute_model`, and read them."""
+        """Sample the tokens of the last `execute_model` and read them."""
         with self._threads():
             result = self.runner.sample()
         return self.note(result)
 
     def launch(self) -> LaunchedStep:
-        """Choose the tokens of the last `execute_model`; `LaunchedStep.collect` reads them, for `note`."""
+        """Sample the tokens of the last `execute_model`; `LaunchedStep.collect` reads them, for `note`."""
         with self._threads():
             return self.runner.launch()
 
     def note(self, result: StepResult) -> StepResult:
-        """A step's result, once it is read: this worker needs it too where the next plan goes ahead of it."""
+        """Give the mirror the sampled ids of a step, which plans made ahead lack, and complete the result."""
         self._mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
         return replace(result, finished_transfers=self.caches.take_finished_transfers())
 
@@ -84,6 +83,6 @@ class RunningWorker:
         return {"waited_s": now.waited_s - before.waited_s, "num_lost": now.num_slept - before.num_slept}
 
     def _threads(self) -> contextlib.AbstractContextManager[None]:
-        """Around what a step computes: torch's threads must not spin beside the kernels'."""
+        """Context of a step's computation: torch's threads must not spin alongside the kernels'."""
         is_alone = self.loaded.operations.is_native and not torchs_threads_sleep()
         return torch_alone() if is_alone else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""One worker's memory while its engine sleeps: the worker events `sleep` and `wake_up`, what each prepares and commits.
+"""Worker events `sleep` and `wake_up`: free and reallocate one worker's weights and cache.
 
-What a rank may lack, memory, is taken while it prepares, so that a commit cannot fail. Nothing is computed meanwhile:
-the engine has no requests when it goes to sleep, and takes none before all is awake.
+Memory is allocated during prepare, so that a commit cannot fail. No step computes meanwhile: the engine has no requests
+when it falls asleep and accepts none until everything is awake.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GoingToSleep:
-    """What `prepare_sleep` staged; `host_weights` where the weights leave the device and are kept."""
+    """Staged by `prepare_sleep`; `host_weights` if the weights leave the device and are kept."""
 
     level: int
     host_weights: list[Tensor] | None
@@ -33,7 +33,7 @@ class GoingToSleep:
 
 @dataclass(frozen=True, slots=True)
 class WakingUp:
-    """What `prepare_wake_up` staged: which tags wake, and memory for the weights where they had none."""
+    """Staged by `prepare_wake_up`: the tags that wake up, and memory for the weights if they had none."""
 
     tags: tuple[str, ...]
     weights: list[Tensor] | None
@@ -41,9 +41,7 @@ class WakingUp:
 
 
 class WorkerSleep:
-    """Handler of the two events, of a worker whose model and cache are there. `num_local_ranks` share the memory of
-    this machine.
-    """
+    """Handles the two events; `num_local_ranks` ranks share the memory of this machine."""
 
     def __init__(
         self,
@@ -55,57 +53,56 @@ class WorkerSleep:
         graphs: StepGraphs | None = None,
     ) -> None:
         self.tags: tuple[str, ...] = ()
-        """What sleeps."""
+        """The sleeping tags."""
         self._model, self._weights, self._cache = model, weights, cache
         self._device, self._num_local_ranks, self._graphs = device, num_local_ranks, graphs
 
     def prepare_sleep(self, level: int) -> GoingToSleep:
-        """Copy the weights to host memory where they are on another device and stay (level 1)."""
+        """Copy the weights to host memory if they are on another device and are kept (level 1)."""
         leaves = checked_level(level) == 1 and self._device.type != "cpu" and self._weights.is_there
         return GoingToSleep(level, self._weights.copy_to_host() if leaves else None)
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
-        """Give memory back. Returns bytes by tag. Graphs go: what wakes up is elsewhere in the device's memory."""
+        """Free the memory. Returns bytes by tag. Graphs are dropped, because what wakes up gets other addresses."""
         started = perf_counter()
         if self._graphs is not None:
             self._graphs.forget()
-        given = dict.fromkeys(TAGS, 0)
+        freed = dict.fromkeys(TAGS, 0)
         if KV_CACHE not in self.tags:
-            given[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes
+            freed[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes
             self._cache.release()
         weights = self._model.weights
         if staged.level == 2 or staged.host_weights is not None:
-            had_memory = self._weights.is_there
+            freed[WEIGHTS] = self._weights.num_bytes * self._weights.is_there
             self._weights.give_back(staged.host_weights)
-            given[WEIGHTS] = self._weights.num_bytes if had_memory else 0
         if staged.level == 2:
             weights.update.drop(weights.buffer_names)
         weights.update.sleep()
         self.tags = TAGS
         give_back_freed(self._device)
-        self._log(f"asleep at level {staged.level}, gave back", given, started)
-        return given
+        self._log(f"asleep at level {staged.level}, freed", freed, started)
+        return freed
 
     def prepare_wake_up(self, tags: list[str]) -> WakingUp:
-        """Take the memory for what sleeps of `tags`. Raises MemoryError, saying how much is missing."""
+        """Allocate memory for the sleeping ones of `tags`. Raises MemoryError with the number of missing bytes."""
         waking = tuple(tag for tag in checked_tags(tags) if tag in self.tags)
         takes_weights = WEIGHTS in waking and not self._weights.is_there
         takes_cache = KV_CACHE in waking
         needed = {WEIGHTS: self._weights.num_bytes * takes_weights}
         needed[KV_CACHE] = (self._cache.num_device_bytes + self._cache.num_host_bytes) * takes_cache
-        self._check_room(needed)
+        self._check_available(needed)
         try:
             weights = self._weights.take() if takes_weights else None
             if takes_cache:
                 self._cache.allocate()
         except (MemoryError, RuntimeError) as error:
             weights = None
-            self._forget(takes_cache=takes_cache)
+            self._free(takes_cache=takes_cache)
             raise MemoryError(f"{_in_words(needed)} could not be allocated on {self._device}: {error}") from None
         return WakingUp(waking, weights, sum(needed.values()))
 
     def commit_wake_up(self, staged: WakingUp) -> dict[str, int]:
-        """Put in place what was taken. Returns bytes by tag."""
+        """Restore the weights into the staged memory. Returns bytes by tag."""
         started = perf_counter()
         taken = dict.fromkeys(TAGS, 0)
         if WEIGHTS in staged.tags:
@@ -116,36 +113,35 @@ class WorkerSleep:
             self._model.weights.update.wake(were_dropped=were_dropped)
         taken[KV_CACHE] = staged.num_bytes - taken[WEIGHTS]
         self.tags = tuple(tag for tag in self.tags if tag not in staged.tags)
-        self._log(f"awake but for {', '.join(self.tags) or 'nothing'}, took", taken, started)
+        self._log(f"awake{f' but for {self.tags[0]}' if self.tags else ''}, allocated", taken, started)
         return taken
 
     def undo_wake_up(self, staged: WakingUp | None) -> None:
-        """Another rank has no room: as it was before."""
+        """Free the staged memory, because another rank lacks memory."""
         if staged is not None:
-            takes_cache = KV_CACHE in staged.tags
             if staged.weights is not None:
                 staged.weights.clear()
-            self._forget(takes_cache=takes_cache)
+            self._free(takes_cache=KV_CACHE in staged.tags)
 
-    def _forget(self, *, takes_cache: bool) -> None:
+    def _free(self, *, takes_cache: bool) -> None:
         if takes_cache:
             self._cache.release()
         give_back_freed(self._device)
 
-    def _check_room(self, needed: dict[str, int]) -> None:
-        """Memory of a host is handed out as it is written, far past what there is: that would end in a step."""
+    def _check_available(self, needed: dict[str, int]) -> None:
+        """Hosts overcommit memory: without this check a later step would be killed when it writes to it."""
         on_host = sum(needed.values()) if self._device.type == "cpu" else 0
         available = host.available_bytes() // self._num_local_ranks
         if on_host > available:
             raise MemoryError(
                 f"{_in_words(needed)} are needed and {available} bytes are available to this rank, "
-                f"{on_host - available} too few; this process holds {host.resident_bytes()} bytes already: give memory "
-                f"back, then wake up"
+                f"{on_host - available} too few; this process holds {host.resident_bytes()} bytes: free memory, then "
+                f"wake up"
             )
 
-    def _log(self, what: str, num_bytes: dict[str, int], started: float) -> None:
+    def _log(self, change: str, num_bytes: dict[str, int], started: float) -> None:
         seconds, resident = perf_counter() - started, host.resident_bytes()
-        logger.info("%s %s in %.3f s; this process holds %d bytes", what, _in_words(num_bytes), seconds, resident)
+        logger.info("%s %s in %.3f s; this process holds %d bytes", change, _in_words(num_bytes), seconds, resident)
 
 
 def _in_words(num_bytes: dict[str, Any]) -> str:

@@ -1,14 +1,15 @@
-"""Last stages of a worker's start: memory measured, then the cache allocated and the worker running.
+"""Last stages of a worker's start: memory profiling, then allocation of the cache.
 
     open_device -> OpenedDevice      device, backend, groups         (opened_device.py)
     load_model  -> LoadedModel       operations, filled shard        (loaded_model.py)
-    measure     -> CacheSizing       blocks that this rank has memory for
-    allocate    -> RunningWorker     caches, mirror, runner: steps may come
+    measure     -> CacheSizing       blocks that fit in this rank's memory
+    allocate    -> RunningWorker     caches, mirror, runner: ready for steps
 
-Each record is complete when it is made; the numbers of blocks in between are agreed on by all ranks.
+Each record is complete when it is made. Between `measure` and `allocate` all ranks agree on the numbers of blocks.
 """
 
 from dataclasses import replace
+from typing import Final
 
 from kv_cache import host_reserve
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
@@ -20,25 +21,21 @@ from spmd_worker.native.library import thread_waits
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
-from spmd_worker.worker.memory.device import (
-    PreparedStep,
-    is_on_any_rank,
-    measure_cuda,
-    measure_host,
-    profile_host,
-)
+from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.worker.memory.estimate import activation_bytes
 from spmd_worker.worker.memory.plan import is_estimate_enough, num_step_blocks, size_rank
-from spmd_worker.worker.runner.largest_step import largest_step, longest_chunk, prepared_step
+from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
 
+EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler)
+"""Classes of the objects that handle worker events next to the worker; `allocate` makes one of each."""
+
 
 def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
-    """This rank's number of blocks, measured unless `cache.num_blocks` says, or the model is an encoder. Every rank
-    calls this. Where steps may be recorded as much again is set aside for graphs: the memory of the largest step that
-    is recorded, at most as much as was measured.
+    """This rank's number of blocks, measured unless `cache.num_blocks` is set or the model is an encoder; every rank
+    calls this. The activations of CUDA graphs, at most those of the largest step, are added to the measured ones.
     """
     opened = loaded.opened
     measurement = MemoryMeasurement(0, 0, 0, 0)
@@ -50,12 +47,12 @@ def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
 
 
 def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
-    """Memory that the largest step takes; on the CPU an estimate, where that is enough."""
+    """Memory of the largest step; on the CPU estimated, if the estimate already leaves enough."""
     opened, model = loaded.opened, loaded.model
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if opened.device.type == "cuda":
         at_start = (opened.free_at_start, opened.reserved_at_start)
-        return measure_cuda(opened.device, weights, *at_start, prepare_largest_step(loaded, spec))
+        return measure_cuda(opened.device, weights, *at_start, prepare_max_step(loaded, spec))
     resolved, environment = opened.resolved, opened.environment
     scheduler, rank = resolved.config.scheduler, environment.rank
     estimate = activation_bytes(
@@ -72,32 +69,32 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     # The step contains collectives: if one rank has to run it, all run it.
     if not is_on_any_rank(opened.groups.control, is_scarce):
         return measurement
-    return profile_host(measurement, prepare_largest_step(loaded, spec))
+    return profile_host(measurement, prepare_max_step(loaded, spec))
 
 
-def prepare_largest_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
-    """All layers on CUDA, and a second step, of attention's largest chunk; on the CPU, where each layer takes its time,
-    the first two.
+def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
+    """All layers on CUDA, and a second step with the largest chunk for attention; on the CPU, where each layer costs
+    time, only two layers.
     """
     resolved = loaded.opened.resolved
     scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
     max_tokens, pooling = scheduler.max_num_batched_tokens, resolved.model_config.pooling
     is_on_cpu = loaded.opened.device.type == "cpu"
     sizes = (max_tokens, scheduler.max_num_seqs, resolved.max_model_len, block_size)
-    scheduled = largest_step(*sizes, pooling, all_filtered=not is_on_cpu)
+    scheduled = max_step(*sizes, pooling, all_filtered=not is_on_cpu)
     num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
     if is_on_cpu:
         spec = replace(spec, num_layers=min(2, spec.num_layers))
     engine = loaded.new_cache_engine(spec, num_blocks, 0)
-    # What pools counts a row's tokens from its beginning, and the CPU's attention holds nothing of a row's length.
+    # A pooled row must start at its first token, and the CPU's attention holds nothing of a row's length.
     has_chunk = not is_on_cpu and pooling is None
     chunk = [longest_chunk(max_tokens, resolved.max_model_len, block_size, num_blocks)] if has_chunk else []
     return prepared_step(loaded.model, engine, loaded.new_runner, scheduled, *chunk)
 
 
 def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> RunningWorker:
-    """A worker that steps may come to. Raises ConfigError when the cache cannot hold one sequence of `max_model_len`,
-    saying which setting to change. An encoder has memory for the keys and values of a step instead.
+    """Allocate the cache; an encoder gets memory for the keys and values of one step. Raises ConfigError, naming the
+    setting to change, if the cache cannot hold one sequence of `max_model_len`.
     """
     opened, model, resolved = loaded.opened, loaded.model, loaded.opened.resolved
     block_size, device = resolved.config.cache.block_size, opened.device
@@ -128,13 +125,16 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
         raise
     loaded.forget_expert_loads()
     weights, num_local_ranks = WeightMemory(model, loaded.operations.kernels), opened.environment.local_world_size
+    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs)
+    event_handlers = (sleep, TraceProfiler(opened.environment.rank))
+    assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     return RunningWorker(
         loaded,
         caches,
         Mirror(num_device_blocks, block_size, resolved.num_steps_ahead),
         runner,
         clock,
-        WorkerSleep(model, weights, caches, device, num_local_ranks, graphs),
-        TraceProfiler(opened.environment.rank),
+        sleep,
+        event_handlers,
         thread_waits() if device.type == "cpu" else None,
     )

@@ -1,6 +1,4 @@
-"""A rank's torch profiler: on between the worker events `start_profile` and `stop_profile`, then one trace file, which
-Perfetto opens.
-"""
+"""Worker events `start_profile` and `stop_profile`: one rank's torch profiler, which writes a Perfetto trace."""
 
 import logging
 import os
@@ -15,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class TraceProfiler:
-    """Handler of the two events, which come in turn."""
+    """Handles the two events, which alternate."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -23,7 +21,7 @@ class TraceProfiler:
         self._profile: profile | None = None
 
     def prepare_start_profile(self, folder: str) -> Path:
-        """Where the trace will go. Raises RuntimeError while one is made, OSError where no file can be written."""
+        """Path of the trace. Raises RuntimeError while a profile runs, OSError if the file cannot be written."""
         if self._profile is not None:
             raise RuntimeError(f"a profile is being made already, for {self._path}: call stop_profile first")
         path = Path(folder).absolute() / f"trace.rank{self._rank}.json"
@@ -36,20 +34,16 @@ class TraceProfiler:
         return path
 
     def commit_start_profile(self, path: Path) -> None:
-        """Record from now on."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._path, self._profile = path, profile(activities=activities)
         self._profile.start()
 
     def prepare_stop_profile(self, payload: None) -> None:
-        """Raises RuntimeError where no profile is being made."""
         if self._profile is None:
             raise RuntimeError("no profile is being made: call start_profile first")
 
     def commit_stop_profile(self, staged: None) -> str:
-        """Write the trace and return its path. A trace that cannot be written is an error in the log, and of no rank's
-        work: the steps are none the worse for it.
-        """
+        """Write the trace and return its path. A failed write is only logged, because the steps are unaffected."""
         assert self._profile is not None, "prepare_stop_profile comes first"
         recorded, self._profile = self._profile, None
         recorded.stop()

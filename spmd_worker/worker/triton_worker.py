@@ -1,4 +1,4 @@
-"""The earlier name of `executor.device_backend=triton`: a worker with that backend."""
+"""Deprecated worker class: the earlier name of `executor.device_backend=triton`."""
 
 import logging
 from typing import Final
@@ -11,8 +11,8 @@ from spmd_worker.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 _SUCCESSOR: Final = (
-    "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker is executor.device_backend=triton now, and goes "
-    "on working"
+    "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker still works but is deprecated: set "
+    "executor.device_backend=triton"
 )
 
 

@@ -1,4 +1,4 @@
-"""One rank: its device, its groups, its shard of the model, its cache, its mirror of the scheduler."""
+"""Worker of one rank: device, process groups, model shard, cache, mirror of the scheduler."""
 
 import logging
 from collections.abc import Callable
@@ -26,9 +26,7 @@ from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
-from spmd_worker.worker.sleep import WorkerSleep
-from spmd_worker.worker.start import allocate, measure
-from spmd_worker.worker.trace_profiler import TraceProfiler
+from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, measure
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -37,15 +35,16 @@ _Record = TypeVar("_Record")
 
 
 class Worker(WorkerBase):
-    """The contract's calls drive the start, each of whose stages is a complete record (`start.py`): `opened`, `loaded`,
-    then `running`, which computes the steps. See `WorkerBase` for what each call does and in which order they come.
+    """Implements `WorkerBase` for our models. The calls drive the stages of a start (`start.py`), each a complete
+    record: `opened`, `loaded`, then `running`, which computes the steps.
     """
 
-    event_handler_classes: ClassVar[tuple[type, ...]] = (WorkerSleep, TraceProfiler)
+    event_handler_classes: ClassVar[tuple[type, ...]] = EVENT_HANDLER_CLASSES
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
         self.config, self.model_config, self.layout = resolved.config, resolved.model_config, resolved.layout
+        self.vocab_size, self.max_model_len = resolved.model_config.vocab_size, resolved.max_model_len
         self.device = torch.device("cpu")
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
@@ -56,18 +55,15 @@ class Worker(WorkerBase):
 
     @property
     def opened(self) -> OpenedDevice:
-        """The device, from `init_device` on."""
-        return _there(self._opened, "init_device")
+        return _existing(self._opened, "init_device")
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model, from `load_model` on."""
-        return _there(self._loaded, "load_model")
+        return _existing(self._loaded, "load_model")
 
     @property
     def running(self) -> RunningWorker:
-        """The worker that steps come to, from `initialize_cache` on."""
-        return _there(self._running, "initialize_cache")
+        return _existing(self._running, "initialize_cache")
 
     def init_device(self) -> None:
         self._opened = open_device(self.resolved, self.environment)
@@ -77,14 +73,13 @@ class Worker(WorkerBase):
         return current_device(self.device)
 
     def load_model(self) -> None:
-        """See `loaded_model.load_model`. A class of somebody's may have wrapped the groups that were joined."""
-        self._loaded = load_model(replace(self.opened, groups=_there(self.groups, "init_device")))
+        # A user's subclass may have wrapped the groups that were joined.
+        self._loaded = load_model(replace(self.opened, groups=_existing(self.groups, "init_device")))
 
     def get_kv_cache_spec(self) -> CacheSpec:
         return cache_spec_of(self.resolved, self.environment.rank)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """See `start.measure`; the reason in words is in `sizing`."""
         self.sizing = measure(self.loaded, self.get_kv_cache_spec())
         logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
@@ -106,13 +101,13 @@ class Worker(WorkerBase):
         return self.running.execute_model(plan)
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
-        """See `WorkerBase.sample_tokens`; grammars are this worker's own, so their output must be None."""
+        """`grammar_output` must be None: this worker computes its grammars itself."""
         assert grammar_output is None, grammar_output
         return self.running.sample_tokens()
 
     def launch_step(self, plan: StepPlan) -> None:
         if type(self).sample_tokens is not Worker.sample_tokens:
-            # What a class of somebody else's does there is not left out.
+            # A user's subclass may sample in its own way.
             super().launch_step(plan)
             return
         result: StepResult | LaunchedStep | None = self.execute_model(plan)
@@ -125,7 +120,7 @@ class Worker(WorkerBase):
 
     @property
     def event_handlers(self) -> tuple[object, ...]:
-        return (self,) if self._running is None else (self, self._running.sleep, self._running.profiler)
+        return (self,) if self._running is None else (self, *self._running.event_handlers)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         pooling = self.model_config.pooling
@@ -143,14 +138,14 @@ class Worker(WorkerBase):
         return report
 
     def check_health(self) -> None:
-        """Raise RuntimeError unless the device computes."""
+        """Raises RuntimeError unless the device computes."""
         probe = torch.ones(2, device=self.device).sum().item()
         if probe != 2.0:
-            raise RuntimeError(f"rank {self.environment.rank}: {self.device} adds 1 and 1 to {probe}")
+            raise RuntimeError(f"rank {self.environment.rank}: {self.device} computes 1 + 1 = {probe}")
 
     def get_model(self) -> nn.Module:
-        """See `WorkerBase.get_model`. Who has it may put weights elsewhere."""
-        self._look_at_addresses()
+        # The caller may move weights.
+        self._check_graph_addresses()
         return self.loaded.model
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
@@ -158,7 +153,7 @@ class Worker(WorkerBase):
             with self.loaded.model.as_checkpoint() as view:
                 return function(view)
         finally:
-            self._look_at_addresses()
+            self._check_graph_addresses()
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         self.loaded.model.weights.update.num_in_flight = num_in_flight
@@ -169,53 +164,45 @@ class Worker(WorkerBase):
         weights = self._loaded.model.weights
         return weights.update.report(weights.tensors, weights.buffer_names)
 
-    def refuse_weight_update(self) -> None:
+    def reject_weight_update(self) -> None:
         self.loaded.model.weights.update.refuse()
 
     def end_weight_update(self) -> None:
         self.loaded.model.weights.update.end()
-        self._look_at_addresses()
+        self._check_graph_addresses()
 
     def reload_weights(self, folder: str | None = None) -> None:
-        """Load all weights again from safetensors files: the model's own, or those of `folder`. Raises CheckpointError,
-        with the weights as they were, for a folder whose names or shapes are not the model's.
+        """Reload all weights from safetensors files, the model's own or those of `folder`. Raises CheckpointError, with
+        the weights unchanged, if names or shapes in the folder are not the model's.
         """
-        self.loaded.reload_weights(self.resolved.model_folder if folder is None else Path(folder))
-        self._look_at_addresses()
+        weights = self.loaded.model.weights
+        path = self.resolved.model_folder if folder is None else Path(folder)
+        with weights.open(path, self.model_config.quantization) as checkpoint:
+            weights.reload(checkpoint)
+        self._check_graph_addresses()
 
     def get_model_inspection(self) -> str:
         model = self.get_model()
         slices = describe_slices(model) if isinstance(model, DecoderForCausalLM) else ""
         return "\n".join(filter(None, (describe_model(model), slices)))
 
-    def get_cache_block_size_bytes(self) -> int:
-        return self.get_kv_cache_spec().block_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model_config.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.resolved.max_model_len
-
     def shutdown(self) -> None:
-        """Idempotent. The caller's own groups stay."""
+        """Idempotent. The caller's own groups are kept."""
         if self._running is not None:
             self._running.caches.release()
-        # Attention keeps tensors of the last step.
+        # Attention holds tensors of the last step.
         self.model_runner = self._running = self._loaded = self._opened = None
         if self.groups is not None:
             self.groups.destroy()
             self.groups = None
         give_back_freed(self.device)
 
-    def _look_at_addresses(self) -> None:
-        """Weights may be elsewhere than where graphs read them."""
+    def _check_graph_addresses(self) -> None:
+        """Have the next step check that weights are where CUDA graphs read them."""
         if self._running is not None and self._running.runner.graphs is not None:
-            self._running.runner.graphs.look_at_addresses()
+            self._running.runner.graphs.request_address_check()
 
 
-def _there(record: _Record | None, call: str) -> _Record:
+def _existing(record: _Record | None, call: str) -> _Record:
     assert record is not None, f"{call} comes first"
     return record

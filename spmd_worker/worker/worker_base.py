@@ -1,21 +1,21 @@
-"""The contract of a worker: what one rank does for an executor, whatever its device.
+"""WorkerBase: the interface between an executor and the worker of one rank, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
-`initialize_host_tier` if at all, `compile_or_warm_up_model`, then for each step `execute_model` and, when that returned
-nothing, `sample_tokens`, or, where a step is launched before the one before it is read, `launch_step` and later
-`read_step`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last.
-Names follow vLLM's. Imports no torch when it runs, so that a process can learn its environment before torch reads it.
+optionally `initialize_host_tier`, `compile_or_warm_up_model`; then for each step `execute_model` and, if that returned
+None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step` instead. Between two steps
+`prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow vLLM's. Imports no torch at run
+time, so that a worker process can set its environment before torch reads it.
 
-A worker event NAME is up to three methods of the worker, its own or an extension's, or of its `event_handlers`:
+A worker event NAME consists of up to three methods of the worker, of its extension, or of one of its `event_handlers`:
 
-    prepare_NAME(payload) -> staged    may raise, which refuses the event on every rank. Reads files, allocates, checks;
-                                       steps go on before it is committed, so nothing that a step uses may change.
-    commit_NAME(staged)                all ranks have prepared: puts in place what is staged. Must not fail: what it
-                                       raises ends the engine. Its result is the caller's.
-    undo_NAME(staged)                  optional; a rank refused: gives back what is staged, which is None where this
-                                       rank's own prepare raised, halfway perhaps.
+    prepare_NAME(payload) -> staged    May raise, which rejects the event on every rank. Reads files, allocates, checks.
+                                       Steps continue until the commit, so nothing that a step uses may change.
+    commit_NAME(staged)                All ranks have prepared: applies what is staged and returns the caller's result.
+                                       Must not fail: an exception is fatal for the engine.
+    undo_NAME(staged)                  Optional; some rank rejected the event: releases what is staged. `staged` is None
+                                       if this rank's own prepare raised, perhaps halfway.
 
-None of them may use a collective: a rank that refuses would leave the others waiting.
+None of them may use a collective: a rank that rejects the event would leave the others waiting.
 """
 
 from abc import ABC, abstractmethod
@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """One rank as it is now. No two ranks have the same `gpu_identity`, which is empty where a rank has no GPU, or may
-    share it. `arithmetic` is the order in which its kernels add, in words, once they are chosen: the same on every
-    rank, or their bits differ. `stage_times`: when its stage of a pipeline computed (`StageClock.report`). Since the
-    cache was made: `thread_waits`, how long its kernels waited for threads (`waited_s`, and `num_lost`, how often so
-    long that a thread must have lost its core to another process), and `expert_loads`, by the number of each sparse
-    layer how many tokens have met each expert; of the ranks that share layers the first reports, for all. What is not
-    known is empty. `peak_memory_bytes`: the most host memory that its process ever had.
+    """Current state of one rank; unknown fields are empty.
+
+    `gpu_identity` is unique among ranks; empty if the rank has no GPU or may share it. `arithmetic` names the order in
+    which the kernels add, once they are chosen: equal on every rank, or their bits differ. `stage_times`: compute times
+    of a pipeline stage (`StageClock.report`). Since the cache was allocated: `thread_waits`, the time that kernels
+    waited for threads (`waited_s`) and how often a thread must have lost its core to another process (`num_lost`);
+    `expert_loads`, tokens per expert by layer index, reported by the first of the ranks that share the layers.
+    `peak_memory_bytes`: peak host memory of the process.
     """
 
     device_type: str = "cpu"
@@ -56,28 +57,30 @@ class WorkerReport:
 
 
 class WorkerBase(ABC):
-    """One rank.
+    """The worker of one rank.
 
-    `groups` are the process groups that `init_device` joined (`join_groups`). Where ranks have an executor each, under
-    torchrun, the engine agrees on every step over `groups.control` and `groups.engine`; a worker may leave them None
-    where no such rank has another beside it.
+    `groups` are the process groups that `init_device` joined (`join_groups`). Under torchrun, where each rank has its
+    own executor, the engine agrees on every step over `groups.control` and `groups.engine`; None is allowed only if
+    there is one such rank.
     """
 
     groups: "ParallelGroups | None" = None
     model_runner: Any = None
-    """What runs the model, where the worker has such a part; its `model` takes new weights (`load_weights`)."""
+    """The part that runs the model, if the worker has one; its `model` takes new weights (`load_weights`)."""
+    event_handler_classes: ClassVar[tuple[type, ...]] = ()
+    """Classes of the `event_handlers` other than the worker: an extension must not define their events."""
     _prepared: tuple[str, Any] | None = None
-    """The open worker event's name and what it staged."""
+    """Name of the open worker event, and what its prepare staged."""
     _launched: tuple[Any, ...] = ()
-    """Results of steps that were launched and not read, the oldest first."""
+    """Results of launched steps that are not read yet, oldest first."""
 
     @abstractmethod
     def init_device(self) -> None:
         """Choose the device, check the dtype, join the groups and keep them in `groups`."""
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Within it this rank's device is the process's current one, which it need not be in a world of the caller's:
-        every call of a `WorkerWrapper` runs in it. By default nothing changes.
+        """Context in which this rank's device is the process's current one: every call of a `WorkerWrapper` runs in it,
+        because a caller's process may have another current device. By default nothing changes.
         """
         return nullcontext()
 
@@ -91,7 +94,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """(device blocks, host blocks) this rank has room for."""
+        """(device blocks, host blocks) that fit in this rank's memory."""
 
     @abstractmethod
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -99,34 +102,31 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def initialize_host_tier(self, num_slots: int) -> None:
-        """Host memory for `num_slots` prefix blocks that lose their place; after `initialize_cache`, if at all."""
+        """Allocate host memory for `num_slots` evicted prefix blocks, after `initialize_cache`."""
 
-    def compile_or_warm_up_model(self) -> None:  # noqa: B027  # where a first run costs what every run costs
-        """Run what will be run, so that the first step is like the others; once, after the cache is there."""
+    def compile_or_warm_up_model(self) -> None:  # noqa: B027  # optional
+        """Run once what later steps run, after the cache is allocated, so that the first step is as fast as others."""
 
-    def expect_step(self, num_tokens: int) -> None:  # noqa: B027  # to do nothing is right, only slower
-        """On a stage behind another: the next step that was not expected yet has `num_tokens` (at least one), which
-        may come while this rank still computes the one before. A step may also run unexpected, so nothing need be done.
+    def expect_step(self, num_tokens: int) -> None:  # noqa: B027  # optional: only speeds up the step
+        """Announce, on a pipeline stage after the first, that the next unannounced step has `num_tokens` (at least 1)
+        tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
 
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
-        """Cache operations and forward pass; None when `sample_tokens` must finish the step."""
+        """Cache operations and forward pass; None if `sample_tokens` must finish the step."""
 
     @abstractmethod
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
-        """Choose the tokens of the last `execute_model`."""
-
-    event_handler_classes: ClassVar[tuple[type, ...]] = ()
-    """Classes of the other `event_handlers`, with whose events an extension's must not collide."""
+        """Sample the tokens of the last `execute_model`."""
 
     @property
     def event_handlers(self) -> tuple[object, ...]:
-        """Objects with methods of worker events, the worker first: where several have one, the first is asked."""
+        """Objects with methods of worker events; the first that has a method wins, the worker comes first."""
         return (self,)
 
     def prepare_event(self, name: str, payload: Any) -> str:
-        """Prepare worker event `name`. Returns "" or why this rank refuses it; `end_event` follows in both cases."""
+        """Prepare worker event `name`. Returns "" or why this rank rejects it; `end_event` follows in both cases."""
         assert self._prepared is None, self._prepared
         self._prepared = (name, None)
         prepare, commit = self._event_method("prepare", name), self._event_method("commit", name)
@@ -135,12 +135,12 @@ class WorkerBase(ABC):
             return f"{type(self).__name__} has no method {method}, which worker event {name!r} needs"
         try:
             self._prepared = (name, prepare(payload))
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must learn of any failure
             return f"{type(error).__name__}: {error}"
         return ""
 
     def end_event(self, is_committed: bool) -> Any:
-        """Commit what was prepared, or undo it. Returns what the commit returned."""
+        """Commit the prepared event or undo it. Returns the commit's result."""
         assert self._prepared is not None, "prepare_event comes first"
         (name, staged), self._prepared = self._prepared, None
         finish = self._event_method("commit" if is_committed else "undo", name)
@@ -152,78 +152,61 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raise when this worker can no longer compute."""
+        """Raise if this worker can no longer compute."""
 
     @abstractmethod
     def get_model(self) -> "nn.Module":
-        """This rank's shard of the model, packed as its kernels want it."""
+        """This rank's shard of the model, packed for its kernels."""
 
     def apply_model(self, function: "Callable[[nn.Module], Any]") -> Any:
-        """Call `function` with the model as its checkpoint has it; it must live in this process."""
+        """Call `function`, which must live in this process, with the model under its checkpoint's names."""
         return function(self.get_model())
 
-    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # for weights that never change
-        """`num_in_flight` says how many requests are being answered: no weight may change meanwhile. Only called where
-        the worker is in the engine's process.
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # optional: weights may be fixed
+        """Register the count of requests in flight, during which no weight may change. Called only if the worker is in
+        the engine's process.
         """
 
     def get_weight_update(self) -> "WeightUpdateReport | None":
-        """Of weights that were loaded and not committed: digests by checkpoint name, the names of those that were not
-        loaded (buffers, which trainers do not hand over, may be), and whether none of these may stay as it is; the
-        numbers of the calls of `apply_model`, from 1 on, whose changes were refused since the last commit; whether all
-        weights were loaded, buffers too; and what is wrong with a tied head that was loaded, or "". None where no
-        update is open and none was refused.
-        """
+        """The loaded weights that are not committed; None if there are none and none was rejected."""
         return None
 
-    def refuse_weight_update(self) -> None:  # noqa: B027  # where none is ever open
-        """What was loaded of a tied head was refused; the update stays open."""
+    def reject_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+        """Reject the loaded weights of a tied head; the update stays open."""
 
-    def end_weight_update(self) -> None:  # noqa: B027  # where none is ever open
-        """What was loaded is committed."""
+    def end_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+        """Commit the loaded weights."""
 
     @abstractmethod
     def get_model_inspection(self) -> str:
-        """A readable tree of modules with the shapes of this rank's parameters; below it, which slices it has of the
-        checkpoint's tensors: "model.layers.0-3.self_attn.q_proj.weight rows 192 to 288 of 288, in qkv_proj".
+        """A readable tree of modules with the shapes of this rank's parameters, then its slices of the checkpoint's
+        tensors: "model.layers.0-3.self_attn.q_proj.weight rows 192 to 288 of 288, in qkv_proj".
         """
 
     def get_report(self) -> WorkerReport:
-        """This rank as it is now. A worker of another device or arithmetic says so."""
         return WorkerReport()
 
-    @abstractmethod
     def get_cache_block_size_bytes(self) -> int:
         """Bytes of one block on this rank, all layers."""
+        return self.get_kv_cache_spec().block_bytes
 
     def launch_step(self, plan: StepPlan) -> None:
-        """Execute a step whose result `read_step` returns later; the next may be launched before. A worker that waits
-        for its device in `execute_model` and `sample_tokens` waits here.
+        """Execute a step and leave its result to `read_step`; the next step may be launched before that. This default
+        waits for the device if `execute_model` or `sample_tokens` does.
         """
         result = self.execute_model(plan)
         self._launched = (*self._launched, self.sample_tokens() if result is None else result)
 
     def read_step(self) -> StepResult:
-        """The result of the oldest step that was launched and not read."""
+        """The result of the oldest launched step that is not read yet."""
         result, *rest = self._launched
         self._launched = tuple(rest)
         assert isinstance(result, StepResult), type(result)
         return result
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What this worker can be asked for."""
         return ("generate",)
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Token ids of the model."""
-
-    @property
-    @abstractmethod
-    def max_model_len(self) -> int:
-        """Longest sequence, tokens."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give back memory and leave the groups that this worker made."""
+        """Free the memory and leave the groups that this worker made."""

@@ -1,7 +1,7 @@
-"""One worker behind names: an executor's handle on a rank, before the worker itself exists.
+"""An executor's handle on the worker of one rank: builds the worker and calls its methods by name.
 
 `rpc_rank` is the rank in this executor (0 under an external launcher, whose executors have one worker each),
-`global_rank` the rank in the world; they are different on purpose. Imports no torch before it builds a worker.
+`global_rank` the rank in the world. Imports no torch before it builds a worker.
 """
 
 import logging
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError, PluginError
@@ -20,15 +20,13 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_WORKER_CLASS: Final = "spmd_worker.worker.worker.Worker"
 PLUGIN_GROUP: Final = "spmd_worker.plugins"
-"""Entry points of installed packages: functions without arguments, each called once a process before a worker is
-built.
-"""
+"""Entry points of installed packages: functions without arguments, called once per process before a worker is built."""
 
 _STEP_METHODS: Final = ("execute_model", "launch_step", "read_step", "sample_tokens")
 
 
 class WorkerWrapper:
-    """Call `init_worker` first; everything else goes to the worker."""
+    """Call `init_worker` first."""
 
     def __init__(self, rpc_rank: int = 0, global_rank: int | None = None) -> None:
         self.rpc_rank = rpc_rank
@@ -37,41 +35,42 @@ class WorkerWrapper:
 
     @property
     def model_runner(self) -> Any:
-        """The worker's: `model_runner.model.load_weights(...)` is where trainers put new weights. Raises RuntimeError
-        where there is none.
-        """
+        """The worker's, whose `model.load_weights(...)` trainers call. Raises RuntimeError if it has none."""
         runner = None if self.worker is None else self.worker.model_runner
         if runner is None:
             raise RuntimeError("this worker has no model: its LLM was closed, or has not started")
         return runner
 
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
-        """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` where both are one."""
+        """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` if it is the same."""
         rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)
         if self.global_rank == self.rpc_rank:
             self.global_rank = rank
         self.rpc_rank = rank
 
     def update_environment_variables(self, variables: Sequence[Mapping[str, str]]) -> None:
-        """Apply the entry of this `rpc_rank`; to be called before anything reads the environment."""
+        """Apply the entry of this `rpc_rank`; call it before anything reads the environment."""
         os.environ.update(variables[self.rpc_rank])
 
     def init_worker(self, all_kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """Build the worker from the entry of this `rpc_rank`, once the plug-ins are loaded.
+        """Load the plug-ins, then build the worker from the entry of this `rpc_rank`.
 
-        `worker_cls` and `worker_extension_cls` in it are qualified names, or None; the rest goes to the constructor.
-        Raises ConfigError for a class that cannot be used and PluginError for a plug-in that fails.
+        Its `worker_cls` and `worker_extension_cls` are qualified names or None; the rest goes to the constructor.
+        Raises ConfigError for an invalid class and PluginError for a plug-in that fails.
         """
         load_plugins()
         kwargs = dict(all_kwargs[self.rpc_rank])
         worker_name, extension_name = kwargs.pop("worker_cls", None), kwargs.pop("worker_extension_cls", None)
-        worker_class = _resolve("executor.worker_cls", worker_name or DEFAULT_WORKER_CLASS, WorkerBase)
-        if extension_name is None:
-            self.worker = worker_class(**kwargs)
-            return
-        extension = _resolve("executor.worker_extension_cls", extension_name, object)
-        worker = extend_class(worker_class, extension)(**kwargs)
-        _refuse_collisions(worker_class, extension, vars(worker))
+        key = "executor.worker_cls"
+        try:
+            worker_class = resolve_class(worker_name or DEFAULT_WORKER_CLASS, WorkerBase)
+            key = "executor.worker_extension_cls"
+            extension = None if extension_name is None else resolve_class(extension_name, object)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        worker = (worker_class if extension is None else extend_class(worker_class, extension))(**kwargs)
+        if extension is not None:
+            _reject_collisions(worker_class, extension, vars(worker))
         self.worker = worker
 
     def initialize_from_config(self, all_configs: Sequence[tuple[int, int]]) -> None:
@@ -79,9 +78,8 @@ class WorkerWrapper:
         self.execute_method("initialize_cache", *all_configs[self.global_rank])
 
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a worker method by name. A step's failure is logged before it is raised: peers may be waiting.
-
-        Raises AttributeError for what is no public method of the worker.
+        """Run a public method of the worker by name. Raises AttributeError if there is none. A failed step is logged
+        before the error is raised, because peers may be waiting.
         """
         assert self.worker is not None, "init_worker comes first"
         function = getattr(self.worker, method, None)
@@ -91,61 +89,48 @@ class WorkerWrapper:
             with self.worker.on_device():
                 return function(*args, **kwargs)
         except Exception as error:
-            # Other failures are exchanged between the ranks, and the engine reports them once. When a rank has left,
-            # the others fail too, of which there is one line for all.
-            is_news = method in _STEP_METHODS and not is_secondary(error)
-            level = logging.WARNING if is_news else logging.DEBUG
+            # The engine exchanges other failures between the ranks and reports them once. When a rank has left, the
+            # others fail too; these secondary failures share one line.
+            is_primary = method in _STEP_METHODS and not is_secondary(error)
+            level = logging.WARNING if is_primary else logging.DEBUG
             logger.log(level, "rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
             raise
 
 
 @cache
 def load_plugins() -> None:
-    """Import and call every entry point of `PLUGIN_GROUP`, in the order of names; once a process.
-
-    Raises PluginError, each time it is called, where one fails.
+    """Import and call every entry point of `PLUGIN_GROUP`, ordered by name, once per process. Raises PluginError in
+    each call if one fails.
     """
     for entry in sorted(entry_points(group=PLUGIN_GROUP), key=lambda each: (each.name, each.value)):
-        _load_plugin(entry)
-
-
-def _load_plugin(entry: EntryPoint) -> None:
-    try:
-        entry.load()()
-    except Exception as error:  # whatever somebody else's code raises
-        what = f"plug-in {entry.name!r} ({entry.value}) failed: {type(error).__name__}: {error}"
-        raise PluginError(what) from error
-    logger.debug("plug-in %s (%s) is loaded", entry.name, entry.value)
+        try:
+            entry.load()()
+        except Exception as error:  # third-party code
+            text = f"plug-in {entry.name!r} ({entry.value}) failed: {type(error).__name__}: {error}"
+            raise PluginError(text) from error
+        logger.debug("plug-in %s (%s) is loaded", entry.name, entry.value)
 
 
 def extend_class(worker_class: type[WorkerBase], extension: type) -> type[WorkerBase]:
-    """A worker class that has the extension's methods too. Raises ConfigError naming what both have."""
+    """A worker class with the extension's methods. Raises ConfigError naming attributes that both have."""
     if "__init__" in [name for base in extension.__mro__[:-1] for name in vars(base)]:
         raise ConfigError(
             f"executor.worker_extension_cls: {_name(extension)} has an __init__, which would never run: remove it, and "
-            f"let a method that you call set up what you need"
+            f"do the set-up in a method that you call"
         )
-    of_handlers = [name for handler in worker_class.event_handler_classes for name in dir(handler)]
-    events = [name for name in of_handlers if name.startswith(("prepare_", "commit_", "undo_"))]
-    _refuse_collisions(worker_class, extension, [*dir(worker_class), *events])
+    handler_names = [name for handler in worker_class.event_handler_classes for name in dir(handler)]
+    events = [name for name in handler_names if name.startswith(("prepare_", "commit_", "undo_"))]
+    _reject_collisions(worker_class, extension, [*dir(worker_class), *events])
     return type(worker_class.__name__, (worker_class, extension), {"__module__": worker_class.__module__})
 
 
-def _refuse_collisions(worker_class: type, extension: type, taken: Iterable[str]) -> None:
-    own = [name for name in dir(extension) if not (name.startswith("__") and name.endswith("__"))]
-    both = sorted(dict.fromkeys(own) & dict.fromkeys(taken).keys())
+def _reject_collisions(worker_class: type, extension: type, reserved: Iterable[str]) -> None:
+    both = sorted(name for name in {*dir(extension)} & {*reserved} if not (name[:2] == name[-2:] == "__"))
     if both:
         raise ConfigError(
             f"executor.worker_extension_cls: {_name(extension)} and {_name(worker_class)} both have "
             f"{', '.join(both)}: rename the extension's"
         )
-
-
-def _resolve(key: str, qualified_name: str, base: type) -> Any:
-    try:
-        return resolve_class(qualified_name, base)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None
 
 
 def _name(kind: type) -> str:
@@ -163,8 +148,8 @@ def resolve_class(qualified_name: str, base: type) -> Any:
         raise ValueError(f"{qualified_name!r} cannot be imported: {error}") from error
     if found is None and module_name == "__main__":
         raise ValueError(
-            f"{qualified_name!r} is a class of a script, which worker processes do not run: put it into a module of "
-            f"its own, which they can import"
+            f"{qualified_name!r} is a class of a script, which worker processes cannot import: move it to a module of "
+            f"its own"
         )
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{qualified_name!r} is not a subclass of {base.__module__}.{base.__qualname__}")

@@ -136,7 +136,7 @@ def test_plain_script_without_main_guard_starts_workers(tmp_path: Path, how: str
         ),
         (
             {"tensor_parallel_size": 2, "worker_extension_cls": "__main__.Mine"},
-            "'__main__.Mine' is a class of a script, which worker processes do not run: put it into a module",
+            "'__main__.Mine' is a class of a script, which worker processes cannot import: move it",
         ),
     ],
 )

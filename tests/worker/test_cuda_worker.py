@@ -141,13 +141,13 @@ def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, filters: bool
 ):
     asked = []
-    monkeypatch.setattr(start, "largest_step", lambda *sizes, **keywords: asked.append(keywords) or ())
+    monkeypatch.setattr(start, "max_step", lambda *sizes, **keywords: asked.append(keywords) or ())
     monkeypatch.setattr(start, "longest_chunk", lambda *sizes: ())
     monkeypatch.setattr(start, "prepared_step", lambda *arguments: None)
     monkeypatch.setattr(LoadedModel, "new_cache_engine", lambda *arguments: None)
     worker = new_worker()
     opened = OpenedDevice(worker.resolved, worker.environment, device, None, None)
-    start.prepare_largest_step(LoadedModel(opened, None, None), worker.get_kv_cache_spec())
+    start.prepare_max_step(LoadedModel(opened, None, None), worker.get_kv_cache_spec())
     assert asked == [{"all_filtered": filters}]
 
 

@@ -170,7 +170,7 @@ def test_the_earlier_name_gives_the_backend_and_says_its_successor(caplog: pytes
     assert isinstance(worker.opened.backend, TritonDevice)
     TritonWorker(resolved, RankEnvironment(rank=1, world_size=2))
     (said,) = [record.getMessage() for record in caplog.records if "TritonWorker" in record.getMessage()]
-    assert "is executor.device_backend=triton now" in said
+    assert "set executor.device_backend=triton" in said
     # Control: a worker of the default class takes the CPU's.
     plain = Worker(resolved, RankEnvironment(world_size=1))
     plain.init_device()

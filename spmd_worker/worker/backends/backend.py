@@ -1,7 +1,7 @@
-"""A device as a backend of the worker: kernels, attention, groups, warm-up, recorded steps, the name of its arithmetic.
+"""Interface of a device backend: kernels, attention, groups, warm-up, CUDA graphs, the name of its arithmetic.
 
-A worker has one, by composition. `executor.device_backend` names it: one of ours, or the qualified name of a class of
-your own, which is built as `Class(resolved, device)` and may wrap another (tests/worker/test_wrapping_backend.py).
+`executor.device_backend` names it: one of ours, or the qualified name of your own class, which is built as
+`Class(resolved, device)` and may wrap another (tests/worker/test_wrapping_backend.py).
 """
 
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ _GPU_LIBRARIES: Final = ("triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidi
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Kernels and attention of one model. `quantised` are the kernels again where weights are quantised; `is_native`:
-    GEMMs and attention are the compiled kernels', so that torch's own threads have little to do in a step.
+    """Kernels and attention of one model. `quantised` are the same kernels if weights are quantised. `is_native`: GEMMs
+    and attention use the compiled kernels, so torch's own threads have little to do in a step.
     """
 
     kernels: Kernels
@@ -39,8 +39,8 @@ class Operations:
 
 class DeviceBackend(ABC):
     """One rank's device in one run. The worker calls, in this order: `wrap_groups` when the groups are joined,
-    `operations` when it loads the model, `can_record` when it measures memory, `new_graphs` when the cache is there,
-    `warm_up` last; `arithmetic` from `operations` on. Each call runs with the device as the current one.
+    `operations` when it loads the model, `can_record` when it measures memory, `new_graphs` when the cache is
+    allocated, `warm_up` last; `arithmetic` any time after `operations`. The device is the current one in each call.
     """
 
     def __init__(self, resolved: ResolvedRun, device: torch.device) -> None:
@@ -48,12 +48,12 @@ class DeviceBackend(ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the device keeps what steps have in common (`batch_state.py`): where copies to it are not free."""
+        """Whether copies to the device have a cost, so that it keeps what steps have in common (`batch_state.py`)."""
         return self.device.type != "cpu"
 
     def wrap_groups(self, groups: ParallelGroups) -> ParallelGroups:
-        """The groups with this device's faster or more exact collectives, which `ParallelGroups.destroy` closes. Every
-        rank calls this. Ranks that compute on the CPUs of one host share memory.
+        """The groups with this device's faster or exact collectives, which `ParallelGroups.destroy` closes; every rank
+        calls this. By default CPU ranks of one host share memory.
         """
         if self.device.type != "cpu":
             return groups
@@ -71,9 +71,8 @@ class DeviceBackend(ABC):
         """Kernels and attention for the run's model. Raises ConfigError for what this device cannot compute."""
 
     def arithmetic(self, attention: AttentionBackend) -> str:
-        """The order in which numbers are added, in words: ranks that differ in it compute different bits. A GPU's
-        libraries and compilers choose by device and version. The sources of kernels are compared with the rest of the
-        code.
+        """Name of the order in which numbers are added: ranks that differ in it compute different bits. On a GPU it
+        depends on the device and the versions of libraries. Kernel sources are compared with the rest of the code.
         """
         if self.device.type != "cuda":
             return f"torch, {torch.backends.cpu.get_cpu_capability()}"
@@ -85,18 +84,18 @@ class DeviceBackend(ABC):
         return ", ".join([*words, f"cuDNN {cudnn}", f"float32 products: {precision}"])
 
     def can_record(self, tensor: GroupHandle) -> bool:
-        """Whether steps may be recorded and launched again: memory for it is set aside then. `tensor` is wrapped."""
+        """Whether steps may be recorded as graphs, for which memory is reserved then. `tensor` is the wrapped group."""
         return False
 
     def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
-        """A recorder of steps; None: every step is launched kernel by kernel."""
+        """Graphs of steps; None if every step is launched kernel by kernel."""
         return None
 
-    def warm_up(  # noqa: B027  # where a first run costs what every run costs
+    def warm_up(  # noqa: B027  # optional
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int
     ) -> None:
-        """Run what later steps run, so that the first is like the others. Runners of `new_runner` write into the cache
-        of `num_blocks` blocks, which nobody reads yet; what experts count meanwhile is forgotten.
+        """Run once what later steps run, so that the first is as fast as others. Runners of `new_runner` write into the
+        cache of `num_blocks` blocks, which is still unused; expert counts are reset afterwards.
         """
 
 

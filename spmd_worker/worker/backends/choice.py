@@ -15,12 +15,12 @@ _CLASSES: Final = {
     "torch": "spmd_worker.worker.backends.plain_torch.TorchDevice",
     "triton": "spmd_worker.worker.backends.triton.TritonDevice",
 }
-"""Imported when they are chosen: triton is optional."""
+"""Imported on demand: triton is optional."""
 
 
 def new_backend(resolved: ResolvedRun, device: torch.device) -> DeviceBackend:
-    """`auto` is cpu on a CPU and torch elsewhere; a qualified name is imported. Raises ConfigError for a class that
-    cannot be used.
+    """The backend of `executor.device_backend`; `auto` is cpu on a CPU and torch elsewhere. Raises ConfigError for an
+    invalid class.
     """
     name = resolved.config.executor.device_backend
     if name == "auto":
@@ -33,6 +33,6 @@ def new_backend(resolved: ResolvedRun, device: torch.device) -> DeviceBackend:
 
 
 def with_device_backend(resolved: ResolvedRun, name: str) -> ResolvedRun:
-    """The run with another `executor.device_backend`: for a worker class that brings its own."""
+    """The run with another `executor.device_backend`, for a worker class that brings its own."""
     executor = replace(resolved.config.executor, device_backend=name)
     return replace(resolved, config=replace(resolved.config, executor=executor))

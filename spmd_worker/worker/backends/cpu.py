@@ -1,4 +1,4 @@
-"""CPUs: compiled kernels and attention, where they can be built; plain torch elsewhere, which is logged once."""
+"""CPU backend: compiled kernels and attention if they can be built, else plain torch, which is logged once."""
 
 import logging
 from functools import cache
@@ -20,38 +20,31 @@ class CpuDevice(DeviceBackend):
     """`executor.device_backend=cpu`."""
 
     def operations(self) -> Operations:
-        """See `DeviceBackend.operations`. Weights may be quantised to int8."""
         if self.device.type != "cpu":
             raise ConfigError("executor.device_backend=cpu computes on CPUs: use device=cpu, or leave it at auto")
         dtype, model_config = getattr(torch, self.resolved.dtype), self.resolved.model_config
         block_size = self.resolved.config.cache.block_size
         attention = cpu_backend_or_reason(dtype, model_config.head_size, block_size)
-        quantised, (kernels, slow_kernels) = None, cpu_kernels(dtype)
+        quantised, (kernels, slow_reason) = None, cpu_kernels(dtype)
         if self.resolved.config.model.quantization is not None:
             kernels = quantised = int8_kernels(dtype)[0]
         has_products = isinstance(kernels, CpuKernels) and kernels.has_products(dtype)
-        is_native = has_products and isinstance(attention, CpuBackend)
-        return Operations(kernels, _logged(attention, slow_kernels), quantised, is_native=is_native)
+        if isinstance(attention, CpuBackend):
+            _warn_once(slow_reason)
+            return Operations(kernels, attention, quantised, is_native=has_products)
+        _warn_once(attention)
+        return Operations(kernels, SdpaBackend(), quantised)
 
     def arithmetic(self, attention: AttentionBackend) -> str:
-        """See `DeviceBackend.arithmetic`. The compiled kernels choose by the CPU's instruction sets."""
+        # The compiled kernels choose by the CPU's instruction sets.
         return attention.arithmetic if isinstance(attention, CpuBackend) else super().arithmetic(attention)
 
 
-def _logged(attention: CpuBackend | str, slow_kernels: str | None) -> AttentionBackend:
-    """Attention, or torch's where there is none for the reason given."""
-    if isinstance(attention, CpuBackend):
-        _log_once(slow_kernels)
-        return attention
-    _log_once(attention)
-    return SdpaBackend()
-
-
 @cache
-def _log_once(reason: str | None) -> None:
+def _warn_once(reason: str | None) -> None:
     if reason is not None:
         logger.warning(
-            "plain torch computes where native kernels would: slower, and a row's last bits may depend on how its "
-            "prompt was cut into chunks (%s)",
+            "plain torch is used instead of native kernels: it is slower, and a row's last bits may depend on how its "
+            "prompt was split into chunks (%s)",
             reason,
         )

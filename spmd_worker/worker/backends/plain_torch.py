@@ -1,4 +1,4 @@
-"""Any device by torch's own operators: what CUDA computes with by default, and what others are compared with."""
+"""Backend of torch's own operators, for any device: CUDA's default, and the reference for the other backends."""
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -12,6 +12,6 @@ class TorchDevice(DeviceBackend):
     def operations(self) -> Operations:
         if self.resolved.config.model.quantization is not None:
             raise ConfigError(
-                "executor.device_backend=torch computes with weights as they are: leave model.quantization at null"
+                "executor.device_backend=torch does not support quantised weights: leave model.quantization at null"
             )
         return Operations(ReferenceKernels(), SdpaBackend())

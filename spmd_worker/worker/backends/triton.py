@@ -1,7 +1,7 @@
-"""NVIDIA GPUs by our kernels in Triton: steps recorded as CUDA graphs, sums in the order of ranks.
+"""Triton backend for NVIDIA GPUs: our kernels, steps recorded as CUDA graphs, all-reduce in rank order.
 
-On the CPU where TRITON_INTERPRET=1 was set before Triton was imported, for tests. Not the default on CUDA until a GPU
-has run them: docs/decisions.md.
+Runs on the CPU if TRITON_INTERPRET=1 was set before Triton was imported, for tests. It is not the default on CUDA
+(docs/decisions.md).
 """
 
 import logging
@@ -28,14 +28,14 @@ from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
+from spmd_worker.worker.runner.dummy_steps import greedy_step, warm_up_steps
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraphs, StepGraph, StepGraphs
-from spmd_worker.worker.runner.warm_up_steps import greedy_step, warm_up_steps
 
 logger = logging.getLogger(__name__)
 
-_MOST_PEER_BYTES: Final = 1 << 26
-"""A sum of more is cut into pieces."""
+_MAX_PEER_BYTES: Final = 1 << 26
+"""Larger sums are split into pieces."""
 _Made = TypeVar("_Made")
 _KEY: Final = "executor.device_backend=triton"
 _WAY_OUT: Final = "leave executor.device_backend at auto and executor.worker_cls at null"
@@ -47,9 +47,7 @@ class TritonDevice(DeviceBackend):
     keeps_state = True
 
     def wrap_groups(self, groups: ParallelGroups) -> ParallelGroups:
-        """See `DeviceBackend.wrap_groups`. Ranks add up in their order, so that a row's answer depends on the row alone
-        with tensor parallelism too: `GroupHandle.all_reduce` says what that costs.
-        """
+        # Sums in rank order make a row's output independent of its batch with tensor parallelism too.
         groups = super().wrap_groups(groups)
         tensor = replace(groups.tensor, adds_in_order=True)
         if tensor.size > 1 and self.device.type == "cuda":
@@ -61,20 +59,21 @@ class TritonDevice(DeviceBackend):
         if is_interpreted() != (self.device.type == "cpu"):
             raise ConfigError(f"{_KEY} computes on CUDA: use device=cuda, or {_WAY_OUT}")
         if self.resolved.config.model.quantization is not None:
-            raise ConfigError(f"{_KEY} computes with weights as they are: leave model.quantization at null")
+            raise ConfigError(f"{_KEY} does not support quantised weights: leave model.quantization at null")
         if is_interpreted() and self.resolved.dtype == "bfloat16":
-            raise ConfigError(f"{_KEY}: Triton's interpreter has no bfloat16: use model.dtype=float32")
+            raise ConfigError(f"{_KEY}: Triton's interpreter does not support bfloat16: use model.dtype=float32")
         if model_config.is_encoder:
             raise ConfigError(
-                f"{_KEY} computes causal attention, and {model_config.architecture} is an encoder, whose tokens see "
-                f"those behind them too: {_WAY_OUT}"
+                f"{_KEY} supports causal attention only, and {model_config.architecture} is an encoder with "
+                f"bidirectional attention: {_WAY_OUT}"
             )
         for layer in model_config.layers:
             group = layer.num_heads // layer.num_kv_heads
             if layer.head_size not in HEAD_SIZES or group > attention_kernels.ROWS:
                 raise ConfigError(
-                    f"{_KEY} takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most {attention_kernels.ROWS} "
-                    f"query heads a key-value head, not {layer.head_size} and {group}: {_WAY_OUT}"
+                    f"{_KEY} supports head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most "
+                    f"{attention_kernels.ROWS} query heads per key-value head, not {layer.head_size} and {group}: "
+                    f"{_WAY_OUT}"
                 )
         if self.device.type == "cuda":
             self._check_shared_memory()
@@ -86,10 +85,8 @@ class TritonDevice(DeviceBackend):
         return f"{kernels}{order}, {super().arithmetic(attention)}"
 
     def can_record(self, tensor: GroupHandle) -> bool:
-        """See `DeviceBackend.can_record`. Recorded steps launch the same, whatever is in them. Experts are called one
-        by one, after their tokens were counted; sums through NCCL may wait on the host; what pools is computed in
-        large chunks, which keep a GPU busy.
-        """
+        # A recorded step has fixed launches. Experts are called one by one, after their tokens are counted; NCCL's sums
+        # may wait on the host; pooling models compute large chunks, which keep a GPU busy anyway.
         model_config = self.resolved.model_config
         if self.resolved.config.executor.enforce_eager or model_config.pooling is not None:
             return False
@@ -101,27 +98,27 @@ class TritonDevice(DeviceBackend):
         if new_graph is None:
             return None
         scheduler, block_size = self.resolved.config.scheduler, self.resolved.config.cache.block_size
-        most, max_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        max_tokens, max_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         max_blocks = num_blocks_for(self.resolved.max_model_len, block_size)
-        fixed = TritonFixedAttention(most, max_seqs, max_blocks, block_size, self.device)
+        fixed = TritonFixedAttention(max_tokens, max_seqs, max_blocks, block_size, self.device)
         start_anew = tensor.fast.start_anew if isinstance(tensor.fast, PeerSums) else None
-        return StepGraphs(model, fixed, new_graph, most, max_seqs, start_anew)
+        return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, start_anew)
 
     def graph_maker(self) -> Callable[[], StepGraph] | None:
-        """Empty graphs; None where kernels are interpreted, which is no device's work."""
+        """A factory of empty graphs; None if kernels are interpreted."""
         return CudaGraphs() if self.device.type == "cuda" else None
 
     def warm_up(
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int
     ) -> None:
-        """See `DeviceBackend.warm_up`. Compiles every kernel that a later step can launch, in each form that Triton
-        tells apart: which tiles a matmul takes follows from whether it has more than a few rows, so a step of few and
-        one of more meet all. Then records the steps in which rows decode and no more, the largest first: smaller ones
-        find its memory. Other steps are recorded when they are met.
+        """Compile every kernel that a later step can launch, in each of Triton's specialisations: a matmul's tiling
+        depends on whether it has more than a few rows, so one step with few rows and one with more cover all. Then
+        record the decode steps, largest first, because smaller graphs reuse its memory. Other steps are recorded when
+        they first occur.
 
-        Not met are the joining of partial results where rows are pooled, which the first row compiles that ends with a
-        chunk of one token behind a long beginning; and, of experts that ranks hold whole, those that no made-up token
-        is sent to, whose matmuls have forms of their own only where no other layer's are alike.
+        Not covered: joining partial attention results of pooled rows, which is compiled for the first row that ends
+        with a one-token chunk after a long prefix; and matmul specialisations of complete experts to which no dummy
+        token is routed, unless another layer has the same.
         """
         scheduler, pooling = self.resolved.config.scheduler, self.resolved.model_config.pooling
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
@@ -134,14 +131,14 @@ class TritonDevice(DeviceBackend):
         self.warm_up_masks(runner)
         if graphs is None:
             return
-        runner, most = new_runner(graphs), scheduler.max_num_seqs
-        counts = [size for size in graphs.sizes if size < most]
-        for number, count in enumerate((most, *reversed(counts))):
+        runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
+        counts = [size for size in graphs.sizes if size < max_seqs]
+        for number, count in enumerate((max_seqs, *reversed(counts))):
             runner.forward(number, greedy_step(count, block_size, num_blocks))
             runner.sample()
 
     def warm_up_masks(self, runner: ModelRunner) -> None:
-        """Compile what a form forbids: two greedy rows, one reported, so that shards and whole rows are met."""
+        """Compile the token masks of grammars: two greedy rows, one with logprobs, cover shards and complete rows."""
         if runner.sampler is None:
             return
         model_config = self.resolved.model_config
@@ -154,38 +151,38 @@ class TritonDevice(DeviceBackend):
             runner.sampler.sample(logits, rows, TokenMasks(allowed, {0: 0, 1: 1}))
 
     def _peer_sums(self, tensor: GroupHandle, control: GroupHandle) -> PeerSums | None:
-        """Sums over memory that the GPUs see of each other; None, on every rank, where they do not."""
+        """All-reduce over peer memory of the GPUs; None, on every rank, if it is not available."""
         assert tensor.group is not None, tensor
-        most = self.resolved.config.scheduler.max_num_batched_tokens * self.resolved.model_config.hidden_size * 4
-        room_bytes = min(most, _MOST_PEER_BYTES)
-        num_bytes = 2 * half_bytes(room_bytes, tensor.size)
+        max_bytes = self.resolved.config.scheduler.max_num_batched_tokens * self.resolved.model_config.hidden_size * 4
+        buffer_bytes = min(max_bytes, _MAX_PEER_BYTES)
+        num_bytes = 2 * half_bytes(buffer_bytes, tensor.size)
         own = _on_all_ranks(control, lambda: SymmetricMemory.allocate(num_bytes, self.device))
         group = tensor.group
         memory = None if own is None else _on_all_ranks(control, lambda: SymmetricMemory(group, own))
-        return None if memory is None else PeerSums(memory, tensor.rank, room_bytes)
+        return None if memory is None else PeerSums(memory, tensor.rank, buffer_bytes)
 
     def _check_shared_memory(self) -> None:
-        """Raises ConfigError for a GPU whose shared memory cannot hold the tiles: the first launch would fail."""
+        """Raise ConfigError if the GPU's shared memory cannot hold the tiles: the first launch would fail."""
         itemsize = getattr(torch, self.resolved.dtype).itemsize
-        largest = max(layer.head_size for layer in self.resolved.model_config.layers)
-        needed = max(attention.shared_bytes(largest, itemsize), matmul.shared_bytes(itemsize))
+        max_head_size = max(layer.head_size for layer in self.resolved.model_config.layers)
+        needed = max(attention.shared_bytes(max_head_size, itemsize), matmul.shared_bytes(itemsize))
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
-        there = int(properties.shared_memory_per_block_optin)
-        if there < needed:
+        available = int(properties.shared_memory_per_block_optin)
+        if available < needed:
             raise ConfigError(
-                f"{_KEY} needs {needed:,} bytes of shared memory a block for heads of {largest} in "
-                f"{self.resolved.dtype}, and {torch.cuda.get_device_name(self.device)} has {there:,}: {_WAY_OUT}"
+                f"{_KEY} needs {needed:,} bytes of shared memory per block for heads of {max_head_size} in "
+                f"{self.resolved.dtype}, and {torch.cuda.get_device_name(self.device)} has {available:,}: {_WAY_OUT}"
             )
 
 
 def _on_all_ranks(control: GroupHandle, call: Callable[[], _Made]) -> _Made | None:
-    """What `call` makes; None, on every rank, where it fails on any."""
+    """Result of `call`; None, on every rank, if it fails on any."""
     made, reason = None, "another rank"
     try:
         made = call()
-    except Exception as error:  # whatever torch says of GPUs that cannot: others may be able to
+    except Exception as error:  # torch raises various types for GPUs that do not support it
         reason = f"{type(error).__name__}: {error}"
     if is_on_any_rank(control, made is None):
-        logger.warning("GPUs do not see each other's memory: sums go through NCCL (%s)", reason)
+        logger.warning("GPUs have no access to each other's memory: sums go through NCCL (%s)", reason)
         return None
     return made

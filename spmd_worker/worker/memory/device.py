@@ -35,12 +35,12 @@ def measure_host(weights: int, activations: int, local_world_size: int) -> Memor
     return MemoryMeasurement(min(share, host.total_bytes()), weights, activations, outside, "estimated")
 
 
-def profile_host(measurement: MemoryMeasurement, largest_step: PreparedStep) -> MemoryMeasurement:
+def profile_host(measurement: MemoryMeasurement, max_step: PreparedStep) -> MemoryMeasurement:
     """`measurement` with the activations of the largest step as they were seen: by how much this process grew.
 
     The step contains collectives, so it runs even where the kernel does not let this rank see anything.
     """
-    with largest_step as run:
+    with max_step as run:
         can_see = host.restart_peak()
         before = host.resident_bytes()
         run()
@@ -51,14 +51,14 @@ def profile_host(measurement: MemoryMeasurement, largest_step: PreparedStep) -> 
 
 
 def measure_cuda(
-    device: torch.device, weights: int, free_at_start: int, reserved_at_start: int, largest_step: PreparedStep
+    device: torch.device, weights: int, free_at_start: int, reserved_at_start: int, max_step: PreparedStep
 ) -> MemoryMeasurement:
     """Run the largest step once and see what our allocator held beyond the weights.
 
     `free_at_start` bytes were free on the device before this rank took any, so co-tenants are not counted as ours;
     `reserved_at_start` our allocator held already, a trainer's in this process.
     """
-    with largest_step as run:
+    with max_step as run:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -1,10 +1,10 @@
-"""Scheduled sequences -> the tensors of one forward pass.
+"""Builds the tensors of one forward pass from scheduled sequences.
 
 A batch is flat: the tokens of all sequences one after another, in plan order, with no padding.
 
     token_ids   a0 a1 a2 | b7 | c3 c4      sequence a computes its prompt, b decodes, c computes a chunk
     positions    0  1  2 |  7 |  3  4
-    sample_rows        2 |  3 |            c is not at its end yet, so nothing is sampled from it
+    sample_rows        2 |  3 |            c has more chunks to compute, so it is not sampled
 
 T: tokens of the step; S: sequences; R: rows that sample.
 """
@@ -31,14 +31,14 @@ from spmd_worker.replica.sequence.sequence import SequenceKey
 Integers = NDArray[np.int64]
 
 _IS_PLAIN = attrgetter("sequence.is_plain")
-_LEAST_LEFT_OUT = 32
-"""Tokens: to leave out fewer costs more calls than it saves."""
+_MIN_LEFT_OUT = 32
+"""Tokens: leaving out fewer costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]; `rows`: one entry a sample, and
-    none where of each the largest logit is all there is to know. `token_types` None: all are of the first type.
+    """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]. `rows` has one entry per sample;
+    it is empty if all samples need only the argmax. `token_types` is None if all are of the first type.
     """
 
     token_ids: Tensor
@@ -54,7 +54,7 @@ def build_batch(
     scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device, *, is_encoder: bool = False
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order. Rows of an encoder have blocks for this step
-    alone, one row's after another's.
+    only, one row after another.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -85,13 +85,12 @@ def build_batch(
 
 
 def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple[WantedTokens, Tensor] | None:
-    """The tokens that rows sample from, and which of these each sample is from, int64 [R]. None where more is wanted of
-    a step, or few tokens would be left out.
+    """The tokens that are sampled from, and the index of each sample among them, int64 [R]. None if the step needs
+    other outputs too, or would leave out too few tokens.
     """
     attention = batch.attention
     sampling = [index for index, each in enumerate(scheduled) if each.num_samples]
-    num_left_out = attention.query_starts[-1] - len(sampling)
-    if num_left_out < _LEAST_LEFT_OUT:
+    if attention.query_starts[-1] - len(sampling) < _MIN_LEFT_OUT:
         return None
     if any(each.sequence.request.sampling.prompt_logprobs is not None for each in scheduled):
         return None
@@ -115,7 +114,7 @@ def _step_blocks(counts: Sequence[int], block_size: int) -> list[range]:
 
 
 def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) -> Integers | None:
-    """int64 [T]: 0 in the first text of a pair, 1 in the second; None where no row is a pair with types."""
+    """int64 [T]: 0 in the first text of a pair, 1 in the second; None if no row is a pair with types."""
     poolings = [each.sequence.request.pooling for each in scheduled]
     firsts = [None if pooling is None else pooling.num_first_tokens for pooling in poolings]
     if all(first is None for first in firsts):
@@ -125,34 +124,35 @@ def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) 
 
 
 def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:
-    """Those of `Batch.rows` whose answers have a form."""
+    """The entries of `Batch.rows` with structured outputs."""
     found, index = [], 0
     for sequence, _, num_samples in scheduled:
-        request = sequence.request
-        form = request.sampling.structured_outputs
-        if form is not None:
+        request, sampling = sequence.request, sequence.request.sampling
+        constraint = sampling.structured_outputs
+        if constraint is not None:
+            allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
-                sampling, outputs = request.sampling, sequence.output_token_ids
-                ways = (not sampling.forbids_tokens, not sampling.needs_logprobs)
-                found.append(ConstrainedRow(index + number, key, form, outputs, *ways))
+                row = ConstrainedRow(index + number, key, constraint, sequence.output_token_ids, *allows_forced)
+                found.append(row)
         index += num_samples
     return found
 
 
 def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, ...]:
-    """See `Batch.rows`. Sequences often share their parameters, so that it is cheap to find that none is needed."""
+    """`Batch.rows`. Sequences often share their parameters, so it is cheap to find that no rows are needed."""
     if all(map(_IS_PLAIN, scheduled)):
         return ()
     samplings = [each.sequence.request.sampling for each in scheduled if each.num_samples]
-    kinds = {id(sampling): sampling for sampling in samplings}.values()
-    may_need_one = any(kind.min_tokens or not kind.needs_largest_alone for kind in kinds)
-    rows = tuple(_sample_rows(scheduled)) if may_need_one else ()
+    distinct = {id(sampling): sampling for sampling in samplings}
+    if not any(each.min_tokens or not each.needs_largest_alone for each in distinct.values()):
+        return ()
+    rows = tuple(_sample_rows(scheduled))
     return () if all(row.is_plainly_greedy for row in rows) else rows
 
 
 def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
-    """One row a sample; several where sequences are about to fork."""
+    """One row per sample; several for a sequence that is about to fork."""
     for sequence, _, num_samples in scheduled:
         request = sequence.request
         for sample_index in sample_indices(sequence.sample_index, num_samples):
@@ -167,14 +167,14 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
 
 
 def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> Integers:
-    """int64 [T]: each sequence counts on from its first uncomputed token."""
+    """int64 [T]: each sequence counts from its first uncomputed token."""
     starts = np.cumsum([0, *counts[:-1]])
     offsets: Integers = np.repeat(np.array(firsts, dtype=np.int64) - starts, counts)
     return np.arange(num_tokens, dtype=np.int64) + offsets
 
 
 def token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
-    """What a step computes, int64 [T]."""
+    """The ids that a step computes, int64 [T]."""
     found: list[int] = []
     for each in scheduled:
         first = each.sequence.num_computed_tokens

@@ -1,12 +1,11 @@
-"""What a device keeps of the sequences from step to step, so that a step sends it what is new and no more.
+"""Persistent batch: block tables and positions kept on the device, so that a step sends only what is new.
 
-Every sequence that is computed has a slot, in which its block table stays: a table that has grown sends its new blocks.
-A step that takes every sequence of the step before one token further, in the same order, sends their token ids beside;
-positions, and all that follows from them, the device counts on by itself. Any other step sends its layout whole. All of
-it goes in one copy.
+Every computed sequence has a slot with its block table: a table that has grown sends its new blocks. A step that
+continues every sequence of the last step by one token, in the same order, also sends the token ids; the device
+increments the positions itself. Any other step sends its complete layout. Everything goes in one copy.
 
-Slots are no more than a cache: what is kept is compared with what the step asks for, so that a plan of any kind may
-follow any other, and a sequence whose slot went to another is sent whole when it comes back.
+Slots are only a cache: they are compared with what the step needs, so any plan may follow any other, and a sequence
+that lost its slot is sent completely when it is scheduled again.
 
 T: tokens of the step; S: sequences; R: rows that sample; B: blocks of the longest table.
 """
@@ -30,15 +29,15 @@ from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.worker.runner.batch import Batch, rows_to_sample, token_ids
 
 _SLOTS_A_SEQUENCE: Final = 4
-"""So that those of a few steps under way, and those that wait to go on, keep theirs."""
+"""Slots for the sequences of a few steps in flight and for waiting ones."""
 _ALIGNED_WORDS: Final = 4
-_MOST_PLACES: Final = 2**31
-"""Places in tables are sent as int32."""
+_MAX_INDEX: Final = 2**31
+"""Indices into the tables are sent as int32."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """`index` is its row of the tables; the device has the first `num_known` blocks of `table`."""
+    """Row `index` of the tables, where the device has the first `num_known` blocks of `table`."""
 
     index: int
     table: list[BlockId] | None = None
@@ -47,8 +46,8 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A step's, on the host and on the device. The host's: `context_lengths`, `query_starts`, and `width`, the blocks
-    of the longest table. Int64: `slots` [S], `row_of_token`, `positions`, `rope_regimes` [T], `sample_rows` [R]; int32:
+    """Layout of a step. On the host: `context_lengths`, `query_starts`, and `width`, the blocks of the longest table.
+    On the device, int64: `slots` [S], `row_of_token`, `positions`, `rope_regimes` [T], `sample_rows` [R]; int32:
     `starts` [S + 1], `lengths` [S].
     """
 
@@ -67,36 +66,25 @@ class _Layout:
     starts: Tensor
     lengths: Tensor
 
-    def one_further(self, scheduled: Sequence[ScheduledSequence], context_lengths: list[int], width: int) -> "_Layout":
-        """Of a step in which every sequence has gone on by its one token."""
-        return replace(
-            self,
-            scheduled=scheduled,
-            context_lengths=context_lengths,
-            width=width,
-            positions=self.positions + 1,
-            lengths=self.lengths + 1,
-        )
-
 
 class BatchState:
-    """Makes the batches of one model runner, whose device it is. The same values as `build_batch`'s; in block tables,
-    int32 here, what stands behind a sequence's blocks is left over from others.
+    """Builds the batches of one model runner on its device, with the same values as `build_batch`. Block tables are
+    int32; entries after a sequence's blocks are left over from other sequences.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
         self._slots: dict[MirroredSequence, _Slot] = {}
-        """Those that were laid out longest ago first."""
+        """The least recently used first."""
         self._free: list[_Slot] = []
         self._tables = torch.zeros((0, 0), dtype=torch.int32, device=device)
         self._layout: _Layout | None = None
         self.num_bytes_sent = 0
-        """To the device, for the last batch."""
+        """Bytes sent to the device for the last batch."""
 
     def build(self, scheduled: Sequence[ScheduledSequence], *, has_ids: bool = True) -> Batch:
-        """Lay out a step. `scheduled` comes from the mirror, in plan order. Without `has_ids`, of a step that takes the
-        rows of the last one further, the host does not know their tokens, and the batch has none.
+        """Lay out a step. `scheduled` comes from the mirror, in plan order. Without `has_ids`, for a step that
+        continues the rows of the last one, the host does not know the token ids and the batch has none.
         """
         layout = self._layout
         if layout is not None and scheduled is layout.scheduled:
@@ -105,25 +93,32 @@ class BatchState:
             sequences = [each.sequence for each in scheduled]
             is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
         firsts = [sequence.num_computed_tokens for sequence in sequences]
-        if layout is not None and is_decode and _goes_on(layout, sequences, firsts):
+        if layout is not None and is_decode and _continues(layout, sequences, firsts):
             grown = _grown(sequences, layout.own_slots)
             width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
-            self._make_room(len(sequences), width)
+            self._grow_tables(len(sequences), width)
             last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
-            ids, places, blocks = self._send(last_ids, *self._new_blocks(grown))
-            layout = layout.one_further(scheduled, [first + 1 for first in firsts], width)
+            ids, indices, blocks = self._send(last_ids, *self._new_blocks(grown))
+            layout = replace(
+                layout,
+                scheduled=scheduled,
+                context_lengths=[first + 1 for first in firsts],
+                width=width,
+                positions=layout.positions + 1,
+                lengths=layout.lengths + 1,
+            )
         else:
             width = max([len(sequence.block_ids) for sequence in sequences])
-            self._make_room(len(sequences), width)
+            self._grow_tables(len(sequences), width)
             slots = self._take_slots(sequences)
-            ids, places, blocks, *numbers = self._send(
+            ids, indices, blocks, *numbers = self._send(
                 token_ids(scheduled), *self._new_blocks(_grown(sequences, slots)), *_numbers(scheduled, slots)
             )
             lengths = [first + each.num_scheduled_tokens for first, each in zip(firsts, scheduled)]
-            layout = _laid_out(scheduled, sequences, lengths, width, is_decode, slots, numbers)
+            layout = _new_layout(scheduled, sequences, lengths, width, is_decode, slots, numbers)
         self._layout = layout
-        if len(places):
-            self._tables.view(-1)[places.long()] = blocks
+        if len(indices):
+            self._tables.view(-1)[indices.long()] = blocks
         tables = self._tables[:, :width].index_select(0, layout.slots)
         attention = AttentionMetadata(
             query_starts=layout.query_starts,
@@ -144,7 +139,7 @@ class BatchState:
         )
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:
-        """Their slots are free, and nothing of them is held here any more."""
+        """Free the slots of finished sequences."""
         if not finished_sequences and not finished_request_ids:
             return
         requests, keys = set(finished_request_ids), set(finished_sequences)
@@ -156,26 +151,26 @@ class BatchState:
                 self._free.append(slot)
         self._layout = None
 
-    def _make_room(self, num_sequences: int, width: int) -> None:
-        """Tables for so many sequences of so many blocks. What stands in smaller ones stays on the device."""
-        num_slots, most_blocks = self._tables.shape
-        if _SLOTS_A_SEQUENCE * num_sequences <= num_slots and width <= most_blocks:
+    def _grow_tables(self, num_sequences: int, width: int) -> None:
+        """Enlarge the tables for `num_sequences` of `width` blocks; their contents are kept."""
+        num_slots, max_blocks = self._tables.shape
+        if _SLOTS_A_SEQUENCE * num_sequences <= num_slots and width <= max_blocks:
             return
         shape = (
             max(num_slots, _power_of_two(_SLOTS_A_SEQUENCE * num_sequences)),
-            max(most_blocks, _power_of_two(width)),
+            max(max_blocks, _power_of_two(width)),
         )
-        assert shape[0] * shape[1] < _MOST_PLACES, shape
+        assert shape[0] * shape[1] < _MAX_INDEX, shape
         tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        tables[:num_slots, :most_blocks] = self._tables
+        tables[:num_slots, :max_blocks] = self._tables
         self._tables = tables
         self._free += [_Slot(index) for index in range(num_slots, shape[0])]
 
     def _take_slots(self, sequences: list[MirroredSequence]) -> list[_Slot]:
-        """Those that have none take a free one, or that of the sequence that was laid out longest ago."""
+        """Sequences without a slot take a free one, or that of the least recently used sequence."""
         kept = self._slots
         for sequence in sequences:
-            # Behind all others: so none of this step's gives its slot to another of this step's.
+            # Moved to the end, so that no sequence of this step loses its slot to another of this step.
             slot = kept.pop(sequence, None)
             if slot is not None:
                 kept[sequence] = slot
@@ -187,24 +182,24 @@ class BatchState:
         return [kept[sequence] for sequence in sequences]
 
     def _new_blocks(self, grown: list[tuple[MirroredSequence, _Slot]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What the device does not have yet: places in the tables, and the blocks that stand there now. A table that is
-        not only added to is another list (`mirror.py`).
+        """Table entries that the device lacks: indices and blocks. A table that was changed other than by appending is
+        a new list (`mirror.py`).
         """
         width = self._tables.shape[1]
-        places: list[int] = []
+        indices: list[int] = []
         blocks: list[BlockId] = []
         for sequence, slot in grown:
             table = sequence.block_ids
             known = slot.num_known if slot.table is table else 0
             assert known <= len(table), (known, len(table))
-            places += range(slot.index * width + known, slot.index * width + len(table))
+            indices += range(slot.index * width + known, slot.index * width + len(table))
             blocks += table[known:]
             slot.table, slot.num_known = table, len(table)
-        return np.array(places, dtype=np.int64), np.array(blocks, dtype=np.int64)
+        return np.array(indices, dtype=np.int64), np.array(blocks, dtype=np.int64)
 
     def _send(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
-        """All of them, numbers below 2^31, as int32 on the device, in one copy. Each begins at a multiple of 16 bytes:
-        Triton compiles a kernel anew for a tensor that does not.
+        """Copy arrays of numbers below 2^31 to the device as int32, in one copy. Each is aligned to 16 bytes, because
+        Triton recompiles a kernel for an unaligned tensor.
         """
         starts = [0, *accumulate(-(-len(each) // _ALIGNED_WORDS) * _ALIGNED_WORDS for each in arrays)]
         words = np.zeros(starts[-1], dtype=np.int32)
@@ -215,13 +210,13 @@ class BatchState:
         return [sent[start : start + len(each)] for start, each in zip(starts, arrays)]
 
 
-def _goes_on(layout: _Layout, sequences: list[MirroredSequence], firsts: list[int]) -> bool:
-    """Whether a step that decodes takes the one laid out, which did, one token further."""
+def _continues(layout: _Layout, sequences: list[MirroredSequence], firsts: list[int]) -> bool:
+    """Whether a decode step continues the rows of the last one, also a decode step, by one token."""
     return layout.is_decode and layout.sequences == sequences and layout.context_lengths == firsts
 
 
 def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[MirroredSequence, _Slot]]:
-    """Of whose tables the device has not all."""
+    """The sequences whose block tables are not completely on the device."""
     return [
         (sequence, slot)
         for sequence, slot in zip(sequences, slots)
@@ -230,8 +225,8 @@ def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[
 
 
 def _numbers(scheduled: Sequence[ScheduledSequence], slots: list[_Slot]) -> list[NDArray[np.int64]]:
-    """A layout, as it is sent: slots, first positions and rope regimes [S], starts [S + 1], rows of tokens [T], rows
-    that sample [R].
+    """The arrays of a layout: slots, first positions and rope regimes [S], starts [S + 1], rows of tokens [T], sampled
+    rows [R].
     """
     counts = np.array([each.num_scheduled_tokens for each in scheduled])
     starts = np.concatenate(([0], counts.cumsum()))
@@ -245,7 +240,7 @@ def _numbers(scheduled: Sequence[ScheduledSequence], slots: list[_Slot]) -> list
     ]
 
 
-def _laid_out(
+def _new_layout(
     scheduled: Sequence[ScheduledSequence],
     sequences: list[MirroredSequence],
     context_lengths: list[int],
@@ -254,7 +249,7 @@ def _laid_out(
     own_slots: list[_Slot],
     numbers: list[Tensor],
 ) -> _Layout:
-    """`numbers` are those of `_numbers`, on the device."""
+    """`numbers` are the arrays of `_numbers`, on the device."""
     slots, first_positions, regimes, starts, row_of_token, rows = numbers
     row_of_token = row_of_token.long()
     offsets = (first_positions - starts[:-1]).long()

@@ -1,7 +1,6 @@
-"""One step on one rank's device: batch, forward pass, logits of the rows that sample, token ids.
+"""Runs one step on one rank's device: batch, forward pass, logits of the sampled rows, token ids.
 
-The forward pass and the choice of tokens are two calls; the masks of rows whose answers have a form are computed from
-the beginning of the one to the beginning of the other.
+Forward pass and sampling are two calls; grammar masks are computed from the start of one to the start of the other.
 """
 
 from collections import deque
@@ -29,35 +28,31 @@ from spmd_worker.worker.runner.batch import Batch, build_batch, constrained_rows
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
-from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, PromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`.
-    `pooled` are digests and vectors of rows that are pooled, of which nothing is chosen. `read_back` has what is read
-    beside the tokens. On a stage that sends its hidden states on, `is_sent`.
+    """A forward pass before sampling, which uses `logits`, or `argmax` if there are none. `pooled` has digests and
+    vectors of pooled rows, which are not sampled. `read_back` collects what is read alongside the tokens. `is_sent` if
+    this stage sends its hidden states to the next.
     """
 
     step: int
     scheduled: Sequence[ScheduledSequence]
     batch: Batch
-    logits: Tensor | None
-    largest: tuple[Tensor, Tensor] | None
-    prompt_logprobs: tuple[LaunchedPromptLogprobs, ...]
+    logits: Tensor | None = None
+    argmax: tuple[Tensor, Tensor] | None = None
+    prompt_logprobs: tuple[LaunchedPromptLogprobs, ...] = ()
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
     read_back: ReadBack = field(default_factory=ReadBack)
     is_sent: bool = False
 
-    def collected(self) -> tuple[PromptLogprobs, ...]:
-        """After the read-back."""
-        return tuple(each.collect() for each in self.prompt_logprobs)
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose result the host can read: `masks` are those of rows whose answers have a form."""
+    """A step whose result the host can read; `masks` are the grammar masks of its rows."""
 
     forwarded: _Forwarded
     sample: LaunchedSample | None
@@ -67,7 +62,7 @@ class LaunchedStep:
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Waits for the device, once."""
+        """Wait for the device, once."""
         forwarded, step = self.forwarded, self.forwarded.step
         forwarded.read_back.read()
         if not forwarded.is_sent:
@@ -75,34 +70,34 @@ class LaunchedStep:
         digests, vectors = forwarded.pooled
         if vectors:
             return StepResult(step, digests, vectors=vectors)
+        prompt_logprobs = tuple(each.collect() for each in forwarded.prompt_logprobs)
         if self.sample is None:
-            return StepResult(step, digests, prompt_logprobs=forwarded.collected())
+            return StepResult(step, digests, prompt_logprobs=prompt_logprobs)
         sampled, masks = self.sample.collect(), self.masks
         self.chosen.note_read(step)
         ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
         if masks is not None and masks.forced:
             ids = SampledIds.of(masks.taken(sampled.token_ids))
-            # Rows that asked for some take one token a step.
+            # Rows that want logprobs take one token per step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
         return StepResult(
             step,
             ids.token_ids,
             logprobs,
-            forwarded.collected(),
+            prompt_logprobs,
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
         )
 
 
 class ModelRunner:
-    """`forward`, then `sample`, once each a step.
+    """Call `forward`, then `sample`, once each per step.
 
-    `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
-    and go to the one behind; only the last stage has a sampler and samples, or a pooler and pools. `clock` is told when
-    this stage computes. `model` takes new weights between steps. `grammars` has the states of the rows whose answers
-    have a form, where this stage samples. `graphs` launch the steps that they take; others, and all without them, are
-    launched kernel by kernel. `keeps_state`: the device keeps what the next step has in common with this one
-    (`batch_state.py`).
+    `pipeline` is the group of the pipeline stages: hidden states come from the previous one and go to the next; only
+    the last stage has a sampler or a pooler. `clock` measures when this stage computes. `model` may take new weights
+    between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
+    the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
+    steps have in common (`batch_state.py`).
     """
 
     def __init__(
@@ -133,17 +128,17 @@ class ModelRunner:
         self._expected: deque[Transfer] = deque()
 
     def expect(self, num_tokens: int) -> None:
-        """Have what the stage before sends of the next unexpected step, of `num_tokens`, received meanwhile."""
+        """Start to receive the previous stage's hidden states of the next unexpected step, of `num_tokens`."""
         self._expected.append(self._receiving(num_tokens))
 
     @torch.inference_mode()
     def forward(
         self, step: int, scheduled: Sequence[ScheduledSequence], num_ahead: int = 0, *, is_fused: bool = True
     ) -> None:
-        """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample.
+        """Compute the step's tokens into the cache, then send the hidden states on or keep the logits of sampled rows.
 
-        The first `num_ahead` rows compute what the last step chose for them. `is_fused`, the same on every rank of a
-        step: see `DecoderStack.forward`.
+        The first `num_ahead` rows compute the ids that the last step sampled for them. `is_fused` is an option of
+        `DecoderStack.forward`, the same on every rank.
         """
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
@@ -158,7 +153,7 @@ class ModelRunner:
             self._grammars.begin(constrained_rows(scheduled) if batch.rows else [])
         cache = self._cache_engine.device_cache
         if is_encoder:
-            # What a layer writes, it alone reads, in this step: all use the same memory.
+            # Only the layer itself reads what it writes, within the step: all layers share the memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         graphs = self.graphs if self.graphs is not None and is_fused and self.graphs.takes(batch) else None
@@ -175,42 +170,42 @@ class ModelRunner:
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
-            self._pending = _Forwarded(step, scheduled, batch, None, None, (), pooled)
+            self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
             return
         if self.sampler is None:
-            # A graph's own is the next step's too, which may come before the tensor has left.
+            # A graph's output buffer belongs to the next step too, which may start before the tensor is sent.
             self._send(hidden if graphs is None else hidden.clone())
             self._clock.end()
-            self._pending = _Forwarded(step, scheduled, batch, None, None, (), is_sent=True)
+            self._pending = _Forwarded(step, scheduled, batch, is_sent=True)
             return
-        logits = largest = None
+        logits = argmax = None
         if batch.rows:
             logits = self.model.compute_logits(hidden[batch.sample_rows])
         elif graphs is not None:
-            largest = graphs.argmax(hidden, batch.sample_rows)
+            argmax = graphs.argmax(hidden, batch.sample_rows)
         else:
-            largest = self.model.argmax_logits(hidden[batch.sample_rows])
+            argmax = self.model.argmax_logits(hidden[batch.sample_rows])
         with torch_together():
             read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
-        self._pending = _Forwarded(step, scheduled, batch, logits, largest, reported, read_back=read_back)
+        self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, read_back=read_back)
 
     def sample(self) -> StepResult:
-        """Choose the tokens of the last forward pass, and read them."""
+        """Sample the tokens of the last forward pass and read them."""
         return self.launch().collect()
 
     @torch.inference_mode()
     def launch(self) -> "LaunchedStep":
-        """Choose the tokens of the last forward pass. The next may be launched before they are read: a sequence in it
-        whose last token is `NOT_READ` computes what is chosen now.
+        """Sample the tokens of the last forward pass. The next step may be launched before they are read: a sequence in
+        it with `NOT_READ` as its last token computes the id sampled now.
         """
         pending, self._pending = self._pending, None
         assert pending is not None, "launch follows forward"
         sample, masks = None, None
         if self.sampler is not None and self._pooling is None and len(pending.batch.sample_rows):
-            if pending.largest is not None:
-                sample = self.sampler.launch_argmax(*pending.largest, pending.read_back)
+            if pending.argmax is not None:
+                sample = self.sampler.launch_argmax(*pending.argmax, pending.read_back)
             else:
                 assert pending.logits is not None, pending.step
                 masks = self._grammars.end() if self._grammars is not None else None
@@ -221,7 +216,7 @@ class ModelRunner:
         return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
 
     def forget(self, plan: StepPlan) -> None:
-        """The sequences and requests that the plan says have ended."""
+        """Drop the sequences and requests that the plan lists as finished."""
         if self._state is not None:
             self._state.forget(plan.finished_sequences, plan.finished_request_ids)
         if self._grammars is not None:
@@ -230,13 +225,13 @@ class ModelRunner:
             self._pooling.forget(plan.finished_request_ids)
 
     def _send(self, hidden: Tensor) -> None:
-        """On to the next stage, which may still compute the step before: only that one's tensor must have left."""
+        """Send to the next stage, which may still compute the previous step; that step's tensor must be sent."""
         if self._sending is not None:
             self._sending.wait()
         self._sending = self._pipeline.send_next(hidden)
 
     def _receive(self, num_tokens: int) -> Tensor:
-        """See `DecoderStack.forward`: [T, hidden]."""
+        """The previous stage's hidden states [T, hidden]."""
         self._clock.end()
         incoming = self._expected.popleft() if self._expected else self._receiving(num_tokens)
         incoming.wait()
@@ -250,8 +245,8 @@ class ModelRunner:
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 
     def _report(
-        self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_likeliest: int
+        self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_logprobs: int
     ) -> list[Awaited[list[TokenLogprobs]]]:
-        assert self.sampler is not None, "log-probabilities are the last stage's"
+        assert self.sampler is not None, "only the last stage computes logprobs"
         logits = self.model.compute_logits(hidden)
-        return self.sampler.launch_report(logits, token_ids, num_likeliest, read_back)
+        return self.sampler.launch_report(logits, token_ids, num_logprobs, read_back)

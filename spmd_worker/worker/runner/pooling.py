@@ -1,7 +1,7 @@
-"""Hidden states of a step -> the vectors of the rows that end in it.
+"""Pools a step's hidden states into the vectors of the rows that end in it.
 
-What a mean needs of earlier chunks is kept for each row: a float32 sum, to which hidden states are added one after the
-other in the order of tokens. So the bits of a mean do not depend on how its row was cut into chunks.
+Mean pooling keeps a float32 sum per row, to which hidden states are added one token after another. So the bits of a
+mean do not depend on how its prompt was split into chunks.
 
 T: tokens of the step; R: its rows; H: hidden size.
 """
@@ -24,25 +24,24 @@ Vectors = tuple[tuple[RequestId, bytes], ...]
 
 
 def add_rows(totals: Tensor, hidden: Tensor, spans: Sequence[tuple[int, int]]) -> None:
-    """Add to each of `totals`, float32 [R, H], its part of `hidden` [T, H], one token after the other; `spans` say
-    where each begins and ends.
+    """Add each row's span (start, end) of `hidden` [T, H] to its row of `totals`, float32 [R, H], token by token.
 
-    Of all rows the first token, then of all that have one the second: short rows cost few calls, and the sums of one
-    are those that it has alone.
+    The first token of all rows is added, then the second of all that have one: short rows take few calls, and a row's
+    sum is the same in every batch.
     """
     order = sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1])
     lengths = [spans[row][1] - spans[row][0] for row in order]
     starts, rows = (_indices(each, hidden.device) for each in ([spans[row][0] for row in order], order))
-    # The longest first: who has tokens left is a beginning of this.
-    sums, num_left, place = totals.index_select(0, rows), len(order), 0
+    # The longest first: rows with tokens left are a prefix.
+    sums, num_left, offset = totals.index_select(0, rows), len(order), 0
     while num_left > 1:
-        sums[:num_left].add_(hidden.index_select(0, starts[:num_left] + place).float())
-        place += 1
-        while num_left and lengths[num_left - 1] <= place:
+        sums[:num_left].add_(hidden.index_select(0, starts[:num_left] + offset).float())
+        offset += 1
+        while num_left and lengths[num_left - 1] <= offset:
             num_left -= 1
     if num_left:
         start, end = spans[order[0]]
-        for token in hidden[start + place : end].float().unbind(0):
+        for token in hidden[start + offset : end].float().unbind(0):
             sums[0].add_(token)
     totals.index_copy_(0, rows, sums)
 
@@ -52,22 +51,23 @@ def _indices(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 class RowPooling:
-    """The rows of one engine whose pooling has begun: of each, how many tokens are counted and what came of them."""
+    """Pools the rows of one engine and keeps the partial results of unfinished rows."""
 
     def __init__(self, pooler: Pooler) -> None:
         self._pooler = pooler
         self._begun: dict[RequestId, tuple[int, Tensor]] = {}
+        """Number of pooled tokens and their total, by request."""
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Rows that have ended, by themselves or not."""
+        """Drop rows that ended or were aborted."""
         for request_id in request_ids:
             self._begun.pop(request_id, None)
 
     def pool(
         self, scheduled: Sequence[ScheduledSequence], query_starts: Sequence[int], hidden: Tensor
     ) -> tuple[tuple[int, ...], Vectors]:
-        """`hidden` is [T, H]. Of each row that ends, in plan order, the digest of its vector, or `NON_FINITE`; and the
-        vectors, little-endian float32.
+        """Pool `hidden` [T, H]. Returns, for each row that ends, in plan order, the digest of its vector or
+        `NON_FINITE`; and the vectors, little-endian float32.
         """
         digests, vectors = [], []
         spans = list(pairwise(query_starts))
@@ -75,7 +75,7 @@ class RowPooling:
             if pooled is None:
                 continue
             params, request_id = each.sequence.request.pooling, each.sequence.request.request_id
-            assert params is not None, "a run that pools has no other rows"
+            assert params is not None, "all rows of a pooling run are pooled"
             vector = self._pooler(
                 pooled,
                 dimensions=params.dimensions,
@@ -93,7 +93,7 @@ class RowPooling:
     def _pooled(
         self, scheduled: Sequence[ScheduledSequence], spans: Sequence[tuple[int, int]], hidden: Tensor
     ) -> list[Tensor | None]:
-        """Float32 [H] of each row that ends; None for another."""
+        """Float32 [H] of each row that ends; None for rows that continue."""
         kind = self._pooler.config.pooling_type
         if not scheduled:
             return []
@@ -104,26 +104,21 @@ class RowPooling:
         else:
             totals = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float32, device=hidden.device)
         for row, each in enumerate(scheduled):
-            # A row that was preempted begins again.
-            if each.sequence.num_computed_tokens:
-                totals[row] = self._total_so_far(each)
+            # A preempted row starts again from zero.
+            request_id, num_computed = each.sequence.request.request_id, each.sequence.num_computed_tokens
+            if num_computed:
+                num_pooled, totals[row] = self._begun.pop(request_id)
+                assert num_pooled == num_computed, (request_id, num_pooled, num_computed, "tokens were skipped")
         if kind == "mean":
             add_rows(totals, hidden, spans)
-        return [self._ended(each, total) for each, total in zip(scheduled, totals.unbind(0), strict=True)]
-
-    def _total_so_far(self, each: ScheduledSequence) -> Tensor:
-        request_id, first = each.sequence.request.request_id, each.sequence.num_computed_tokens
-        num_counted, total = self._begun.pop(request_id)
-        assert num_counted == first, (request_id, num_counted, first, "tokens were skipped")
-        return total
-
-    def _ended(self, each: ScheduledSequence, total: Tensor) -> Tensor | None:
-        """What a row comes to; None, and `total` is kept, where it goes on."""
-        request_id = each.sequence.request.request_id
-        num_tokens = each.sequence.num_computed_tokens + each.num_scheduled_tokens
-        if not each.num_samples:
-            # A copy: a view would keep the totals of all rows of the step.
-            self._begun[request_id] = (num_tokens, total.clone())
-            return None
-        self._begun.pop(request_id, None)
-        return total / num_tokens if self._pooler.config.pooling_type == "mean" else total
+        pooled: list[Tensor | None] = []
+        for each, total in zip(scheduled, totals.unbind(0), strict=True):
+            num_tokens = each.sequence.num_computed_tokens + each.num_scheduled_tokens
+            if each.num_samples:
+                self._begun.pop(each.sequence.request.request_id, None)
+                pooled.append(total / num_tokens if kind == "mean" else total)
+            else:
+                # A copy: a view would keep the totals of all rows of the step.
+                self._begun[each.sequence.request.request_id] = (num_tokens, total.clone())
+                pooled.append(None)
+        return pooled

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for the rows that ask.
+"""Prompt logprobs of the rows that ask for them.
 
 K: positions; T: tokens of the step.
 """
@@ -16,25 +16,25 @@ from spmd_worker.replica.sequence.request import RequestId
 
 _IS_PLAIN = attrgetter("sequence.is_plain")
 _ROWS_AT_ONCE = 64
-"""Logits of this many positions are held at a time: a vocabulary of 150,000 ids takes 37 MiB."""
+"""Positions whose logits are held at a time: 37 MiB for a vocabulary of 150,000 ids."""
 
 Report = Callable[[Tensor, list[int], int], list[Awaited[list[TokenLogprobs]]]]
-"""Hidden states [K, hidden], the token that each predicts, how many of the likeliest are wanted: an entry each, in
-pieces that come with the step's read-back.
+"""Hidden states [K, hidden], the token that each predicts, the number of top logprobs -> one entry each, in pieces that
+are available after the step's read-back.
 """
 
 PromptLogprobs = tuple[RequestId, int, tuple[TokenLogprobs | None, ...]]
 
 
 class LaunchedPromptLogprobs(NamedTuple):
-    """Those of a sequence's positions from `first` on. The entry of position 0 is None: nothing predicts it."""
+    """Prompt logprobs of a sequence's positions from `first` on; None for position 0, which nothing predicts."""
 
     request_id: RequestId
     first: int
     pieces: list[Awaited[list[TokenLogprobs]]]
 
     def collect(self) -> PromptLogprobs:
-        """After the read-back."""
+        """Entries, once the read-back is done."""
         entries: list[TokenLogprobs | None] = [] if self.first else [None]
         for piece in self.pieces:
             entries += piece.value
@@ -58,21 +58,21 @@ def prompt_logprobs(
 
 
 def _is_wanted(each: ScheduledSequence) -> bool:
-    """Other samples compute the prompt again only after a preemption; its positions are known by then."""
+    """Whether these are prompt positions of sample 0; others recompute the prompt only after a preemption."""
     sequence = each.sequence
     is_in_prompt = sequence.num_computed_tokens < len(sequence.request.prompt_token_ids)
     return sequence.request.sampling.prompt_logprobs is not None and is_in_prompt and sequence.sample_index == 0
 
 
 def _of_sequence(each: ScheduledSequence, hidden: Tensor, report: Report) -> LaunchedPromptLogprobs:
-    """Position p is predicted by the logits of position p - 1: a chunk [a, b) gives the entries of [a + 1, b + 1)."""
+    """Logits of position p - 1 predict position p: a chunk [a, b) gives the entries of [a + 1, b + 1)."""
     sequence = each.sequence
     prompt = sequence.request.prompt_token_ids
     first = sequence.num_computed_tokens
     targets = prompt[first + 1 : first + each.num_scheduled_tokens + 1]
-    num_likeliest = sequence.request.sampling.prompt_logprobs or 0
+    num_logprobs = sequence.request.sampling.prompt_logprobs or 0
     pieces = []
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         some = targets[start : start + _ROWS_AT_ONCE]
-        pieces += report(hidden[start : start + len(some)], list(some), num_likeliest)
+        pieces += report(hidden[start : start + len(some)], list(some), num_logprobs)
     return LaunchedPromptLogprobs(sequence.request.request_id, first + 1 if first else 0, pieces)

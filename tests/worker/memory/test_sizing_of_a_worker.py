@@ -17,7 +17,7 @@ from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import start
 from spmd_worker.worker.memory import device, host
 from spmd_worker.worker.memory.estimate import activation_bytes
-from spmd_worker.worker.runner import largest_step
+from spmd_worker.worker.runner import dummy_steps as max_step
 from spmd_worker.worker.worker import Worker
 
 MODEL = Path(__file__).resolve().parents[3] / "scripts/demo/model"
@@ -51,7 +51,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def prepared_step(model, engine, *others):
         seen.append(engine.spec.num_layers)
-        return largest_step.prepared_step(model, engine, *others)
+        return max_step.prepared_step(model, engine, *others)
 
     monkeypatch.setattr(start, "prepared_step", prepared_step)
     return seen

@@ -9,7 +9,7 @@ from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequenc
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.runner.batch import build_batch
-from spmd_worker.worker.runner.largest_step import largest_step
+from spmd_worker.worker.runner.dummy_steps import max_step
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -100,7 +100,7 @@ def test_a_sequence_is_laid_out_alike_in_any_company():
 
 
 def test_the_largest_step_fills_the_budget_with_as_many_rows_as_may_run():
-    step = largest_step(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=100, block_size=4)
+    step = max_step(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=100, block_size=4)
     assert [each.num_scheduled_tokens for each in step] == [8] * 8
     blocks = [block for each in step for block in each.sequence.block_ids]
     assert blocks == list(range(16)), "no block is shared"
@@ -109,6 +109,6 @@ def test_the_largest_step_fills_the_budget_with_as_many_rows_as_may_run():
 
 
 def test_the_largest_step_holds_no_sequence_longer_than_allowed():
-    step = largest_step(max_num_batched_tokens=2048, max_num_seqs=2, max_model_len=50, block_size=16)
+    step = max_step(max_num_batched_tokens=2048, max_num_seqs=2, max_model_len=50, block_size=16)
     assert [each.num_scheduled_tokens for each in step] == [49, 49]
-    assert len(largest_step(3, 8, 50, 16)) == 3
+    assert len(max_step(3, 8, 50, 16)) == 3

@@ -95,7 +95,7 @@ def without_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def always_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_state, "_goes_on", lambda layout, sequences, firsts: layout.sequences == sequences)
+    monkeypatch.setattr(batch_state, "_continues", lambda layout, sequences, firsts: layout.sequences == sequences)
 
 
 def one_list_for_every_table(monkeypatch: pytest.MonkeyPatch) -> None:

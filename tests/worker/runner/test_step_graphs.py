@@ -139,7 +139,7 @@ def test_a_cache_that_has_moved_has_graphs_recorded_anew(graphs: StepGraphs):
 
 def test_weights_that_have_moved_are_looked_for_when_somebody_may_have_moved_them(graphs: StepGraphs):
     graphs.forward(batch(4), CACHE, None)
-    graphs.look_at_addresses()
+    graphs.request_address_check()
     graphs.forward(batch(4), CACHE, None)
     # In place: where they were.
     assert Graph.num_replayed == 1
@@ -147,7 +147,7 @@ def test_weights_that_have_moved_are_looked_for_when_somebody_may_have_moved_the
     graphs.forward(batch(4), CACHE, None)
     # Control: nobody looked.
     assert Graph.num_replayed == 2
-    graphs.look_at_addresses()
+    graphs.request_address_check()
     graphs.forward(batch(4), CACHE, None)
     assert (Graph.num_replayed, graphs.num_recorded) == (2, 1)
 
@@ -162,6 +162,6 @@ def test_what_cannot_be_recorded_is_launched_kernel_by_kernel_and_said_once(
             assert torch.equal(graphs.forward(batch(count), CACHE, None), expected(count))
     assert [record.getMessage() for record in caplog.records] == [
         "steps are launched kernel by kernel, because they could not be recorded as CUDA graphs: operation not "
-        "permitted when stream is capturing; executor.enforce_eager=true leaves it out"
+        "permitted when stream is capturing; executor.enforce_eager=true skips the recording"
     ]
     assert (Graph.num_replayed, graphs.num_recorded) == (0, 0)

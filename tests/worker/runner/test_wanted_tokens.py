@@ -47,7 +47,7 @@ class Counts:
 
 def answers(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, least: int, **settings: object) -> Answers:
     """Prompts of several lengths, some in chunks, beside rows that decode; greedy, drawn, and two samples of one."""
-    monkeypatch.setattr(batch_module, "_LEAST_LEFT_OUT", least)
+    monkeypatch.setattr(batch_module, "_MIN_LEFT_OUT", least)
     prompts = [[3 + (row * 31 + at * 17) % 90 for at in range(length)] for row, length in enumerate((70, 9, 40, 1, 23))]
     params = [
         SamplingParams(temperature=0.0, max_tokens=5, logprobs=1, ignore_eos=True),
@@ -88,7 +88,7 @@ def test_another_token_in_its_place_is_found(monkeypatch: pytest.MonkeyPatch):
 
 def test_steps_of_which_more_is_asked_and_layers_of_several_ranks_leave_nothing_out(monkeypatch: pytest.MonkeyPatch):
     counts = Counts(monkeypatch)
-    monkeypatch.setattr(batch_module, "_LEAST_LEFT_OUT", 1)
+    monkeypatch.setattr(batch_module, "_MIN_LEFT_OUT", 1)
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     with LLM(DEMO, dtype="float32", num_blocks=64) as llm:
         llm.generate([[5] * 40, [6] * 50], [scored, SamplingParams(temperature=0.0, max_tokens=1)], use_tqdm=False)
@@ -106,11 +106,11 @@ def test_what_is_wanted_is_told_literally():
 
     step = batch_module.build_batch(STEP, 4, torch.device("cpu"))
     assert batch_module.wanted_tokens(STEP, step) is None
-    least, batch_module._LEAST_LEFT_OUT = batch_module._LEAST_LEFT_OUT, 7
+    least, batch_module._MIN_LEFT_OUT = batch_module._MIN_LEFT_OUT, 7
     try:
         wanted, samples = batch_module.wanted_tokens(STEP, step)
     finally:
-        batch_module._LEAST_LEFT_OUT = least
+        batch_module._MIN_LEFT_OUT = least
     assert wanted.rows.tolist() == [2, 3, 9]
     # The first forks.
     assert samples.tolist() == [0, 0, 1, 2]

@@ -8,7 +8,7 @@ from torch import nn
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.worker.runner.largest_step import largest_step, longest_chunk, prepared_step
+from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def model():
 def test_as_many_layers_run_as_the_cache_has_and_the_model_gets_all_of_them_back(model, num_layers):
     layers, engine = model.model.layers, new_engine(num_layers)
     runner = Runner(model, engine)
-    with prepared_step(model, engine, lambda _: runner, largest_step(4, 4, 10, 2)) as run:
+    with prepared_step(model, engine, lambda _: runner, max_step(4, 4, 10, 2)) as run:
         assert engine.device_cache.shape[0] == num_layers
         run()
     assert runner.seen == [(0, 4, num_layers, num_layers), "sampled"]
@@ -52,7 +52,7 @@ def test_as_many_layers_run_as_the_cache_has_and_the_model_gets_all_of_them_back
 def test_several_steps_run_one_after_the_other(model):
     engine = new_engine(5)
     runner = Runner(model, engine)
-    with prepared_step(model, engine, lambda _: runner, largest_step(4, 4, 10, 2), longest_chunk(4, 10, 2, 3)) as run:
+    with prepared_step(model, engine, lambda _: runner, max_step(4, 4, 10, 2), longest_chunk(4, 10, 2, 3)) as run:
         run()
     assert runner.seen == [(0, 4, 5, 5), "sampled", (0, 1, 5, 5), "sampled"]
 
@@ -80,7 +80,7 @@ def test_a_step_that_fails_leaves_the_model_whole_and_no_cache(model):
 
 
 def test_one_row_of_the_largest_step_is_filtered_and_all_report():
-    samplings = [each.sequence.request.sampling for each in largest_step(64, 8, 100, 4)]
+    samplings = [each.sequence.request.sampling for each in max_step(64, 8, 100, 4)]
     assert [sampling.has_filters for sampling in samplings] == [True] + [False] * 7
     assert all(sampling.needs_logprobs for sampling in samplings)
 
@@ -88,7 +88,7 @@ def test_one_row_of_the_largest_step_is_filtered_and_all_report():
 @pytest.mark.parametrize(("num_seqs", "filtered"), [(8, [False] + [True] * 7), (1, [True])])
 def test_off_the_cpu_all_rows_but_a_greedy_one_are_filtered(num_seqs, filtered):
     """One was, while a step may sort as many as there are."""
-    scheduled = largest_step(64, num_seqs, 100, 4, all_filtered=True)
+    scheduled = max_step(64, num_seqs, 100, 4, all_filtered=True)
     samplings = [each.sequence.request.sampling for each in scheduled]
     assert [sampling.has_filters for sampling in samplings] == filtered
     assert [sampling.is_greedy for sampling in samplings] == [not each for each in filtered]

@@ -1,0 +1,151 @@
+"""Dummy steps: the one that needs the most memory, for profiling, and small ones that launch every kernel, for warm-up.
+
+All tokens are zero, and no real requests exist.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kv_cache.block import BlockId, num_blocks_for
+from kv_cache.cache_engine import CacheEngine
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, taken_pooling
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.runner.model_runner import ModelRunner
+
+# With a top logprob: off the CPU those of many rows are computed at once, in copies next to the logits.
+_FILTERED = SamplingParams(top_p=0.9, logprobs=1)
+_REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0)
+_GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1)
+
+_WARM_UP_PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, logprobs=1),
+    SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, logprobs=1),
+    SamplingParams(temperature=1.0, logit_bias=((0, 1.0),)),
+)
+"""Sampling from shards and from complete rows of logits: greedy, random, filtered, with logprobs. One row each: more
+rows need no other kernels, and take time where kernels are interpreted.
+"""
+
+
+def max_step(
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    pooling: PoolingConfig | None = None,
+    *,
+    all_filtered: bool = False,
+) -> tuple[ScheduledSequence, ...]:
+    """The maximum number of tokens, spread over the maximum number of sequences, all of which sample or are pooled.
+
+    All want logprobs and complete rows of logits. On the CPU filters work nearly row by row, so one filtered row needs
+    as much memory as many and takes less time. Elsewhere many rows are sorted at once: `all_filtered` filters all but
+    the first, which is greedy, so that the filtered and the sampled logits are copies next to the logits of all rows.
+    """
+    num_sequences = max(1, min(max_num_seqs, max_num_batched_tokens))
+    num_tokens = max(1, min(max_model_len - 1, max_num_batched_tokens // num_sequences))
+    num_blocks = num_blocks_for(num_tokens, block_size)
+    first, others = (_GREEDY, _FILTERED) if all_filtered and num_sequences > 1 else (_FILTERED, _REPORTED)
+    return tuple(
+        _sequence(
+            index,
+            others if index else first,
+            range(index * num_blocks, (index + 1) * num_blocks),
+            num_tokens,
+            pooling=pooling,
+        )
+        for index in range(num_sequences)
+    )
+
+
+def longest_chunk(
+    max_num_batched_tokens: int, max_model_len: int, block_size: int, num_blocks: int
+) -> tuple[ScheduledSequence, ...]:
+    """The chunk that needs the most attention memory, if that depends on a row's length: the maximum number of tokens
+    at the end of the longest row. Its blocks cycle through the `num_blocks` of the cache.
+    """
+    num_tokens = max(1, min(max_num_batched_tokens, max_model_len - 1))
+    num_computed = max(max_model_len - 1 - num_tokens, 0)
+    blocks = _cycled_blocks(num_computed + num_tokens, block_size, num_blocks)
+    return (_sequence(0, _REPORTED, blocks, num_tokens, num_computed),)
+
+
+def warm_up_steps(
+    num_tokens: int, num_keys: int, block_size: int, num_blocks: int, pooling: PoolingConfig | None = None
+) -> tuple[tuple[ScheduledSequence, ...], ...]:
+    """A step of `num_tokens` sequences and one of a few. Each sequence computes one token, and samples or is pooled;
+    the first attends to `num_keys` keys, the others to one. Blocks cycle through the `num_blocks` of the cache.
+    """
+    params = _WARM_UP_PARAMS if pooling is None else _WARM_UP_PARAMS[:1]
+    counts = (num_tokens, min(num_tokens, len(_WARM_UP_PARAMS)))
+
+    def sequence(index: int) -> ScheduledSequence:
+        length, sampling = 1 if index else num_keys, params[index] if index < len(params) else _WARM_UP_PARAMS[0]
+        blocks = _cycled_blocks(length, block_size, num_blocks)
+        return _sequence(index, sampling, blocks, 1, length - 1, pooling=pooling)
+
+    return tuple(tuple(map(sequence, range(count))) for count in counts)
+
+
+def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[ScheduledSequence, ...]:
+    """A step of `num_sequences` greedy sequences of one token."""
+    blocks = _cycled_blocks(1, block_size, num_blocks)
+    return tuple(_sequence(index, _WARM_UP_PARAMS[0], blocks, 1) for index in range(num_sequences))
+
+
+def _sequence(
+    index: int,
+    sampling: SamplingParams,
+    blocks: Iterable[int],
+    num_tokens: int,
+    num_computed: int = 0,
+    *,
+    pooling: PoolingConfig | None = None,
+) -> ScheduledSequence:
+    """A sequence that computes its last `num_tokens` tokens, after `num_computed`, and samples or is pooled."""
+    params = None if pooling is None else taken_pooling(PoolingParams(), pooling)
+    request = Request(RequestId(index), (0,) * (num_computed + num_tokens), sampling, stream=index, pooling=params)
+    block_ids = [BlockId(number) for number in blocks]
+    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens)
+    return ScheduledSequence(sequence, num_tokens, num_samples=1)
+
+
+def _cycled_blocks(length: int, block_size: int, num_blocks: int) -> list[int]:
+    return [index % num_blocks for index in range(num_blocks_for(length, block_size))]
+
+
+@contextmanager
+def prepared_step(
+    model: DecoderForCausalLM,
+    engine: CacheEngine,
+    new_runner: Callable[[CacheEngine], ModelRunner],
+    *steps: Sequence[ScheduledSequence],
+) -> Iterator[Callable[[], None]]:
+    """Context with a function that runs `steps` one after another on their own cache, which is allocated on entry and
+    freed on exit.
+
+    `engine` is not allocated yet. It may have fewer layers than the model, of which only that many run: layers are
+    alike and run one after another, so a few reach the same peak as all. The model has all layers again on exit.
+    """
+    stack = model.model
+    all_layers = stack.layers
+    stack.layers = all_layers[: engine.spec.num_layers]
+    try:
+        engine.allocate()
+        engine.device_cache.zero_()  # host memory is taken when it is written
+
+        def run() -> None:
+            runner = new_runner(engine)
+            for scheduled in steps:
+                runner.forward(0, scheduled)
+                runner.sample()
+
+        yield run
+    finally:
+        stack.layers = all_layers
+        engine.release()
