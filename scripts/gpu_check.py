@@ -61,7 +61,7 @@ def parts(folder: Path, *, is_dry: bool) -> list[Part]:
     interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"} if is_dry else {}
     probe = ["scripts/gpu_probe.py", *(["--dry"] if is_dry else [])]
     few = ["--device", "cpu", "--prompts", "2", "--tokens", "4"] if is_dry else []
-    # Triton's interpreter has no bfloat16.
+    # Triton's interpreter does not support bfloat16.
     with_triton = ["--worker-cls", WORKER, *(["--dtypes", "float32"] if is_dry else [])]
     compared_by = (*RUNTIME, "transformers")
     # A dry run has minutes: what interprets is slow, and other work may be beside it. The tests build the library of

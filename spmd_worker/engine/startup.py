@@ -49,7 +49,7 @@ from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
-from spmd_worker.worker.device import check_own_gpus, device_type
+from spmd_worker.worker.device import check_gpus_not_shared, device_type
 from spmd_worker.worker.memory.plan import check_cache_setting
 from spmd_worker.worker.memory.swap_cost import block_copy_tokens
 
@@ -160,7 +160,7 @@ def _start(
         watchdog.join_run(check_members(engine_channel, run_secret()))
         # Ranks of the engine, of any replica, must not share a GPU.
         gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
-        check_own_gpus([identity for each in gpus for identity in json.loads(each)])
+        check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
         sizes = _load(resolved, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
         scheduler = _new_replica(resolved, sizes)

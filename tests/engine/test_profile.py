@@ -80,7 +80,7 @@ def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytes
     """Workers may be in different states: nothing runs on them any more."""
     with LLM(MODEL, **OPTIONS) as llm:
         (worker,) = llm.collective_rpc(lambda worker: worker)
-        monkeypatch.setattr(worker.running.profiler, "commit_start_profile", lambda path: 1 / 0)
+        monkeypatch.setattr(worker.running.event_handlers[1], "commit_start_profile", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.start_profile(tmp_path)
         with pytest.raises(RuntimeError, match="an earlier step failed halfway: close this LLM"):

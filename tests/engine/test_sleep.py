@@ -232,7 +232,7 @@ def test_what_a_sleeping_worker_is_given_to_compute_is_refused(llm: LLM):
     """The last guard, behind all others: never a crash in memory that is not there."""
     llm.sleep(2)
     llm.llm_engine.executor.sleeping_tags = ()
-    with pytest.raises(RuntimeError, match="would run while this worker sleeps: call wake_up first"):
+    with pytest.raises(RuntimeError, match="cannot run while this worker sleeps: call wake_up first"):
         answers(llm)
 
 
@@ -282,10 +282,7 @@ def test_the_memory_of_cache_and_weights_is_given_back_each_time(caplog: pytest.
     with open_llm(num_blocks=3000, swap_space=0) as llm, caplog.at_level(logging.INFO, "spmd_worker"):
         num_bytes, num_less = given_back(llm)
         assert num_less > 0.9 * num_bytes > 50e6
-        assert (
-            f"asleep at level 2, gave back 2691584 bytes of weights and {num_bytes} bytes of kv_cache in "
-            in caplog.text
-        )
+        assert f"asleep at level 2, freed 2691584 bytes of weights and {num_bytes} bytes of kv_cache in " in caplog.text
         llm.wake_up()
         load(llm)
         answers(llm)

@@ -74,7 +74,7 @@ def test_replicas_of_one_rank_on_one_gpu_are_refused_before_anything_is_loaded(m
     monkeypatch.setattr(
         ControlChannel, "gather", lambda self, payload: gather(self, payload) * (2 if b"H200" in payload else 1)
     )
-    with pytest.raises(ConfigError, match=r"^ranks 0, 1 of one host compute on one GPU, H200 GPU-4ed7: give"):
+    with pytest.raises(ConfigError, match=r"^ranks 0, 1 of one host compute on the same GPU, H200 GPU-4ed7: give"):
         new_llm(f"{HERE}.GpuWorker")
     assert loaded == []
 

@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 TESTS = Path(__file__).parent
-EXPLAINED = "plain torch computes where native kernels would"
+EXPLAINED = "plain torch is used instead of native kernels"
 GREEDY = """
 from spmd_worker import LLM, SamplingParams
 import sys, logging

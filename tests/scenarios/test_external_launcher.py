@@ -199,7 +199,7 @@ def test_incomplete_engine_of_ranks_is_an_error(reports: list[Report]):
 def main(folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start.measure_host = lambda weights, activations, local_world_size: MemoryMeasurement(MEMORY_BYTES, weights, 0, 0)
-    start.profile_host = lambda measurement, largest_step: measurement
+    start.profile_host = lambda measurement, max_step: measurement
     report: Report = {}
     with new_llm(size, gpu_memory_utilization=BUDGETS[rank]) as llm:
         report["outputs"] = outputs_of(llm)

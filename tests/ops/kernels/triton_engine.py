@@ -109,7 +109,7 @@ def main() -> None:
                 "same bits preempted": preempted == whole,
                 "same bits alone": alone == whole,
                 "same bits a step ahead": ahead == whole,
-                "bfloat16 is refused": "interpreter has no bfloat16: use dtype=float32" in refused,
+                "bfloat16 is refused": "interpreter does not support bfloat16: use dtype=float32" in refused,
                 "control: other kernels have other bits": expected != whole,
                 "control: rows were preempted": num_preempted > 0,
             }

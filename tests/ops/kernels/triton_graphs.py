@@ -92,7 +92,7 @@ def planted(what: str) -> AbstractContextManager[object]:
     if what == "tokens that fill up are written":
         return mock.patch.object(sys.modules[TritonFixedAttention.__module__], "_NO_SLOT", 0)
     if what == "weights that have moved":
-        return mock.patch.object(step_graphs.StepGraphs, "look_at_addresses")
+        return mock.patch.object(step_graphs.StepGraphs, "request_address_check")
     return nullcontext()
 
 
