@@ -1,7 +1,4 @@
-"""What an engine runs steps on: one or several workers behind one interface.
-
-Names follow vLLM's.
-"""
+"""Interface of an executor, which runs an engine's steps on one or several workers. Names follow vLLM's."""
 
 import logging
 import threading
@@ -28,7 +25,7 @@ from spmd_worker.worker.worker_wrapper import resolve_class
 logger = logging.getLogger(__name__)
 
 MAX_CALL_S: Final = threading.TIMEOUT_MAX
-"""More seconds than that no wait of Python's takes."""
+"""Maximum timeout of Python's waits, seconds."""
 
 BACKENDS = {
     "external_launcher": "spmd_worker.executor.external_launcher.ExternalLauncherExecutor",
@@ -38,7 +35,9 @@ BACKENDS = {
 
 
 class Executor(ABC):
-    """Call `start`, then `determine_num_available_blocks` and `initialize_from_config`, then steps, then `shutdown`."""
+    """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
+    `shutdown`.
+    """
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
@@ -48,47 +47,39 @@ class Executor(ABC):
         self._transfers = TransferBook(self.num_workers)
         self._num_in_flight: Callable[[], int] = lambda: 0
         self.sleeping_tags: tuple[str, ...] = ()
-        """What of every worker sleeps: "weights", "kv_cache"."""
+        """Tags that sleep on every worker: "weights", "kv_cache"."""
         self._prepared_event: tuple[str, Any] = ("", None)
 
     @property
     def config(self) -> RunConfig:
-        """The run's configuration."""
         return self.resolved.config
 
     @property
     def layout(self) -> RankLayout:
-        """How ranks divide the work."""
         return self.resolved.layout
 
     @property
     def num_workers(self) -> int:
-        """Workers that this executor calls: one, where each rank has an executor of its own."""
+        """Number of workers that this executor calls; one if each rank has its own executor."""
         return 1
 
     @property
     def is_failed(self) -> bool:
-        """Whether no step can run any more."""
+        """Whether the executor has failed, so that no more steps can run."""
         return self._has_failed
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether anything sleeps: no step can compute then."""
         return bool(self.sleeping_tags)
 
     @staticmethod
     def get_class(backend: str, environment: RankEnvironment, num_ranks: int = 1) -> type["Executor"]:
-        """`auto` is external_launcher under a launcher; elsewhere uniproc for one of `num_ranks`, multiproc for more. A
-        qualified name is imported.
-
-        Raises ConfigError for what is neither, listing what is known.
+        """The class of `executor.backend`, which may be a qualified name. `auto` is external_launcher under a launcher;
+        elsewhere uniproc for one rank, multiproc for more. Raises ConfigError for an invalid class.
         """
         if backend == "auto":
-            alone = "uniproc" if num_ranks == 1 else "multiproc"
-            backend = "external_launcher" if environment.is_launched else alone
-        if backend not in BACKENDS and "." not in backend:
-            known = ", ".join(["auto", *BACKENDS])
-            raise ConfigError(f"executor.backend={backend} is not one of {known}, nor the qualified name of a class")
+            unlaunched = "uniproc" if num_ranks == 1 else "multiproc"
+            backend = "external_launcher" if environment.is_launched else unlaunched
         try:
             executor_class: type[Executor] = resolve_class(BACKENDS.get(backend, backend), Executor)
         except ValueError as error:
@@ -108,31 +99,30 @@ class Executor(ABC):
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        """Run a method on every worker of this executor: their answers, or futures of them, in rank order.
+        """Run a method on every worker of this executor. Returns results, or futures of them, in rank order.
 
         A callable gets the worker as its first argument; it must live in the worker's process. Raises TypeError or
-        ValueError, before anything runs, for a `timeout` that is no number of seconds (`check_call_timeout`).
+        ValueError, before anything runs, for an invalid `timeout` (`check_call_timeout`).
         """
 
     def load_model(self) -> None:
-        """Every worker fills its shard."""
         self.collective_rpc("load_model")
 
     def get_kv_cache_specs(self) -> list[CacheSpec]:
-        """Each worker's share of the cache."""
+        """Each worker's share of the cache, in rank order."""
         return self.collective_rpc("get_kv_cache_spec")
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """(device blocks, host blocks) that every rank of the replica has room for."""
+        """(device blocks, host blocks) that fit on every worker."""
         counts = self.collective_rpc("determine_num_available_blocks")
         return min(device for device, _ in counts), min(host for _, host in counts)
 
     @abstractmethod
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Every worker allocates its cache."""
+        """Allocate every worker's cache."""
 
     def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
-        """One step; every worker executes the same plan, and all sample the same ids."""
+        """Run one step: all workers execute the same plan and sample the same ids."""
         result = self._run_step(plan)
         if not non_block:
             return result
@@ -141,11 +131,11 @@ class Executor(ABC):
         return future
 
     def wait_for_step(self, step: Future[StepResult]) -> StepResult:
-        """What `execute_model` promised, in the order of the calls. Raises what the step raised."""
+        """Result of a future of `execute_model`, in the order of the calls. Raises the step's error."""
         return step.result()
 
     def prepare_event(self, name: str, payload: Any) -> str:
-        """Have every worker prepare a worker event. Returns "", or what the lowest rank that refuses it says."""
+        """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""
         self._prepared_event = (name, payload)
         for index, problem in enumerate(self._call_or_fail("prepare_event", name, payload)):
             if problem:
@@ -153,36 +143,36 @@ class Executor(ABC):
         return ""
 
     def end_event(self, is_committed: bool) -> list[Any]:
-        """Have every worker commit what it prepared, or undo it: what the commits returned, in rank order."""
+        """Have every worker commit the prepared event or undo it. Returns the commits' results, in rank order."""
         results = self._call_or_fail("end_event", is_committed)
         if is_committed:
             self.sleeping_tags = tags_after(*self._prepared_event, self.sleeping_tags)
         return results
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
-        """`num_in_flight` says how many requests are being answered: no weight may change meanwhile."""
+        """Register the count of requests in flight, during which no weight may change."""
         self._num_in_flight = num_in_flight
 
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
-        """Of each worker, in rank order: see `WorkerBase.get_weight_update`. May be empty where none is open."""
+        """Each worker's open weight update, in rank order; may be empty if there is none."""
         return self.collective_rpc("get_weight_update")
 
     def reject_weight_update(self) -> None:
-        """Every worker's update was refused for its tied head, and stays open."""
+        """Reject every worker's update for its tied head; it stays open."""
         self.collective_rpc("reject_weight_update")
 
     def end_weight_update(self) -> None:
-        """Every worker's update is committed."""
+        """Commit every worker's update."""
         self.collective_rpc("end_weight_update")
 
     def check_health(self) -> None:
-        """Raise when a worker can no longer compute."""
+        """Raise if a worker can no longer compute."""
         if self.is_failed:
             raise RuntimeError("the executor has failed: make a new one")
         self.collective_rpc("check_health", timeout=self.config.executor.timeout_s)
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """`callback` runs once, when the executor fails for good; at once if it has failed already."""
+        """Run `callback` once when the executor fails permanently, or now if it has failed already."""
         with self._callback_lock:
             is_late = self._has_failed
             if not is_late:
@@ -192,35 +182,27 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be in flight at once: see `ResolvedRun.num_in_flight`."""
+        """Number of steps that may be in flight at once."""
         return self.resolved.num_in_flight
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What every worker can be asked for, such as "generate"."""
+        """Tasks that every worker supports, such as "generate"."""
         first, *others = self.collective_rpc("get_supported_tasks")
         return tuple(task for task in first if all(task in tasks for tasks in others))
 
     def peak_memory_bytes(self) -> int:
-        """The most host memory that the processes of this executor have used, this one included."""
+        """Peak host memory of this executor's processes, including this one."""
         return sum(each.peak_memory_bytes for each in self.reports())
 
     def reports(self) -> list[WorkerReport]:
-        """Each worker as it is now, in rank order."""
+        """Each worker's current state, in rank order."""
         return self.collective_rpc("get_report")
 
-    def init_kv_output_aggregator(self) -> None:
-        """Count transfers anew: one is finished when every worker of this executor has finished it.
-
-        Across executors of one worker each, rank 0's lockstep counts the same way.
-        """
-        self._transfers = TransferBook(self.num_workers)
-
     def reinitialize_distributed(self, resolved: ResolvedRun) -> None:
-        """Leave the groups, drop model and cache, and join the world of another layout; then as after `start`.
-
-        The engine calls it (`restart_engine`), which forgets what it knows of the cache. Raises ConfigError, with
-        everything as it was, for a layout that cannot run here; any later failure is for good.
+        """Leave the groups, drop model and cache, and join the world of another layout; the state is then as after
+        `start`. Only `restart_engine` calls this. Raises ConfigError, with nothing changed, for a layout that cannot
+        run here; any later failure is permanent.
         """
         self.check_layout(resolved.layout)
         with self._failing_for_good():
@@ -229,13 +211,11 @@ class Executor(ABC):
             self._set_up()
 
     def check_layout(self, layout: RankLayout) -> None:
-        """Raise ConfigError for a layout of more or fewer ranks: these are not this executor's to start or to end."""
+        """Raise ConfigError for a layout of more or fewer ranks, because this executor does not start them."""
         if layout.world_size != self.layout.world_size:
             raise ConfigError(
-                f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
-                f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
-                f"{layout.world_size} ranks, and this engine has {self.layout.world_size}, which it has not started: "
-                f"give sizes of {self.layout.world_size} ranks, or use executor.backend=multiproc"
+                f"{layout.product()} ranks, but this engine has {self.layout.world_size}, which it did not start: "
+                f"choose sizes of {self.layout.world_size} ranks, or use executor.backend=multiproc"
             )
 
     def shutdown(self) -> None:
@@ -244,10 +224,10 @@ class Executor(ABC):
 
     @abstractmethod
     def _set_up(self) -> None:
-        """Make the workers of `layout` and have them join each other."""
+        """Make the workers of `layout` and join their groups."""
 
     def _call_or_fail(self, method: str, *args: Any) -> list[Any]:
-        """As `collective_rpc`; what it raises fails the executor, as in a step, because workers may now differ."""
+        """`collective_rpc` whose error fails the executor, as in a step, because workers may then differ."""
         with self._failing_for_good():
             return self.collective_rpc(method, args=args)
 
@@ -259,17 +239,16 @@ class Executor(ABC):
         return self._aggregate([result], 0)
 
     def _aggregate(self, results: Sequence[StepResult], output_rank: int) -> StepResult:
-        """The step's one result: the output rank's ids, and the transfers that every worker has finished by now.
-
-        Raises ReplicaDivergedError where workers that sample, those from the output rank on, did so under other masks.
+        """The step's result: the output rank's ids, and the transfers that every worker has finished. Raises
+        ReplicaDivergedError if the workers that sample, from the output rank on, used different masks.
         """
         expected = results[output_rank].mask_checksums
         for rank, result in enumerate(results[output_rank:], start=output_rank):
             if result.mask_checksums != expected:
                 raise ReplicaDivergedError(
                     f"step {result.step}: rank {rank} diverged from rank {output_rank}: mask_checksums: "
-                    f"{list(expected)} on rank {output_rank}, {list(result.mask_checksums)} on rank {rank}; what was "
-                    f"sampled under them is dropped"
+                    f"{list(expected)} on rank {output_rank}, {list(result.mask_checksums)} on rank {rank}; the "
+                    f"sampled ids are dropped"
                 )
         for rank, result in enumerate(results):
             self._transfers.add(rank, result.finished_transfers)
@@ -277,7 +256,7 @@ class Executor(ABC):
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """What is raised within it fails the executor."""
+        """Context whose errors fail the executor."""
         try:
             yield
         except BaseException as error:
@@ -285,22 +264,22 @@ class Executor(ABC):
             raise
 
     def _fail_with(self, error: BaseException) -> None:
-        """No step can run any more, because of `error`, which the caller raises."""
+        """Fail the executor because of `error`, which the caller raises."""
         self._fail()
 
     def _fail(self) -> None:
-        """Run the callbacks; a second call finds none."""
+        """Run the callbacks, once."""
         with self._callback_lock:
             self._has_failed = True
             callbacks, self._failure_callbacks = self._failure_callbacks, []
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # the failure that it is told of is what the caller must hear
+            except Exception:  # the caller must get the failure itself
                 logger.exception("a failure callback raised")
 
     def _worker_kwargs(self, environment: RankEnvironment) -> dict[str, Any]:
-        """What `WorkerWrapper.init_worker` makes a rank's worker of."""
+        """A rank's entry for `WorkerWrapper.init_worker`."""
         return {
             "worker_cls": self.config.executor.worker_cls,
             "worker_extension_cls": self.config.executor.worker_extension_cls,
@@ -310,11 +289,10 @@ class Executor(ABC):
 
 
 def check_call_timeout(timeout: float | None) -> None:
-    """Raise TypeError for what is neither None nor an int or float, ValueError for one that nothing can wait for."""
+    """Raise TypeError unless `timeout` is None, an int or a float; ValueError for one out of range or NaN."""
     if timeout is None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout is a {type(timeout).__name__}: give seconds, or leave it out for no limit")
-    # Written so that NaN fails.
     if not 0 <= timeout <= MAX_CALL_S:
         raise ValueError(f"timeout={timeout} must be from 0 to {MAX_CALL_S:g} seconds: leave it out for no limit")

@@ -1,20 +1,18 @@
-"""One worker in this process, one process a rank, started by somebody else (torchrun, or a trainer that owns the
-ranks).
+"""Executor of one worker in this process, one process per rank, started by torchrun or by a trainer.
 
-Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to be the same everywhere is agreed over
-the control group.
+Each rank has its own executor, with `rpc_rank` 0 and its global rank; ranks agree over the control group.
 """
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.groups import ParallelGroups
-from spmd_worker.ranks.topology import check_whole_engines
+from spmd_worker.ranks.topology import check_complete_engines
 from spmd_worker.ranks.transport.channel import ControlChannel
 
 
 class ExternalLauncherExecutor(UniProcExecutor):
-    """This rank's part of a world that exists already."""
+    """Executor of this rank in an existing world."""
 
     def _set_up(self) -> None:
         """Raises ConfigError for a worker class whose `init_device` joins no groups although there are other ranks."""
@@ -28,12 +26,11 @@ class ExternalLauncherExecutor(UniProcExecutor):
 
     @property
     def channel(self) -> ControlChannel:
-        """The replica's control channel."""
         return ControlChannel(self._groups.control if self._groups is not None else single_group())
 
     @property
     def engine_channel(self) -> ControlChannel:
-        """The control channel of all replicas: the replica's own where there is one."""
+        """The control channel of all replicas; the replica's own if there is one replica."""
         return ControlChannel(self._groups.engine if self._groups is not None else single_group())
 
     @property
@@ -43,4 +40,4 @@ class ExternalLauncherExecutor(UniProcExecutor):
         return worker.groups
 
     def _check_world(self) -> None:
-        check_whole_engines(self.layout, self.environment.world_size)
+        check_complete_engines(self.layout, self.environment.world_size)

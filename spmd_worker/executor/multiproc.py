@@ -1,6 +1,6 @@
-"""Worker processes on this node, started by this process, which itself computes nothing: no launcher is needed.
+"""Executor that starts one worker process per rank on this node, without a launcher; this process computes nothing.
 
-The workers make a world of their own among themselves; a step is one message to all of them and one answer from each.
+The workers form their own world; a step is one message to all of them and one answer from each.
 """
 
 import atexit
@@ -24,6 +24,7 @@ from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.network_interface import LOOPBACK
 from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.lockstep.wire.codec import Encoder
 from spmd_worker.replica.lockstep.wire.message import StepMessage
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -35,16 +36,16 @@ from spmd_worker.worker.worker_wrapper import WorkerWrapper
 logger = logging.getLogger(__name__)
 
 _STEP_SHARE: Final = 0.9
-"""How much of `executor.timeout_s` a step may take: this executor can name the rank that does not answer, and so it
-speaks before the workers' own groups, and this process's watchdog, give up.
+"""Part of `executor.timeout_s` that a step may take: this executor can name the rank that does not answer, so it gives
+up before the workers' groups and this process's watchdog.
 """
 
 _SETTLE_S: Final = 1.0
-"""How long the other workers may take to answer, or to fail too, once one has failed."""
+"""Time for the other workers to answer, or to fail too, after one has failed."""
 
 
 class MultiprocExecutor(Executor):
-    """Tensor x pipeline workers. Calls may come from any thread; workers take them in one order."""
+    """Tensor x pipeline workers. Calls may come from any thread; all workers get them in the same order."""
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         super().__init__(resolved, environment)
@@ -57,10 +58,9 @@ class MultiprocExecutor(Executor):
 
     @property
     def driver_worker(self) -> WorkerWrapper:
-        """Raises AttributeError: there is none in this process."""
         raise AttributeError(
-            "the workers of executor.backend=multiproc live in other processes, which no tensor reaches: load weights "
-            "from files there, collective_rpc('reload_weights', args=(folder,)), or start ranks with torchrun"
+            "the workers of executor.backend=multiproc live in other processes: no tensor can be passed to them; load "
+            "weights from files, collective_rpc('reload_weights', args=(folder,)), or start the ranks with torchrun"
         )
 
     @property
@@ -69,16 +69,16 @@ class MultiprocExecutor(Executor):
 
     @property
     def is_failed(self) -> bool:
-        """See `Executor.is_failed`; true before any waiter hears of the failure."""
+        # Set before any waiter gets the error.
         return self._pool.failure is not None
 
     @property
     def worker_pids(self) -> list[int]:
-        """The workers' processes, in rank order."""
+        """Process ids, in rank order."""
         return [worker.pid for worker in self._pool.workers]
 
     def start(self) -> None:
-        """Raises ConfigError for a layout or a launch that this executor is not for, RankFailedError with the rank."""
+        """Raises ConfigError for an unsupported layout or a launched process, RankFailedError naming a failed rank."""
         self.check_layout(self.layout)
         atexit.register(self.shutdown)
         self._pool.start()
@@ -100,50 +100,47 @@ class MultiprocExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        """Run a method of the worker on all workers: answers, or `concurrent.futures.Future`s, in rank order.
+        """Run a method on all workers. Returns results, or `concurrent.futures.Future`s, in rank order.
 
-        Raises TypeError, before anything is sent, for what cannot cross processes, a function above all; WorkerError
-        naming rank, type and message where a worker raised, without waiting for workers that wait for that one;
-        WorkerDiedError; TimeoutError naming the ranks that have not answered in `timeout` seconds. A late answer is
-        dropped. For coroutines, give a future to `asyncio.wrap_future`.
+        Raises TypeError, before anything is sent, for values that cannot cross processes, functions above all;
+        WorkerError with rank, type and message if a worker raised, without waiting for workers that are blocked by it;
+        WorkerDiedError; TimeoutError naming the ranks that have not answered within `timeout` seconds. A late answer is
+        dropped. In a coroutine, pass a future to `asyncio.wrap_future`.
         """
         check_call_timeout(timeout)
         if callable(method):
             raise TypeError(
-                "collective_rpc was given a function, but the workers live in other processes and nothing is unpickled "
-                "from a wire: give the name of a worker's method; methods of your own come with "
-                "executor.worker_extension_cls"
+                "collective_rpc got a function, but the workers live in other processes and nothing is unpickled: pass "
+                "the name of a worker's method; add your own methods with executor.worker_extension_cls"
             )
         if method == "reload_weights" and self._num_in_flight():
             raise RuntimeError(f"{self._num_in_flight()} requests are being answered: weights are loaded between calls")
         try:
-            if non_block:
-                return self._pool.submit(FrameKind.CALL, method, encode_call(method, args, kwargs or {}))
-            return self._call(FrameKind.CALL, method, args, kwargs or {}, timeout)
+            futures = self._pool.submit(FrameKind.CALL, method, encode_call(method, args, kwargs or {}))
+            return futures if non_block else self._wait_for(futures, method, timeout)
         finally:
-            # Once it is sent: the workers are asked behind it.
+            # The call may have loaded weights: later calls ask the workers.
             self._may_have_update = True
 
     def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
-        """One step in one round trip. Fails for good when a worker raises or ends, or takes nearly `executor.timeout_s`
-        (a future has no time limit of its own).
+        """One step in one round trip. Fails permanently if a worker raises, ends, or takes nearly `executor.timeout_s`
+        (`wait_for_step` applies that limit to a future).
         """
         if not non_block:
             return self._run_step(plan)
         return _StepFuture(self._submit_step(plan), self._take_results, self._pool.fail)
 
     def wait_for_step(self, step: Future[StepResult]) -> StepResult:
-        """With the time limit that `execute_model` has where it blocks."""
         assert isinstance(step, _StepFuture), type(step)
         with self._failing_for_good():
-            self._wait_for(step.answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
+            self._wait_for(step.answers, "step", self._step_timeout_s)
             return step.result()
 
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
-        """See `Executor.get_weight_updates`. The workers are asked after calls that may have loaded weights."""
+        """Asks the workers only after calls that may have loaded weights."""
         if not self._may_have_update:
             return []
-        # Another thread's call may come while the workers answer.
+        # Reset first: another thread's call may come while the workers answer.
         self._may_have_update = False
         updates: list[WeightUpdateReport | None] = []
         try:
@@ -158,16 +155,14 @@ class MultiprocExecutor(Executor):
         self._call(FrameKind.CALL, "end_weight_update")
 
     def peak_memory_bytes(self) -> int:
-        """See `Executor.peak_memory_bytes`: the workers' processes and this one."""
         return super().peak_memory_bytes() + host.peak_resident_bytes()
 
     def check_health(self) -> None:
-        """Asks every worker. Raises where the executor has failed, or a worker cannot compute or does not answer."""
         self._pool.check_usable()
         super().check_health()
 
     def check_layout(self, layout: RankLayout) -> None:
-        """See `Executor.check_layout`: any number of ranks of one replica, in a process that nobody launched."""
+        """Any number of ranks of one replica, in a process without a launcher; raises ConfigError otherwise."""
         if self.environment.is_launched:
             raise ConfigError(
                 f"executor.backend=multiproc starts its own workers, and this process is rank {self.environment.rank} "
@@ -181,27 +176,27 @@ class MultiprocExecutor(Executor):
             )
 
     def shutdown(self) -> None:
-        """End the workers: no process, thread or socket is left. Idempotent; calls that wait get an error. Nothing in a
-        forked process: at its end, too, this is called.
+        """End the workers and all threads and sockets; waiting calls get an error. Idempotent. Does nothing in a forked
+        process, which calls this at its exit too.
         """
-        if not self._pool.is_own:
+        if not self._pool.is_owner:
             return
         self._pool.close()
         self._store = None
         atexit.unregister(self.shutdown)
 
     def _set_up(self) -> None:
-        """As many processes as the layout has ranks, each with a new worker that has joined the world."""
+        """Match the number of processes to the layout, then make a new worker in each and join the world."""
         surplus = len(self._pool.workers) - self.num_workers
         if surplus > 0:
             self._pool.remove_workers(surplus)
         elif surplus < 0:
             level = logging.getLogger(LOGGER_NAME).getEffectiveLevel()
             self._pool.add_workers(-surplus, process_environment(self.num_workers), level)
-        # Ranks are places in the pool, whatever a process was called when it started.
+        # A process's rank is its index in the pool, not its rank when it started.
         self._call(FrameKind.SETUP, "adjust_rank", ({each.rank: i for i, each in enumerate(self._pool.workers)},))
         logger.debug("worker processes: %s", self.worker_pids)
-        # One store a world: what an earlier world left in its own cannot be taken for this one's.
+        # Each world has its own store, without keys of an earlier one.
         self._store = open_store(self.config.executor.timeout_s)
         size, port = self.num_workers, self._store.port
         variables = [rank_environment(rank, size, port) for rank in range(size)]
@@ -210,54 +205,45 @@ class MultiprocExecutor(Executor):
         self._call(FrameKind.SETUP, "init_worker", (kwargs,))
         self._encoder = Encoder(self.max_concurrent_batches)
         self._sampled.clear()
-        self.init_kv_output_aggregator()
+        self._transfers = TransferBook(size)
         self.collective_rpc("init_device")
 
-    def _call(
-        self,
-        kind: FrameKind,
-        method: str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        futures = self._pool.submit(kind, method, encode_call(method, args, kwargs or {}))
-        return self._wait_for(futures, method, timeout)
+    @property
+    def _step_timeout_s(self) -> float:
+        return _STEP_SHARE * self.config.executor.timeout_s
+
+    def _call(self, kind: FrameKind, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        return self._wait_for(self._pool.submit(kind, method, encode_call(method, args, {})), method, None)
 
     def _wait_for(self, futures: list[Future[Any]], method: str, timeout: float | None) -> list[Any]:
         done, late = wait(futures, timeout, FIRST_EXCEPTION)
         if any(future.exception() is not None for future in done):
             wait(late, _SETTLE_S)
-            raise _culprit([error for future in futures if future.done() and (error := future.exception())])
+            raise _primary_error([error for future in futures if future.done() and (error := future.exception())])
         if late:
-            raise TimeoutError(f"{self._silent(futures)} not answered {method} within {timeout:g} s")
+            raise TimeoutError(f"{self._unanswered(futures)} not answered {method} within {timeout:g} s")
         return [future.result() for future in futures]
 
-    def _silent(self, futures: list[Future[Any]]) -> str:
-        """Who has not answered, and what the kernel says of them."""
+    def _unanswered(self, futures: list[Future[Any]]) -> str:
+        """The ranks that have not answered, with their processes' states."""
         workers = [worker for worker, future in zip(self._pool.workers, futures) if not future.done()]
-        words = []
-        for worker in workers:
-            state = worker.state()
-            words.append(f"rank {worker.rank} (pid {worker.pid}{', ' if state else ''}{state})")
-        return f"{', '.join(words)} {'has' if len(words) == 1 else 'have'}"
+        ranks = [f"rank {each.rank} (pid {', '.join(filter(None, (str(each.pid), each.state())))})" for each in workers]
+        return f"{', '.join(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
     def _run_step(self, plan: StepPlan) -> StepResult:
         with self._failing_for_good():
-            answers = self._submit_step(plan)
-            results = self._wait_for(answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
-            return self._take_results(results)
+            return self._take_results(self._wait_for(self._submit_step(plan), "step", self._step_timeout_s))
 
     def _call_or_fail(self, method: str, *args: Any) -> list[Any]:
         with self._failing_for_good():
-            return self.collective_rpc(method, _STEP_SHARE * self.config.executor.timeout_s, args)
+            return self.collective_rpc(method, self._step_timeout_s, args)
 
     def _fail_with(self, error: BaseException) -> None:
-        self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step met {error!r}"))
+        self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step failed with {error!r}"))
         self._pool.wait_until_ended()
 
     def _submit_step(self, plan: StepPlan) -> list[Future[StepResult]]:
-        """Coded once for all workers, against the plans before."""
+        """Encode the step once for all workers, as a delta to the plans before, and send it."""
         with self._step_lock:
             sampled = self._sampled.pop(plan.step - self.max_concurrent_batches, SampledIds())
             message = StepMessage(plan.step, (), plan, sampled.token_ids, b"", sampled.num_ids)
@@ -271,9 +257,7 @@ class MultiprocExecutor(Executor):
 
 
 class _StepFuture(Future[StepResult]):
-    """One future for a step's answers: its result when all have come, its error with the first that is one, or where
-    the answers do not agree.
-    """
+    """Future of a step's answers: resolved by the last answer, failed by the first error or by a disagreement."""
 
     def __init__(
         self,
@@ -294,22 +278,22 @@ class _StepFuture(Future[StepResult]):
         with self._lock:
             self._num_missing -= 1
             is_last = self._num_missing == 0
-            is_news = error is not None and not self._has_failed
-            self._has_failed |= is_news
-        if is_news:
+            is_first_error = error is not None and not self._has_failed
+            self._has_failed |= is_first_error
+        if is_first_error:
             assert isinstance(error, Exception), error
             self._fail(error, self)
         elif is_last and not self._has_failed:
             try:
                 result = self._take([each.result() for each in self.answers])
-            except Exception as disagreement:  # the last answer's callback: nobody else would hear of it
+            except Exception as disagreement:  # in a callback, which would swallow it
                 self._fail(disagreement, self)
             else:
                 self.set_result(result)
 
 
-def _culprit(errors: Sequence[BaseException]) -> BaseException:
-    """The first failure that arrived, told by the lowest rank that failed for the same reason."""
+def _primary_error(errors: Sequence[BaseException]) -> BaseException:
+    """The failure that arrived first, as reported by the lowest rank with the same cause."""
     raised = [error for error in errors if isinstance(error, WorkerError)]
     if not raised:
         return errors[0]

@@ -1,7 +1,6 @@
-"""The result handler: one thread that reads what all workers answer and resolves the futures that wait for it.
+"""The result handler: one thread that reads all workers' answers and resolves the pending futures.
 
-A worker's end is reported only after everything it had sent was read, so its own abort message come before the news of
-its death.
+A worker's end is reported only after all its answers are read, so its own error comes before that of its death.
 """
 
 import itertools
@@ -12,8 +11,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple
+from queue import SimpleQueue
+from typing import Any, Final
 
 from spmd_worker.base.errors import WorkerError
 from spmd_worker.executor.rpc_coding import decode_value
@@ -24,60 +23,49 @@ from spmd_worker.ranks.transport.frames import Frame, FrameError, FrameParser
 logger = logging.getLogger(__name__)
 
 _EXIT_S: Final = 5.0
-"""How long a worker may live after it has closed its queue."""
+"""Time for a worker to end after it has closed its queue."""
 
 _JOIN_S: Final = 10.0
-
-
-class _Waiting(NamedTuple):
-    method: str
-    future: Future[Any]
 
 
 class PendingResults:
     """Futures by call and rank. Every method may be called from any thread; each future is resolved once."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._futures: dict[tuple[int, int], tuple[str, Future[Any]]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._futures)
 
     def expect(self, number: int, method: str, ranks: Sequence[int]) -> list[Future[Any]]:
-        """A future for each rank's answer to call `number`. They cannot be cancelled: a worker does not stop."""
+        """A future for each rank's answer to call `number`. They cannot be cancelled, because a worker cannot stop."""
         futures = []
         for rank in ranks:
             future: Future[Any] = Future()
             future.set_running_or_notify_cancel()
             with self._lock:
-                self._waiting[number, rank] = _Waiting(method, future)
+                self._futures[number, rank] = (method, future)
             futures.append(future)
         return futures
 
-    def take(self, number: int, rank: int) -> _Waiting | None:
-        """Who waits for this answer, None when nobody does any more."""
+    def take(self, number: int, rank: int) -> tuple[str, Future[Any]] | None:
+        """Method and future of an answer; None if it is no longer pending."""
         with self._lock:
-            return self._waiting.pop((number, rank), None)
+            return self._futures.pop((number, rank), None)
 
-    def fail_before(self, number: int, rank: int, error_of: Callable[[int, str], Exception]) -> None:
-        """Give the futures of one rank's answers to calls before `number` an error, made of rank and method."""
+    def fail(
+        self, error_of: Callable[[int, str], Exception], applies: Callable[[int, int], bool] = lambda *key: True
+    ) -> None:
+        """Set an error, made from rank and method, on the futures whose call number and rank `applies` accepts."""
         with self._lock:
-            keys = [key for key in self._waiting if key[0] < number and key[1] == rank]
-            waiting = [self._waiting.pop(key) for key in keys]
-        for each in waiting:
-            each.future.set_exception(error_of(rank, each.method))
-
-    def fail_all(self, error_of: Callable[[int, str], Exception]) -> None:
-        """Give every future an error, made of rank and method."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for (_, rank), each in waiting.items():
-            each.future.set_exception(error_of(rank, each.method))
+            failed = {key: self._futures.pop(key) for key in [*self._futures] if applies(*key)}
+        for (_, rank), (method, future) in failed.items():
+            future.set_exception(error_of(rank, method))
 
 
 class ResultHandler:
-    """Reads until `stop`. `on_end` is called, in this thread, for each worker whose process has ended."""
+    """Reads until `stop`. `on_end` is called in its thread for each worker whose process has ended."""
 
     def __init__(self, pending: PendingResults, on_end: Callable[[WorkerHandle], None]) -> None:
         self._pending, self._on_end = pending, on_end
@@ -91,22 +79,20 @@ class ResultHandler:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs in this handler's thread."""
         return threading.current_thread() is self._thread
 
     def start(self) -> None:
-        """Begin to read."""
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread.start()
 
     def add(self, worker: WorkerHandle) -> None:
-        """Read this worker's answers too."""
+        """Start to read a worker's answers."""
         self._new.put(worker)
         self.wake()
 
     def wake(self) -> None:
-        """Have the thread look for workers that have come or gone."""
+        """Have the thread check for added and ended workers."""
         try:
             self._waker.send(b"!")
         except OSError:
@@ -114,7 +100,7 @@ class ResultHandler:
             return
 
     def stop(self) -> None:
-        """End the thread; from the thread itself, once it is done with what it does."""
+        """End the thread; if called in it, after its current work."""
         self._is_stopping = True
         self.wake()
         if self._thread.is_alive() and not self.is_current_thread:
@@ -127,31 +113,22 @@ class ResultHandler:
                     self._woken.recv(4096)
                 elif key.data in self._parsers:
                     self._read(key.data)
-            self._take_in_new()
-            self._look_for_ended()
+            while not self._new.empty():
+                worker = self._new.get()
+                self._parsers[worker] = FrameParser(FrameKind)
+                self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+            for worker in [each for each in self._parsers if each.exited.is_set()]:
+                # First its last answers.
+                while worker in self._parsers and self._read(worker):
+                    continue
+                if worker in self._parsers:
+                    self._forget(worker)
         self._selector.close()
         self._woken.close()
         self._waker.close()
 
-    def _take_in_new(self) -> None:
-        while True:
-            try:
-                worker = self._new.get_nowait()
-            except Empty:
-                return
-            self._parsers[worker] = FrameParser(FrameKind)
-            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
-
-    def _look_for_ended(self) -> None:
-        for worker in [each for each in self._parsers if each.exited.is_set()]:
-            # What it said before it ended.
-            while worker in self._parsers and self._read(worker):
-                continue
-            if worker in self._parsers:
-                self._forget(worker)
-
     def _read(self, worker: WorkerHandle) -> bool:
-        """Take in what has come; False when nothing has, or nothing more will."""
+        """Process the available answers; False if there are none."""
         piece = worker.receive()
         if piece:
             try:
@@ -159,14 +136,14 @@ class ResultHandler:
                     self._take(worker.rank, frame)
                 return True
             except FrameError:
-                logger.exception("%s sent what is no answer: it is ended", worker)
+                logger.exception("%s sent an invalid answer: it is ended", worker)
                 worker.signal(signal.SIGKILL)
         if piece is not None:
             self._forget(worker)
         return False
 
     def _forget(self, worker: WorkerHandle) -> None:
-        """Nothing more comes from this worker."""
+        """Stop to read a worker that closed its queue, and wait for its end."""
         self._selector.unregister(worker.connection)
         del self._parsers[worker]
         if not worker.exited.wait(_EXIT_S):
@@ -176,17 +153,17 @@ class ResultHandler:
         worker.read_to_end.set()
 
     def _take(self, rank: int, frame: Frame) -> None:
-        waiting = self._pending.take(frame.number, rank)
-        if waiting is None:
+        pending = self._pending.take(frame.number, rank)
+        if pending is None:
             return
+        method, future = pending
         try:
             value = decode_value(frame.payload)
         except (ValueError, TypeError) as error:
-            waiting.future.set_exception(WorkerError(rank, waiting.method, type(error).__name__, str(error)))
+            future.set_exception(WorkerError(rank, method, type(error).__name__, str(error)))
             return
         if frame.kind is FrameKind.RESULT:
-            waiting.future.set_result(value)
+            future.set_result(value)
             return
         type_name, message, trace = value
-        order = next(self._failure_order)
-        waiting.future.set_exception(WorkerError(rank, waiting.method, type_name, message, trace, order))
+        future.set_exception(WorkerError(rank, method, type_name, message, trace, next(self._failure_order)))

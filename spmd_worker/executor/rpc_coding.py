@@ -1,8 +1,8 @@
-"""Arguments and results of calls between processes, as JSON.
+"""JSON encoding of arguments and results of calls between processes.
 
-Numbers, texts, lists and null are themselves; an object has one key, which says what it is: `tuple`, `bytes` (base64),
-`dict` (pairs, so keys keep their types), or the name of one of our own records. What is none of these is refused on the
-side that sends it, and nothing that arrives names code.
+Numbers, strings, lists and null are encoded as such; an object has one key, its type: `tuple`, `bytes` (base64), `dict`
+(pairs, so keys keep their types), or the name of one of our own records. The sender rejects any other type, and nothing
+in the encoding names code.
 """
 
 import base64
@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.base.config import schema as config
+from spmd_worker.base.config import schema
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
@@ -31,19 +31,9 @@ from spmd_worker.worker.worker_base import WorkerReport
 
 _PLAIN: Final = (type(None), bool, int, float, str)
 
-_CONFIG_RECORDS: Final = (
-    config.RunConfig,
-    config.ModelOptions,
-    config.ParallelConfig,
-    config.ExecutorConfig,
-    config.CacheConfig,
-    config.SchedulerConfig,
-    config.SamplingConfig,
-    config.JobConfig,
-    config.ServeConfig,
-    config.PlanConfig,
-    config.RowLimits,
-)
+_CONFIG_RECORDS: Final[list[type]] = [
+    each for each in vars(schema).values() if isinstance(each, type) and each.__module__ == schema.__name__
+]
 _RECORDS: Final[dict[str, type]] = {
     record.__name__: record
     for record in (
@@ -76,17 +66,17 @@ _RECORDS: Final[dict[str, type]] = {
 
 
 def encode_value(value: Any) -> bytes:
-    """Raises TypeError for what cannot cross processes, saying what can."""
+    """Raises TypeError for a value that cannot cross processes, naming the types that can."""
     return json.dumps(_to_json(value), separators=(",", ":")).encode()
 
 
 def decode_value(data: bytes) -> Any:
-    """The inverse of `encode_value`. Raises ValueError for bytes that it did not make."""
+    """Inverse of `encode_value`. Raises ValueError for invalid bytes."""
     return _from_json(json.loads(data))
 
 
 def encode_call(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A method's name and its arguments. Raises TypeError naming the method."""
+    """Encode a method's name and arguments. Raises TypeError naming the method."""
     try:
         return encode_value((method, tuple(args), dict(kwargs)))
     except TypeError as error:
@@ -94,7 +84,7 @@ def encode_call(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def decode_call(data: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The inverse of `encode_call`."""
+    """Inverse of `encode_call`."""
     method, args, kwargs = decode_value(data)
     return method, args, kwargs
 
@@ -113,16 +103,11 @@ def _to_json(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if _RECORDS.get(kind.__name__) is kind:
         return {kind.__name__: [_to_json(getattr(value, name)) for name in _field_names(kind)]}
-    raise TypeError(_refusal(value))
-
-
-def _refusal(value: Any) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    way_out = "pass numbers, strings, bytes, lists, tuples or dicts"
     if callable(value) and not isinstance(value, type):
-        way_out = "call a method of the worker by its name; your own come with executor.worker_extension_cls"
-    else:
-        way_out = "numbers, texts, bytes, lists, tuples and dicts can"
-    return f"a value of type {kind} cannot cross processes, because nothing is unpickled from a wire: {way_out}"
+        way_out = "call a worker's method by name; add your own with executor.worker_extension_cls"
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    raise TypeError(f"a value of type {name} cannot cross processes, because nothing is unpickled: {way_out}")
 
 
 def _from_json(value: Any) -> Any:
@@ -131,12 +116,12 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
-        raise ValueError(f"a value has the keys {sorted(value)} where one says what it is")
+        raise ValueError(f"an encoded value must have one key, its type, not {sorted(value)}")
     ((name, content),) = value.items()
     if name in _READERS:
         return _READERS[name](content)
     if name not in _RECORDS:
-        raise ValueError(f"no record is called {name!r}")
+        raise ValueError(f"unknown record {name!r}")
     names = _field_names(_RECORDS[name])
     return _RECORDS[name](**dict(zip(names, map(_from_json, content), strict=True)))
 

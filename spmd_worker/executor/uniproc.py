@@ -1,4 +1,4 @@
-"""One worker in this process, and no other ranks."""
+"""Executor of one worker in this process."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 
 class UniProcExecutor(Executor):
-    """An executor of one: rank 0 of a world of 1."""
+    """Executor of rank 0 in a world of 1."""
 
     driver_worker: WorkerWrapper
 
@@ -35,38 +35,40 @@ class UniProcExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        """One answer, or one future that holds it. What a call raises has a note that says which rank and method.
+        """One result, or one completed future. An error has a note with rank and method.
 
-        With a `timeout` the call runs in a thread of its own, which goes on when TimeoutError is raised.
+        With a `timeout` the call runs in its own thread, which continues after TimeoutError.
         """
         check_call_timeout(timeout)
-        call = partial(self._call, method, args, kwargs or {})
+        name = method if isinstance(method, str) else str(getattr(method, "__name__", method))
+        call = partial(self._call, method, name, args, kwargs or {})
+        if not non_block and timeout is None:
+            return [call()]
+        future: Future[Any] = Future()
         if non_block:
-            future: Future[Any] = Future()
             _run_into(future, call)
             return [future]
-        if timeout is None:
-            return [call()]
-        return [self._call_in_time(call, _name_of(method), timeout)]
+        threading.Thread(target=_run_into, args=(future, call), name=f"spmd-{name}", daemon=True).start()
+        done, _ = wait([future], timeout)
+        if not done:
+            raise TimeoutError(f"rank {self.environment.rank} has not answered {name} within {timeout:g} s")
+        return [future.result()]
 
     def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
-        """See `Executor.execute_model`. Where steps are decided ahead, a future reads the step when it is asked for its
-        result, in the order of the calls.
-        """
+        """With async scheduling, a future reads the step when its result is requested, in the order of the calls."""
         if not (non_block and self.resolved.num_steps_ahead):
             return super().execute_model(plan, non_block)
         self._call_or_fail("launch_step", plan)
         return _LaunchedStep(lambda: self._aggregate(self._call_or_fail("read_step"), 0))
 
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """The worker allocates its cache."""
         self.collective_rpc("initialize_cache", args=(num_device_blocks, num_host_blocks))
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
-        """See `Executor.watch_requests`: the worker refuses new weights by itself."""
+        # The worker itself rejects new weights.
         self.collective_rpc("watch_requests", args=(num_in_flight,))
 
-    def _call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call(self, method: str | Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             if callable(method):
                 worker = self.driver_worker.worker
@@ -75,16 +77,8 @@ class UniProcExecutor(Executor):
                     return method(worker, *args, **kwargs)
             return self.driver_worker.execute_method(method, *args, **kwargs)
         except Exception as error:
-            error.add_note(f"on rank {self.environment.rank}, in {_name_of(method)}")
+            error.add_note(f"on rank {self.environment.rank}, in {name}")
             raise
-
-    def _call_in_time(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
-        future: Future[Any] = Future()
-        threading.Thread(target=_run_into, args=(future, call), name=f"spmd-{name}", daemon=True).start()
-        done, _ = wait([future], timeout_s)
-        if not done:
-            raise TimeoutError(f"rank {self.environment.rank} has not answered {name} within {timeout_s:g} s")
-        return future.result()
 
     def _check_world(self) -> None:
         if self.layout.world_size != 1:
@@ -96,14 +90,14 @@ class UniProcExecutor(Executor):
 
 
 class _LaunchedStep(Future[StepResult]):
-    """A step of which the device has all that it needs."""
+    """A launched step; `read` waits for its result."""
 
     def __init__(self, read: Callable[[], StepResult]) -> None:
         super().__init__()
         self._read: Callable[[], StepResult] | None = read
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """Waits for the device, however long that takes."""
+        """Wait for the device, without a time limit."""
         read, self._read = self._read, None
         if read is not None:
             _run_into(self, read)
@@ -115,7 +109,3 @@ def _run_into(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_result(call())
     except Exception as error:  # raised by the future
         future.set_exception(error)
-
-
-def _name_of(method: str | Callable[..., Any]) -> str:
-    return method if isinstance(method, str) else str(getattr(method, "__name__", method))

@@ -1,6 +1,6 @@
-"""The task and result queue of one worker process: frames (`ranks/transport/frames.py`) on a Unix socket pair.
+"""Task and result queue of one worker process: frames (`ranks/transport/frames.py`) on a Unix socket pair.
 
-Frames arrive in the order in which they were sent; their number is the call's.
+Frames arrive in order; their number is the call's.
 """
 
 import socket
@@ -12,9 +12,7 @@ _PIECE_BYTES: Final = 1 << 18
 
 
 class FrameKind(IntEnum):
-    """Tasks of a worker: SETUP (a method of its wrapper), CALL (a method of the worker), STEP, STOP. Answers: RESULT,
-    FAILURE.
-    """
+    """Tasks: SETUP (a method of the wrapper), CALL (a method of the worker), STEP, STOP. Answers: RESULT, FAILURE."""
 
     SETUP = 1
     CALL = 2
@@ -25,18 +23,18 @@ class FrameKind(IntEnum):
 
 
 def receive_piece(connection: socket.socket, *, wait: bool) -> bytes | None:
-    """Bytes for a FrameParser: none at the end of the stream, None where nothing has come and `wait` is False."""
+    """Bytes for a FrameParser; empty at the end of the stream, None if there are none and `wait` is False."""
     try:
         return connection.recv(_PIECE_BYTES, 0 if wait else socket.MSG_DONTWAIT)
     except BlockingIOError:
         return None
     except OSError:
-        # A reset is an end too.
+        # A reset ends the stream too.
         return b""
 
 
 def limit_sending(connection: socket.socket, timeout_s: float) -> None:
-    """Let `send_frame` give up after `timeout_s`. Receiving stays as it is, which a Python timeout would change too."""
+    """Limit `send_frame` to `timeout_s`; a Python timeout would limit receiving too."""
     seconds = int(timeout_s)
     limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

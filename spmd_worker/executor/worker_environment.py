@@ -1,4 +1,4 @@
-"""The environment of worker processes: where their own world meets, and how many threads each computes with.
+"""Environment of worker processes: the store of their world, their ranks, their number of threads.
 
 Everything listens on loopback, because the workers are on one node.
 """
@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Final
 
@@ -18,7 +17,6 @@ from spmd_worker.ranks.network_interface import INTERFACE_VARIABLES, LOOPBACK, i
 
 logger = logging.getLogger(__name__)
 
-
 _LAUNCHER_VARIABLES: Final = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -26,8 +24,8 @@ _LAUNCHER_VARIABLES: Final = (
 
 
 def open_store(timeout_s: float) -> TCPStore:
-    """The store in which one world of workers meets: this process's, on a free port of loopback."""
-    # The socket is bound here, because the store by itself would listen on all interfaces.
+    """The store of one world of workers, in this process, on a free port of loopback."""
+    # Bound here, because the store itself would listen on all interfaces.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -41,17 +39,20 @@ def open_store(timeout_s: float) -> TCPStore:
 
 
 def process_environment(num_workers: int) -> dict[str, str]:
-    """What a worker process is started with: this one's variables without a launcher's, the same import path.
-
-    OMP_NUM_THREADS is 1 unless the user has set it, which a warning says.
+    """Variables of a worker process: this process's, without a launcher's, and the same import path. OMP_NUM_THREADS is
+    1, with a warning, unless the user has set it.
     """
-    inherited = {name: value for name, value in os.environ.items() if not _is_set_by_a_launcher(name)}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
     inherited["PYTHONPATH"] = os.pathsep.join([os.path.abspath(entry or os.curdir) for entry in sys.path])
     if "OMP_NUM_THREADS" not in inherited:
         inherited["OMP_NUM_THREADS"] = "1"
         logger.warning(
-            "OMP_NUM_THREADS is not set: each of %d worker processes takes 1 thread, and this machine has %d cores; "
-            "set it to the number of threads that a worker is to have",
+            "OMP_NUM_THREADS is not set: each of %d worker processes uses 1 thread, and this machine has %d cores; "
+            "set it to the number of threads per worker",
             num_workers,
             os.cpu_count() or 1,
         )
@@ -59,24 +60,19 @@ def process_environment(num_workers: int) -> dict[str, str]:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would have told this rank, and the loopback interface for gloo and NCCL unless the user chose."""
-    variables = {
+    """The variables that torchrun sets for a rank, and the loopback interface for gloo and NCCL unless the user has set
+    one.
+    """
+    interface = interface_of(LOOPBACK)
+    names = [] if interface is None else [name for name in INTERFACE_VARIABLES if name not in os.environ]
+    return {
+        **dict.fromkeys(names, interface or ""),
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # The store is the driver's, so rank 0 must not open one.
+        # The driver has the store, so rank 0 must not open one.
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
-    return {**_loopback_interface(os.environ), **variables}
-
-
-def _loopback_interface(variables: Mapping[str, str]) -> dict[str, str]:
-    name = interface_of(LOOPBACK)
-    return {} if name is None else {each: name for each in INTERFACE_VARIABLES if each not in variables}
-
-
-def _is_set_by_a_launcher(name: str) -> bool:
-    return name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_")

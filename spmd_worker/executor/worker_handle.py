@@ -1,7 +1,7 @@
-"""The driver's end of one worker process: its start, its queue, its lines, its end.
+"""The driver's end of one worker process: its start, its queue, its log lines, its end.
 
-Two threads belong to a worker. The monitor starts the process and waits for its end, so that the kernel, which ties a
-worker's life to the thread that started it, ties it to one that stays. The other copies the worker's lines.
+A worker has two threads. The monitor starts the process and waits for its end: the kernel ends a worker with the thread
+that started it, so that thread must stay. The other copies the worker's lines.
 """
 
 import os
@@ -20,7 +20,7 @@ from spmd_worker.ranks.transport.frames import send_frame
 
 _WORKER_MODULE: Final = "spmd_worker.executor.worker_process"
 _LAST_LINES_S: Final = 2.0
-"""How long to read on what an ended worker wrote: a child of its own may hold the pipes open."""
+"""Time to read the last lines of an ended worker, whose own child processes may hold the pipes open."""
 
 _STATES: Final = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk or a device", "Z": "ended"}
 
@@ -32,9 +32,9 @@ class WorkerHandle:
         self.rank = rank
         self.exited = threading.Event()
         self.read_to_end = threading.Event()
-        """Set when all it had said before its end was taken in."""
+        """Set when all its answers are read."""
         self.is_leaving = False
-        """Whether its end is expected."""
+        """Whether it was asked to stop."""
         self.connection, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._environment, self._send_timeout_s, self._log_level = environment, send_timeout_s, log_level
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,11 +48,11 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 before it was started."""
+        """Process id; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     def start(self, on_exit: Callable[[], None]) -> None:
-        """Begin to start the process; `on_exit` is called, in the monitor's thread, when it has ended."""
+        """Begin to start the process; `on_exit` is called in the monitor's thread when it has ended."""
         limit_sending(self.connection, self._send_timeout_s)
         self._monitor = threading.Thread(
             target=self._run, args=(on_exit,), name=f"spmd-monitor-{self.rank}", daemon=True
@@ -60,7 +60,7 @@ class WorkerHandle:
         self._monitor.start()
 
     def wait_until_started(self) -> None:
-        """Raises OSError where the process could not be started."""
+        """Raises OSError if the process could not be started."""
         self._has_started.wait()
         if self._start_error is not None:
             raise self._start_error
@@ -70,16 +70,15 @@ class WorkerHandle:
         send_frame(self.connection, kind, number, payload)
 
     def receive(self) -> bytes | None:
-        """What has come, without waiting: no bytes at the end of the stream, None where nothing has come."""
+        """The available bytes, without waiting; empty at the end of the stream, None if there are none."""
         return receive_piece(self.connection, wait=False)
 
     def signal(self, number: signal.Signals) -> None:
-        """Nothing happens to a process that has ended."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def ending(self) -> str:
-        """How the process ended, in words. Call it once `exited` is set."""
+        """How the process ended, in words, once `exited` is set."""
         code = self._process.returncode if self._process is not None else None
         if code is None:
             return "ended"
@@ -89,14 +88,14 @@ class WorkerHandle:
         return f"was killed by {names.get(-code, f'signal {-code}')}"
 
     def state(self) -> str:
-        """What the kernel says of a process that does not answer, such as "stopped"; empty for one that runs."""
+        """State of a process that does not answer, such as "stopped"; empty if it runs."""
         try:
             return _STATES.get(state_of(self.pid) or "", "")
         except OSError:
             return ""
 
     def close(self) -> None:
-        """Join the threads and close the queue of a process that has ended."""
+        """Join the threads and close the queue, after the process has ended."""
         for thread in (self._monitor, self._log):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_LAST_LINES_S)
@@ -104,9 +103,9 @@ class WorkerHandle:
         self._workers_end.close()
 
     def _run(self, on_exit: Callable[[], None]) -> None:
-        """The monitor's thread."""
-        # This thread's mask is the worker's: Ctrl-C reaches all processes of the terminal, and would end a worker that
-        # does not ignore it yet.
+        """Runs in the monitor's thread."""
+        # The worker inherits this mask: Ctrl-C reaches all processes of the terminal, and would end a worker that does
+        # not ignore it yet.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._process = self._start_process()
@@ -117,41 +116,24 @@ class WorkerHandle:
         finally:
             self._workers_end.close()
             self._has_started.set()
-        self._log = self._start_log(self._process)
+        pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        log = (line_prefix(self.rank, self.pid), pipes)
+        self._log = threading.Thread(target=forward_lines, args=log, name=f"spmd-log-{self.rank}", daemon=True)
+        self._log.start()
         self._process.wait()
         self.exited.set()
         on_exit()
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         descriptor = self._workers_end.fileno()
-        arguments = {
-            "--rank": self.rank,
-            "--descriptor": descriptor,
-            "--driver-pid": os.getpid(),
-            "--log-level": self._log_level,
-        }
-        # -P: the current folder is on the import path only where it is on this process's.
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            _WORKER_MODULE,
-            *(str(word) for pair in arguments.items() for word in pair),
-        ]
+        numbers = ("--rank", self.rank, "--descriptor", descriptor, "--driver-pid", os.getpid())
+        arguments = map(str, (*numbers, "--log-level", self._log_level))
         return subprocess.Popen(
-            command,
+            # -P: the current folder is on the import path only if it is on this process's.
+            [sys.executable, "-P", "-m", _WORKER_MODULE, *arguments],
             env=dict(self._environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=(descriptor,),
         )
-
-    def _start_log(self, process: subprocess.Popen[bytes]) -> threading.Thread:
-        assert process.stdout is not None, "asked for"
-        assert process.stderr is not None, "asked for"
-        pipes = {"stdout": process.stdout, "stderr": process.stderr}
-        prefix = line_prefix(self.rank, process.pid)
-        thread = threading.Thread(target=forward_lines, args=(prefix, pipes), name=f"spmd-log-{self.rank}", daemon=True)
-        thread.start()
-        return thread

@@ -1,8 +1,7 @@
-"""What workers write, line by line with the worker's name: `(worker 1 pid=123) text`.
+"""Forwards the workers' output line by line, each with a prefix: `(worker 1 pid=123) text`.
 
-The driver reads both streams of each worker through pipes, so what C libraries write, and what a dying interpreter
-writes, has its prefix too. A line that is written in pieces is one line; what a worker leaves unfinished when it ends
-is ended here.
+The driver reads both streams of each worker through pipes, so output of C libraries and of a dying interpreter has the
+prefix too. A line written in pieces stays one line; an unfinished line is completed when its worker ends.
 """
 
 import os
@@ -13,16 +12,16 @@ from typing import IO, Final
 
 _PIECE_BYTES: Final = 1 << 16
 _MAX_LINE_BYTES: Final = 1 << 20
-"""An unfinished line is held at most this long."""
+"""Longer unfinished lines are split."""
 
 
 def line_prefix(rank: int, pid: int) -> str:
-    """What stands before every line of a worker."""
+    """Prefix of a worker's lines."""
     return f"(worker {rank} pid={pid}) "
 
 
 class LinePrefixer:
-    """Pieces of one stream in, whole lines with their prefix out."""
+    """Turns pieces of one stream into complete lines with a prefix."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix.encode()
@@ -39,7 +38,7 @@ class LinePrefixer:
         return b"".join([b"%b%b\n" % (self._prefix, line) for line in lines])
 
     def finish(self) -> bytes:
-        """What was left unfinished, ended."""
+        """The unfinished line, completed."""
         return self.feed(b"\n") if self._rest else b""
 
 
@@ -59,9 +58,8 @@ def forward_lines(prefix: str, pipes: Mapping[str, IO[bytes]]) -> None:
 
 
 def _write(name: str, lines: bytes) -> None:
-    """The stream is looked up each time, because a program may put another in its place. What its encoding has no
-    character for is written as its escape (`\\u4f60`).
-    """
+    """Write to a stream of `sys`. Characters that its encoding lacks are escaped (`\\u4f60`)."""
+    # Looked up each time: a program may replace it.
     stream = getattr(sys, name)
     if not lines or stream is None:
         return
@@ -70,10 +68,10 @@ def _write(name: str, lines: bytes) -> None:
         try:
             stream.write(text)
         except UnicodeEncodeError as error:
-            # Of its own encodings Python's error says "charmap" alone.
+            # For its own codecs, Python's error only says "charmap".
             encoding = stream.encoding or error.encoding
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except (OSError, ValueError):
-        # Nobody reads it, or it was closed: a worker must not stand still for that.
+        # The stream has no reader or is closed, which must not block a worker.
         return

@@ -1,7 +1,7 @@
-"""A worker process of the multiprocess executor: takes tasks from its queue, one after another, and answers each.
+"""Worker process of the multiprocess executor: runs the tasks of its queue one after another and answers each.
 
-Started by `worker_handle.py` with its end of a socket pair. Ends when it is asked to, and at once when the driver is
-gone. Imports no torch: that comes with the worker, once this process has its environment.
+Started by `worker_handle.py` with its end of a socket pair. Ends on request, and at once when the driver is gone. The
+worker imports torch, once this process has its environment; this module does not.
 """
 
 import argparse
@@ -35,14 +35,14 @@ _SETUP_METHODS: Final = ("adjust_rank", "initialize_from_config", "init_worker",
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run this process's tasks. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="spmd-worker process")
     for name in ("--rank", "--descriptor", "--driver-pid", "--log-level"):
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
-    # Where there is no such thing the end of the task queue ends it, which `_receive` sees.
+    # On other systems `_receive` sees the end of the task queue.
     end_with_parent(given.driver_pid)
-    # Ctrl-C reaches every process of the terminal: the driver decides what it means.
+    # Ctrl-C reaches every process of the terminal: only the driver handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     keep_freed_memory()
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 class WorkerTasks:
-    """What this process does with its tasks."""
+    """Runs the tasks of this process."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
@@ -67,7 +67,7 @@ class WorkerTasks:
         self._output_rank = 0
 
     def run(self, tasks: "SimpleQueue[Frame]") -> None:
-        """Until the task to stop is done."""
+        """Run tasks until STOP is done."""
         while True:
             task = tasks.get()
             kind, payload = self._answer(task)
@@ -81,12 +81,13 @@ class WorkerTasks:
             if task.kind is FrameKind.STEP:
                 return FrameKind.RESULT, encode_value(self._step(task.payload))
             if task.kind is FrameKind.STOP:
-                self._stop()
+                if self._wrapper.worker is not None:
+                    self._wrapper.execute_method("shutdown")
                 return FrameKind.RESULT, encode_value(None)
             method, args, kwargs = decode_call(task.payload)
             call = self._set_up if task.kind is FrameKind.SETUP else self._wrapper.execute_method
             return FrameKind.RESULT, encode_value(call(method, *args, **kwargs))
-        except Exception as error:  # handed to the driver, which raises it where the call was made
+        except Exception as error:  # the driver raises it in the caller
             logger.debug("rank %d: %s failed", self._wrapper.rpc_rank, method, exc_info=True)
             return FrameKind.FAILURE, encode_value((type(error).__name__, str(error), traceback.format_exc()))
 
@@ -99,8 +100,8 @@ class WorkerTasks:
         getattr(self._wrapper, method)(*args)
 
     def _step(self, payload: bytes) -> StepResult:
-        """Forward pass and sampling for one message. Only the output rank's ids are asked for; the checksums of masks
-        are every rank's, to be compared.
+        """Forward pass and sampling of one message. Only the output rank returns ids; all return the checksums of their
+        masks, which are compared.
         """
         plan = self._decoder.decode(payload).plan
         result = self._wrapper.execute_method("execute_model", plan)
@@ -113,19 +114,15 @@ class WorkerTasks:
             result.step, finished_transfers=result.finished_transfers, mask_checksums=result.mask_checksums
         )
 
-    def _stop(self) -> None:
-        if self._wrapper.worker is not None:
-            self._wrapper.execute_method("shutdown")
-
 
 def output_rank(layout: RankLayout) -> int:
-    """Whose ids count: the first tensor rank of the last pipeline stage, in a layout of one replica."""
+    """The rank that returns the ids: the first tensor rank of the last pipeline stage, in a layout of one replica."""
     return (layout.pipeline_parallel_size - 1) * layout.tensor_parallel_size
 
 
 def _receive(connection: socket.socket, tasks: "SimpleQueue[Frame]") -> None:
-    """Read tasks in a thread of its own: the driver never waits for a worker that computes, and a worker that computes
-    learns that the driver is gone.
+    """Read tasks in a separate thread, so that the driver never waits for a worker that computes, and such a worker
+    notices that the driver is gone.
     """
     parser = FrameParser(FrameKind)
     while piece := receive_piece(connection, wait=True):
@@ -135,7 +132,7 @@ def _receive(connection: socket.socket, tasks: "SimpleQueue[Frame]") -> None:
 
 
 def _configure_logging(rank: int, driver_level: int) -> None:
-    """As the driver's: its level on rank 0, warnings and worse from the others. The driver puts the rank before it."""
+    """The driver's log level on rank 0, warnings and above on others. The driver prefixes the lines with the rank."""
     configure_logging(rank, world_size=1)
     logging.getLogger(LOGGER_NAME).setLevel(driver_level if rank == 0 else max(driver_level, logging.WARNING))
 

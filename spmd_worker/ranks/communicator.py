@@ -3,7 +3,9 @@
 A group of one costs nothing and needs no torch.distributed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,32 +16,21 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Work(Protocol):
-    """A transfer in flight: torch.distributed's, or one of ours."""
-
-    def wait(self) -> object:
-        """Wait until it is done. Transfers are waited for in the order of calls."""
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor on its way from or to this rank: neither read nor written before `wait` has returned."""
+    """A tensor in flight, neither read nor written before `wait`, which raises RuntimeError if the other rank is gone.
+    Call `wait` once, in the order of the transfers.
+    """
 
     tensor: Tensor
-    work: Work
-
-    def wait(self) -> None:
-        """Wait until the tensor is sent or received. Raises RuntimeError if the other rank is gone."""
-        self.work.wait()
+    wait: Callable[[], object]
 
 
 class Collectives(Protocol):
-    """Faster collectives than torch.distributed's, for tensors in host memory. All ranks of a group have them, or none
-    has.
-    """
+    """Faster collectives than torch.distributed's, for tensors in host memory, on all ranks of a group or on none."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it can sum such a tensor: the same on every rank."""
+        """Whether such a tensor can be summed; the same on every rank."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """`GroupHandle.all_reduce`."""
@@ -50,7 +41,7 @@ class Collectives(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Any dtype."""
 
-    def room_for_part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+    def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Buffer for this rank's part of the next sum, which then copies nothing; None if it does not fit."""
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -64,16 +55,16 @@ class Collectives(Protocol):
         """The residual stream [T, H] of such sums, complete on every rank; in place."""
 
     def carries(self, tensor: Tensor) -> bool:
-        """Whether it can send such a tensor to the next rank: the same on both."""
+        """Whether such a tensor can be sent to the next rank; the same on both."""
 
-    def send_next(self, tensor: Tensor) -> Work:
-        """`GroupHandle.send_next`."""
+    def send_next(self, tensor: Tensor) -> None:
+        """Returns when the tensor is copied."""
 
-    def receive_previous(self, tensor: Tensor) -> Work:
-        """`GroupHandle.receive_previous`."""
+    def receive_previous(self, tensor: Tensor) -> None:
+        """Waits until the tensor, which must be contiguous, is received."""
 
     def close(self) -> None:
-        """Close the connection; no exchange may follow."""
+        """No exchange may follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,6 @@ class GroupHandle:
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
@@ -146,18 +136,19 @@ class GroupHandle:
         """
         tensor = tensor.contiguous()
         if self.fast is not None and self.fast.carries(tensor):
-            return Transfer(tensor, self.fast.send_next(tensor))
+            self.fast.send_next(tensor)
+            return Transfer(tensor, lambda: None)
         work = dist.isend(tensor, dst=self.ranks[self.rank + 1], group=self.group)
         assert work is not None, "this rank is in its own group"
-        return Transfer(tensor, work)
+        return Transfer(tensor, work.wait)
 
     def receive_previous(self, tensor: Tensor) -> Transfer:
         """Receive from the previous rank of the group, in place; returns at once. Tensors arrive in call order."""
         if self.fast is not None and self.fast.carries(tensor):
-            return Transfer(tensor, self.fast.receive_previous(tensor))
+            return Transfer(tensor, partial(self.fast.receive_previous, tensor))
         work = dist.irecv(tensor, src=self.ranks[self.rank - 1], group=self.group)
         assert work is not None, "this rank is in its own group"
-        return Transfer(tensor, work)
+        return Transfer(tensor, work.wait)
 
 
 def single_group(rank: int = 0) -> GroupHandle:

@@ -34,8 +34,8 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This node's cores that the process may run on, neighbours adjacent; the container's quota in cores (None: all);
-    the cores of the launcher, and the environment that it was started with (None: unknown).
+    """Cores of this node that the process may run on, neighbours adjacent; the container's quota in cores (None: no
+    limit); the launcher's cores and initial environment (None: unknown).
     """
 
     cores: tuple[int, ...]
@@ -45,8 +45,7 @@ class Node:
 
 
 def share_cores(node: Node, local_rank: int, num_local_ranks: int, variables: Mapping[str, str]) -> CoreShare:
-    """Cores // ranks threads, at least 1, on a slice of the cores. Raises ConfigError for a variable that is not a
-    count.
+    """Cores // ranks threads, at least 1, on a slice of the cores. Raises ConfigError for an invalid variable.
 
     torchrun sets OMP_NUM_THREADS=1 for several ranks if the user had set nothing. The launcher's own environment
     distinguishes the two; if it cannot be read, 1 is assumed to be torchrun's.
@@ -84,8 +83,8 @@ def _threads(count: int) -> str:
 
 
 def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, binds: bool) -> None:
-    """Apply a share before anything computes: existing threads keep their cores. `binds` false leaves the cores alone,
-    for ranks whose cores must be near a device.
+    """Apply a share before anything computes, because existing threads keep their cores. Without `binds` the cores stay
+    unchanged, for ranks whose cores must be near a device.
     """
     if share.num_threads is not None:
         set_num_threads(share.num_threads)
@@ -98,52 +97,42 @@ def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, bind
 
 
 def waiting_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, unless the user has chosen OpenMP's wait policy: torch's threads sleep
-    between two of its operations. Spinning, the default, would take the cores from the kernels' threads.
+    """Variables to set before torch is imported, unless the user has set OpenMP's wait policy: torch's threads sleep
+    between operations, because by default they spin and take the cores from the kernels' threads.
     """
     return {} if any(variables.get(name) for name in _WAITING_VARIABLES) else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def look_at_node() -> Node:
-    """This node as the process sees it."""
+    """This node, as seen by this process."""
     launcher, variables = _find_launcher()
     cores = _cores_of(0) or tuple(range(os.cpu_count() or 1))
-    return Node(tuple(sorted(cores, key=place_of)), _quota(), _cores_of(launcher), variables)
+    return Node(tuple(sorted(cores, key=core_order)), _quota(), _cores_of(launcher), variables)
 
 
-def place_of(core: int, topology: str = _TOPOLOGY) -> tuple[int, int, int]:
-    """Sort key of a core: its processor, its physical core, itself. Neighbours sort together, whatever their numbers.
-    Zeros for unknown values.
-    """
-    folder = Path(f"{topology}/cpu{core}/topology")
-    return _number_in(folder / "physical_package_id"), _number_in(folder / "core_id"), core
-
-
-def _number_in(path: Path) -> int:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+def core_order(core: int, topology: str = _TOPOLOGY) -> tuple[int, int, int]:
+    """Sort key of a core: its processor, its physical core, its number; 0 if unknown. Neighbours sort together."""
+    numbers = []
+    for name in ("physical_package_id", "core_id"):
+        try:
+            numbers.append(int(Path(f"{topology}/cpu{core}/topology/{name}").read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            numbers.append(0)
+    return numbers[0], numbers[1], core
 
 
 def _find_launcher() -> tuple[int, dict[str, str] | None]:
-    """The process that started this rank, and its own environment: the first ancestor that is not a rank, as a wrapper
-    around each rank is.
-    """
+    """Process id and environment of the launcher: the first ancestor that is not a rank or a wrapper around one."""
     pid = os.getppid()
-    while True:
-        variables = variables_of(pid)
-        parent = _parent_of(pid) if variables is not None and _RANK_VARIABLE in variables else None
+    while (variables := variables_of(pid)) is not None and _RANK_VARIABLE in variables:
+        try:
+            parent = parent_of(pid)
+        except OSError:
+            break
         if not parent:
-            return pid, variables
+            break
         pid = parent
-
-
-def _parent_of(pid: int) -> int | None:
-    try:
-        return parent_of(pid)
-    except OSError:
-        return None
+    return pid, variables
 
 
 def _cores_of(pid: int) -> tuple[int, ...] | None:

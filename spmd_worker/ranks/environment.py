@@ -45,15 +45,15 @@ def read_rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvi
         raise ConfigError(
             f"RANK is set but {', '.join(missing)} is not: start with torchrun, or unset RANK and WORLD_SIZE"
         )
-    said = next((name for name in _LOCAL_SIZES if name in variables), None)
+    local_size = next((name for name in _LOCAL_SIZES if name in variables), None)
     return RankEnvironment(
         rank=_number(variables, "RANK"),
         world_size=_number(variables, "WORLD_SIZE"),
         local_rank=_number(variables, "LOCAL_RANK"),
-        local_world_size=_number(variables, said or "WORLD_SIZE"),
+        local_world_size=_number(variables, local_size or "WORLD_SIZE"),
         is_launched=True,
         master_address=variables["MASTER_ADDR"],
-        is_local_size_known=said is not None,
+        is_local_size_known=local_size is not None,
     )
 
 

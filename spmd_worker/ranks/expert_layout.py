@@ -1,8 +1,4 @@
-"""Expert placement: the rank of a tensor-parallel group that holds each complete expert, where ranks do not share
-columns.
-
-Pure arithmetic, and the only code that reads and checks a placement.
-"""
+"""Expert placement: the rank of a tensor-parallel group that holds each expert, if ranks do not share columns."""
 
 import logging
 from dataclasses import dataclass
@@ -22,21 +18,20 @@ PLACEMENTS: Final = ("linear", "round_robin")
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """`owners` has the rank of each expert, for each layer or once for all. `is_exact`: expert outputs are gathered and
-    added in their order on every rank, so that bits do not depend on the placement.
+    """`owners` has the rank of each expert, per layer or once for all layers. `is_exact`: expert outputs are gathered
+    and added in their order on every rank, so that bits do not depend on the placement.
     """
 
     owners: tuple[tuple[int, ...], ...]
     is_exact: bool = False
 
     def owners_of(self, layer: int) -> tuple[int, ...]:
-        """The rank of each expert of a layer."""
         return self.owners[layer] if len(self.owners) > 1 else self.owners[0]
 
 
 def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> ExpertLayout | None:
-    """The layout of a configuration; None if ranks share the columns of each expert, or if there are no experts, which
-    is warned of. Raises ConfigError.
+    """The layout of a configuration; None if ranks share the columns of each expert or, with a warning, if there are no
+    experts. Raises ConfigError.
     """
     counts = {layer.experts.num_experts for layer in model_config.layers if layer.experts is not None}
     if not parallel.enable_expert_parallel:
@@ -50,7 +45,7 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
         return None
     (count,) = counts
     size, placement = parallel.tensor_parallel_size, parallel.expert_placement
-    _say_where_experts_are(size, parallel.data_parallel_size, count)
+    _warn_of_unshared_experts(size, parallel.data_parallel_size, count)
     if placement == "linear":
         # Nearly equal parts, earlier ones bigger.
         base, extra = divmod(count, size)
@@ -62,8 +57,8 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
     return ExpertLayout(tuple(map(tuple, owners)), parallel.invariant_experts)
 
 
-def _say_where_experts_are(size: int, num_replicas: int, count: int) -> None:
-    """Warn of a layout that users of another engine do not expect: there, replicas share experts too."""
+def _warn_of_unshared_experts(size: int, num_replicas: int, count: int) -> None:
+    """Warn of layouts that differ from vLLM's, where replicas share experts too."""
     if size > 1 and num_replicas == 1:
         return
     if size == 1:

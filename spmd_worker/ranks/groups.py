@@ -1,7 +1,6 @@
-"""Joins the groups: this rank's tensor-parallel and pipeline-parallel group, and one on the CPU for control.
+"""Process groups of a rank: tensor-parallel, pipeline-parallel, and CPU groups for control.
 
-If the caller has initialised torch.distributed already, its world is used, sub-groups are made in addition to its own,
-and only those are destroyed.
+In a world that the caller initialised, only the sub-groups made here are destroyed.
 """
 
 import errno
@@ -45,8 +44,8 @@ class ParallelGroups:
     """Id of the process that joined."""
 
     def destroy(self) -> None:
-        """Destroy what `join_groups` made and nothing else. Call once, on every rank. Does nothing in a process forked
-        from the rank's, with which it shares the connections.
+        """Destroy what `join_groups` made and nothing else. Call once, on every rank. Does nothing in a forked process,
+        which shares the connections.
         """
         if os.getpid() != self.owner:
             return
@@ -79,9 +78,9 @@ class _OurWorld:
         return self._group
 
     def leave(self, world: ProcessGroup) -> bool:
-        """Leave `world`, which `join` returned. Whether that was its last engine: then all its groups are gone."""
+        """Leave `world`, which `join` returned. Whether that was its last engine, so that all its groups are gone."""
         if world is not self._group:
-            # The world was ended elsewhere, and this one is a later engine's.
+            # The world was ended elsewhere, and this one belongs to a later engine.
             return False
         self._num_engines -= 1
         if self._num_engines:
@@ -149,10 +148,9 @@ def _join_all(
 
 @contextmanager
 def _without_splits() -> Iterator[None]:
-    """Unbind the world from its device while groups are made. In a bound world torch makes groups by splitting NCCL's
-    communicator, in which the ranks that a group leaves out must take part: for groups of gloo it has these split and
-    the members not, and they wait for each other (torch 2.13, distributed_c10d.py, `_new_process_group_helper`).
-    Unbound, a group involves its members alone.
+    """Unbind the world from its device while groups are made. In a bound world torch splits NCCL's communicator, in
+    which non-members must take part: for gloo groups only these split and the members do not, a deadlock (torch 2.13,
+    distributed_c10d.py, `_new_process_group_helper`). Unbound, a group involves only its members.
     """
     world = distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
@@ -165,15 +163,15 @@ def _without_splits() -> Iterator[None]:
 _CALL_S: Final = 5.0
 
 _hosted: list[Store] = []
-"""Rank 0's store where no launcher keeps one. It serves every later world of these processes too: the first rank of the
-next one still finds it. As under a launcher, a caller's own worlds on this port see the keys of earlier ones.
+"""Rank 0's store without a launcher. It serves all later worlds of these processes too; as under a launcher, a caller's
+own worlds on this port see the keys of earlier ones.
 """
 
 
 def _join_world(device: torch.device, timeout: timedelta) -> None:
-    """Initialise the default group. The launcher's store outlives every world, and torch gives each the same keys: a
-    second world in a process, ours or the caller's, would find the addresses of the first. So each of ours has keys of
-    its own, under a name that its ranks agree on. Raises RankFailedError for missing ranks, and LauncherGoneError.
+    """Initialise the default group. The launcher's store outlives every world, and torch uses the same keys in each: a
+    second world would find the addresses of the first. So each world has its own keys, under a name that its ranks
+    agree on. Raises RankFailedError for missing ranks, and LauncherGoneError.
     """
     _check_launcher()
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -194,8 +192,8 @@ def _join_world(device: torch.device, timeout: timedelta) -> None:
 
 
 def _check_launcher() -> None:
-    """Raise LauncherGoneError where the launcher's store is on this node and nothing listens there: the launcher ended
-    before this process could see that it was its parent, and torch would retry until the timeout.
+    """Raise LauncherGoneError if the launcher's store is on this node and nothing listens there: the launcher ended
+    before this process saw it as its parent, and torch would retry until the timeout.
     """
     variables = os.environ
     is_on_node = variables.get("LOCAL_WORLD_SIZE", "") == variables.get("WORLD_SIZE")
@@ -203,23 +201,23 @@ def _check_launcher() -> None:
         return
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
     try:
-        places = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         # Torch reports an invalid address itself.
         return
-    if places and all(_is_refused(family, kind, place) for family, kind, _, _, place in places):
+    if found and all(_is_rejected(family, kind, endpoint) for family, kind, _, _, endpoint in found):
         raise LauncherGoneError(
             f"the launcher is gone: nothing listens at {address}:{port}, where torchrun keeps its store while it runs"
         )
 
 
-def _is_refused(family: int, kind: int, place: Any) -> bool:
+def _is_rejected(family: int, kind: int, endpoint: Any) -> bool:
     try:
-        with socket.socket(family, kind) as caller:
-            caller.settimeout(_CALL_S)
-            return caller.connect_ex(place) == errno.ECONNREFUSED
+        with socket.socket(family, kind) as client:
+            client.settimeout(_CALL_S)
+            return client.connect_ex(endpoint) == errno.ECONNREFUSED
     except OSError:
-        # An address family that this machine does not have.
+        # An address family that this machine does not support.
         return True
 
 
@@ -231,7 +229,7 @@ def _join_one(
     device: torch.device,
     made: list[ProcessGroup],
 ) -> GroupHandle:
-    """Every rank makes every group (torch.distributed demands it) and keeps its own, in `made` too."""
+    """Make every group on every rank, as torch.distributed requires; keep this rank's, in `made` too."""
     mine = single_group(rank)
     for ranks in groups:
         if len(ranks) == 1:
@@ -259,9 +257,9 @@ def world_environment(
     """This process's rank environment, read from torch.distributed if the caller initialised it without torchrun's
     variables, or without the number of ranks on each node.
 
-    For an engine of more than one of `num_ranks` every rank of the world calls this, and each publishes its `node`:
+    If the engine has more than one rank (`num_ranks`), every rank of the world calls this and publishes its `node`;
     RankFailedError names those that have not within `timeout_s`. An engine of one rank may be the only one of a world,
-    so its process asks no other and assumes that all are on its node.
+    so it asks no other and assumes that all are on its node.
     """
     is_known = environment.is_launched and environment.is_local_size_known
     if is_known or not dist.is_available() or not dist.is_initialized():
@@ -283,18 +281,18 @@ def world_environment(
 
 
 def _nodes(store: Store, rank: int, timeout_s: float, node: str | None) -> list[bytes]:
-    """Node of each rank of the world. A rank always publishes the same, however many engines ask."""
-    store.set(str(rank), own_node() if node is None else node)
-    everyone = [str(other) for other in range(dist.get_world_size())]
+    """Node of each rank of the world. A rank publishes the same value for every engine."""
+    store.set(str(rank), node_id() if node is None else node)
+    ranks = [str(other) for other in range(dist.get_world_size())]
     try:
-        store.wait(everyone, timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # the base of the store's own
-        silent = ", ".join(other for other in everyone if not store.check([other]))
+        store.wait(ranks, timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # the base class of the store's errors
+        silent = ", ".join(other for other in ranks if not store.check([other]))
         raise RankFailedError(
-            f"rank {silent} has not said in {timeout_s:g} s which node it is on: every rank makes its engine, in the "
+            f"rank {silent} has not published its node within {timeout_s:g} s: every rank makes its engine, in the "
             f"same order, or none"
         ) from error
-    return [store.get(other) for other in everyone]
+    return [store.get(other) for other in ranks]
 
 
 def _host_of(store: Store) -> str | None:
@@ -304,7 +302,7 @@ def _host_of(store: Store) -> str | None:
     return getattr(store, "host", None)
 
 
-def own_node() -> str:
+def node_id() -> str:
     """Id shared by processes that reach each other by loopback: the kernel's boot id and the network namespace; the
     host's name if these are unknown.
     """

@@ -7,8 +7,8 @@ world's to every arrival it finds, and publishes "go" when the latest arrival of
     rank 0                                  rank R
                                             at/R = arrival
     offer/arrival = world, for each
-                                            taken/world/arrival, once offer/arrival is there
-    go/world, once all have accepted it     returns world, once go/world is there
+                                            taken/world/arrival, once offer/arrival exists
+    go/world, once all have accepted it     returns world, once go/world exists
 
 A restarted rank 0 makes a new offer to all ranks that still wait; a restarted rank is offered the same world.
 """
@@ -24,15 +24,14 @@ from spmd_worker.base.errors import RankFailedError
 WAITS_FOR_RANKS: Final = True
 """Marker for the watchdog, which finds it in the module of a frame."""
 
-_FIRST_POLL_S: Final = 0.001
-_LONGEST_POLL_S: Final = 0.02
+_MIN_POLL_S: Final = 0.001
+_MAX_POLL_S: Final = 0.02
 
 
 class MeetingStore(Protocol):
-    """Methods of torch's stores in use."""
+    """The methods of torch's stores that are used."""
 
-    def set(self, key: str, value: str, /) -> None:
-        """Set the value of a key."""
+    def set(self, key: str, value: str, /) -> None: ...
 
     def get(self, key: str, /) -> bytes:
         """The value of a key that exists."""
@@ -42,9 +41,8 @@ class MeetingStore(Protocol):
 
 
 def meet(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> str:
-    """The world's name, the same on the `world_size` ranks that are in this call.
-
-    Raises RankFailedError when they are not all here within `timeout`; rank 0's names the missing ones.
+    """The world's name, the same on the `world_size` ranks that make this call. Raises RankFailedError if they are not
+    all here within `timeout`; on rank 0 it names the missing ranks.
     """
     return _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
 
@@ -59,11 +57,11 @@ def _lead(store: MeetingStore, world_size: int, timeout: timedelta) -> str:
             if arrival and arrival not in offered:
                 store.set(f"offer/{arrival}", world)
                 offered.add(arrival)
-        missing = [rank for rank, arrival in arrivals.items() if not _has_taken(store, world, arrival)]
-        # Read again, all at once: a rank that had accepted it may have died since, and arrived again.
+        missing = [rank for rank, arrival in arrivals.items() if not _has_accepted(store, world, arrival)]
+        # Read all again: a rank that had accepted may have died since, and arrived again.
         if not missing:
             missing = [
-                rank for rank in range(1, world_size) if not _has_taken(store, world, _read(store, f"at/{rank}"))
+                rank for rank in range(1, world_size) if not _has_accepted(store, world, _read(store, f"at/{rank}"))
             ]
             if not missing:
                 store.set(f"go/{world}", "1")
@@ -105,7 +103,7 @@ def _give_up(store: MeetingStore, rank: int) -> None:
         return
 
 
-def _has_taken(store: MeetingStore, world: str, arrival: str) -> bool:
+def _has_accepted(store: MeetingStore, world: str, arrival: str) -> bool:
     return bool(arrival) and store.check([f"taken/{world}/{arrival}"])
 
 
@@ -121,10 +119,10 @@ def _new_name() -> str:
 def _polls(timeout: timedelta) -> Iterator[None]:
     """Yield at least once, then less and less often, until the time is over."""
     deadline_s = time.monotonic() + timeout.total_seconds()
-    wait_s = _FIRST_POLL_S
+    wait_s = _MIN_POLL_S
     while True:
         yield
         if time.monotonic() > deadline_s:
             return
         time.sleep(wait_s)
-        wait_s = min(2 * wait_s, _LONGEST_POLL_S)
+        wait_s = min(2 * wait_s, _MAX_POLL_S)

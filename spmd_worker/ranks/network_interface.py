@@ -1,6 +1,6 @@
 """Network interface between ranks: loopback on one node, else the one that reaches the launcher's store.
 
-By default gloo uses the interface that the host's name resolves to, which may lead outside, or nowhere.
+By default gloo uses the interface of the host's name, which may be public or unreachable.
 """
 
 import os
@@ -18,12 +18,12 @@ _SIOCGIFADDR: Final = 0x8915
 _MAX_NAME_BYTES: Final = 15
 
 
-def own_address(master_address: str | None) -> str:
+def local_address(master_address: str | None) -> str:
     """Loopback for None, else the address of the interface over which this node reaches the launcher's store."""
     if master_address is None:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing: it only asks the kernel which interface would be used.
+        # Connecting a datagram socket sends nothing; the kernel only chooses the interface.
         probe.connect((master_address, 9))
         return str(probe.getsockname()[0])
 
@@ -38,7 +38,7 @@ def named_interface(environment: RankEnvironment) -> Iterator[None]:
     """Context in which new groups use this node's right interface; the user's own variables win."""
     is_one_node = environment.local_world_size == environment.world_size
     try:
-        name = interface_of(own_address(None if is_one_node else environment.master_address))
+        name = interface_of(local_address(None if is_one_node else environment.master_address))
     except OSError:
         name = None
     added = [] if name is None else [variable for variable in INTERFACE_VARIABLES if variable not in os.environ]

@@ -1,7 +1,6 @@
 """Watchdog of a launched rank: the connection to its heartbeat store, and the groups it may abort.
 
-The heartbeat store is the store of torchrun's agent, in a connection of its own; for ranks that were started otherwise,
-with torchrun's variables, a store in rank 0's process.
+The heartbeat store is that of torchrun's agent, in a separate connection; without an agent one in rank 0's process.
 """
 
 import logging
@@ -29,8 +28,7 @@ _LOOK_S: Final = 2.0
 
 
 def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path | None, *, spins: bool) -> Watchdog:
-    """The watchdog of a program of ours, which owns its process and its world. Not started yet."""
-    has_agent = _has_agent()
+    """The watchdog of one of our programs, which owns its process and its world. Not started yet."""
     watched = Watched(
         environment.rank,
         tuple(range(environment.world_size)),
@@ -38,7 +36,7 @@ def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path 
         run_dir,
         exits=True,
         abort_groups=_abort_groups,
-        has_launcher=has_agent,
+        has_launcher=_has_agent(),
         spins=spins,
     )
     return Watchdog(watched, _connector(watched, may_host=True))
@@ -53,35 +51,31 @@ def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, 
 
 
 def _connector(watched: Watched, *, may_host: bool) -> Callable[[], HeartbeatStore] | None:
-    """Opens the store; None if there is no other rank, or no store but one of the user's program."""
+    """Function that opens the store; None if there is no other rank, or no store other than the user's."""
     if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
         return None
     return _Connector(watched.rank, watched.ranks, is_host=watched.rank == 0 and not _has_agent())
 
 
 class _Connector:
-    """Opens the heartbeat store, and reopens it under the same name after it was lost."""
+    """Opens the heartbeat store, and reopens it under the same name after a connection loss."""
 
     def __init__(self, rank: int, ranks: Sequence[int], *, is_host: bool) -> None:
         self._rank, self._ranks, self._is_host = rank, ranks, is_host
-        # The user's program may set others later, and the store's address stays the same.
+        # A copy: the user's program may change them, and the store's address stays the same.
         self._variables = dict(os.environ)
         self._prefix: str | None = None
 
     def __call__(self) -> HeartbeatStore:
         if self._prefix is not None and not self._is_host:
-            _look_for_store(self._variables)
+            # Raises OSError if nothing listens: torch would retry for long, and print that each time.
+            address = (self._variables["MASTER_ADDR"], int(self._variables["MASTER_PORT"]))
+            socket.create_connection(address, _LOOK_S).close()
         opened = open_heartbeat_store(
             self._rank, self._ranks, is_host=self._is_host, variables=self._variables, prefix=self._prefix
         )
         self._prefix = opened.prefix
         return opened
-
-
-def _look_for_store(variables: Mapping[str, str] = os.environ) -> None:
-    """Raise OSError where nothing listens: torch would retry for long, and print that it does, each time."""
-    address = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"]))
-    socket.create_connection(address, _LOOK_S).close()
 
 
 def _has_agent() -> bool:
@@ -97,11 +91,9 @@ def open_heartbeat_store(
     variables: Mapping[str, str] = os.environ,
     prefix: str | None = None,
 ) -> HeartbeatStore:
-    """Connect to the store. It outlives every run in it, a restart too, so each run has keys of its own, and so has
-    each engine of a world with several. `prefix` is that of a lost store; without one every rank counts its own runs,
-    and skips those that an earlier attempt has used: a first name, until the ranks have agreed on theirs.
-
-    Raises RuntimeError when there is no store.
+    """Connect to the store. It outlives all runs and restarts, so each run has its own keys, and so has each of several
+    engines in a world. `prefix` is that of a lost store; without it every rank counts its runs, skipping those of
+    earlier attempts: a first name, until the ranks have agreed on theirs. Raises RuntimeError if there is no store.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs do not export it
         variables["MASTER_ADDR"],
@@ -125,7 +117,7 @@ def open_heartbeat_store(
 
 
 def _abort_groups() -> None:
-    """Abort the collectives that the main thread may wait for, where torch can: NCCL's groups."""
+    """Abort collectives that the main thread may wait for, which torch supports for NCCL's groups."""
     if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
         return
     try:

@@ -1,9 +1,8 @@
-"""Collectives between the ranks of one node through shared memory: several times as fast as gloo's.
+"""Shared-memory collectives between the ranks of one node, several times as fast as gloo's (`shared_memory.cpp`).
 
-The memory has no name: the first rank makes it, the others open it through that rank's process, and it is freed when
-the last of them ends, in whatever way. Where ranks are on several nodes, or the system does not let them, they keep
-gloo. A rank that waits for one that has gone learns so within a moment. Knows processes and memory; the exchange itself
-is in `shared_memory.cpp`.
+The memory is anonymous: the first rank makes it, the others open it through that rank's process, and it is freed when
+the last of them ends. Ranks on several nodes, or without support by the system, keep gloo. A waiting rank notices at
+once that another one is gone.
 """
 
 import contextlib
@@ -66,7 +65,7 @@ class SharedMemoryGroup:
         self._memory: mmap.mmap | None = memory
         self._anchor: Any = ctypes.c_char.from_buffer(memory)
         numbers = (group.rank, group.size + group.rank, 2 * group.size)
-        # By address: this rank's two for its parts, and the common one.
+        # By address: this rank's two slots for its parts, and the common one.
         self._slots = {
             slot[torch.float32].data_ptr(): slot for slot in (_slot(memory, number, group.size) for number in numbers)
         }
@@ -79,7 +78,6 @@ class SharedMemoryGroup:
         )
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it can sum such tensors."""
         return tensor.dtype in _SUMS
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -92,30 +90,29 @@ class SharedMemoryGroup:
         self.check(self._functions[_SUMS[tensor.dtype]](*self._group, values.data_ptr(), values.numel()))
         return tensor if values is tensor else tensor.copy_(values)
 
-    def room_for_part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Empty memory [T, H], until the next exchange (`Collectives.room_for_part`)."""
+    def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Buffer [T, H], valid until the next exchange."""
         if dtype not in _SUMS:
             return None
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         return self._at(self._functions["shared_next_part"](*self._group, num_bytes), shape, dtype)
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Implements `Collectives.all_reduce_add_rms_norm`. Equal bits on every rank."""
         assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
         assert x.shape == residual.shape, (x.shape, residual.shape)
         assert weight.shape == x.shape[1:], (weight.shape, x.shape)
-        assert all(each.is_contiguous() for each in (x, residual, weight)), "rows are whole"
+        assert all(each.is_contiguous() for each in (x, residual, weight)), "contiguous"
         num_rows, size = x.shape
         assert size * x.element_size() <= SLOT_BYTES, x.shape
         common = self._common_norms(x)
-        normal = torch.empty((num_rows, size), dtype=x.dtype) if common is None else common
+        normed = torch.empty((num_rows, size), dtype=x.dtype) if common is None else common
         self.check(
             self._functions[f"{_SUM_WITH_NORM}_{str(x.dtype).removeprefix('torch.')}"](
                 *(*self._group, x.data_ptr(), residual.data_ptr(), num_rows, size),
-                *(weight.data_ptr(), eps, normal.data_ptr()),
+                *(weight.data_ptr(), eps, normed.data_ptr()),
             )
         )
-        return normal
+        return normed
 
     def addresses(self) -> tuple[int, ...]:
         """The group's arguments of `layers.cpp`."""
@@ -139,9 +136,9 @@ class SharedMemoryGroup:
         return 0 <= tensor.data_ptr() - ctypes.addressof(self._anchor) < len(self._memory)
 
     def _common_norms(self, x: Tensor) -> Tensor | None:
-        """Slot that collects the norms of sums of such tensors; None where each rank computes all of them."""
-        place = self._functions["shared_common_norms"](*self._group, x.numel(), x.element_size())
-        return self._at(place, (x.shape[0], x.shape[1]), x.dtype)
+        """Slot that collects the norms of sums of such tensors; None if each rank computes all of them."""
+        address = self._functions["shared_common_norms"](*self._group, x.numel(), x.element_size())
+        return self._at(address, (x.shape[0], x.shape[1]), x.dtype)
 
     def _at(self, address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         return None if address == 0 else self._slots[address][dtype][: shape[0] * shape[1]].view(shape)
@@ -164,29 +161,22 @@ class SharedMemoryGroup:
     def carries(self, tensor: Tensor) -> bool:
         return tensor.numel() * tensor.element_size() <= SLOT_BYTES
 
-    def send_next(self, tensor: Tensor) -> "_Sent":
+    def send_next(self, tensor: Tensor) -> None:
         """Returns when the tensor is copied, which is at once unless the next rank is two messages behind: the wait is
         here, because no later call may come to send a deferred message.
         """
         tensor = tensor.contiguous()
         num_bytes = tensor.numel() * tensor.element_size()
         self.check(self._functions["shared_send"](*self._group, tensor.data_ptr(), num_bytes))
-        return _Sent()
 
-    def receive_previous(self, tensor: Tensor) -> "_Receiving":
-        """Receives into `tensor`, which must be contiguous."""
+    def receive_previous(self, tensor: Tensor) -> None:
+        """Waits until the tensor, which must be contiguous, is received."""
         assert tensor.is_contiguous(), tensor.stride()
-        return _Receiving(self, tensor)
-
-    def receive_now(self, tensor: Tensor) -> None:
-        """Waits until the tensor is received."""
         num_bytes = tensor.numel() * tensor.element_size()
         self.check(self._functions["shared_receive"](*self._group, tensor.data_ptr(), num_bytes))
 
     def close(self) -> None:
-        """Release the memory and notify ranks that wait for this one. Idempotent; does nothing in a forked process,
-        which is no rank.
-        """
+        """Release the memory and notify ranks that wait for this one. Idempotent; does nothing in a forked process."""
         if self._anchor is None or os.getpid() != self._owner:
             return
         self._functions["shared_leave"](*self._group)
@@ -198,34 +188,15 @@ class SharedMemoryGroup:
                 os.close(descriptor)
 
     def check(self, result: int) -> None:
-        """Check the result of a compiled function. Raises PeerLostError if that was not 0."""
+        """Raise PeerLostError unless the result of a compiled function is 0."""
         if result == _TIMED_OUT:
             raise PeerLostError("shared memory: timed out waiting for another rank")
         if result:
             raise PeerLostError(f"shared memory: rank {self._ranks[result - 1]} has left")
 
 
-class _Sent:
-    """Implements `communicator.Work`."""
-
-    def wait(self) -> None:
-        """The tensor is sent already."""
-
-
-class _Receiving:
-    """Implements `communicator.Work`."""
-
-    def __init__(self, group: SharedMemoryGroup, tensor: Tensor) -> None:
-        self._group, self._tensor, self._has_come = group, tensor, False
-
-    def wait(self) -> None:
-        if not self._has_come:
-            self._group.receive_now(self._tensor)
-            self._has_come = True
-
-
 def share_memory(group: GroupHandle, timeout_s: float) -> GroupHandle:
-    """The group, with faster collectives if available; every rank of it calls this."""
+    """The group with faster collectives, if available; every rank of it calls this."""
     if group.size == 1:
         return group
     library = native_library()
@@ -234,9 +205,7 @@ def share_memory(group: GroupHandle, timeout_s: float) -> GroupHandle:
 
 
 def open_shared_memory(library: NativeLibrary | None, group: GroupHandle, timeout_s: float) -> SharedMemoryGroup | None:
-    """Open shared memory for a group of several ranks, each of which calls this. None on all of them if it is
-    impossible.
-    """
+    """Open shared memory for a group of several ranks, each of which calls this. None on all of them if impossible."""
     functions = {} if library is None or group.size > _MOST_RANKS else library.functions
     header_bytes = functions["shared_header_bytes"](group.size) if "shared_header_bytes" in functions else 0
     num_bytes = header_bytes + _num_slots(group.size) * SLOT_BYTES if header_bytes else 0
@@ -253,7 +222,7 @@ def open_shared_memory(library: NativeLibrary | None, group: GroupHandle, timeou
 
 
 def _map_together(group: GroupHandle, descriptor: int, num_bytes: int) -> tuple[mmap.mmap | None, list[int]]:
-    """Memory of the first rank's `descriptor`, mapped on every rank or on none; and all process ids."""
+    """The memory of the first rank's `descriptor`, mapped on every rank or on none; and all process ids."""
     node = blake2b(node_name().encode(), digest_size=16).digest() if node_name() and num_bytes else os.urandom(16)
     introductions = _exchange(group, _INTRODUCTION.pack(node, os.getpid(), descriptor))
     nodes, pids, descriptors = zip(*map(_INTRODUCTION.unpack, introductions), strict=True)
@@ -313,12 +282,12 @@ def _watch(pid: int) -> int:
 
 
 def _num_cores() -> int:
-    """Cores of this node's ranks: all of the node's if each rank is bound to one, else those this process may use."""
+    """Cores of this node's ranks: all cores if each rank is bound to one, else those this process may use."""
     bound = len(os.sched_getaffinity(0))
     return os.cpu_count() or 1 if bound == 1 else bound
 
 
 def _exchange(group: GroupHandle, part: bytes) -> list[bytes]:
-    """Gathers parts of equal lengths, over the group as it is."""
+    """Gather parts of equal lengths over the group."""
     own = torch.frombuffer(bytearray(part), dtype=torch.uint8)
     return [bytes(row) for row in group.all_gather(own).numpy()]

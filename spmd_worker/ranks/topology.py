@@ -3,6 +3,7 @@
 Pure arithmetic, and the only code that checks the factorisation.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +34,14 @@ class RankLayout:
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def product(self) -> str:
+        """The world size as a product of options, for error messages."""
+        return (
+            f"parallel.tensor_parallel_size={self.tensor_parallel_size} x parallel.pipeline_parallel_size="
+            f"{self.pipeline_parallel_size} x parallel.data_parallel_size={self.data_parallel_size} is "
+            f"{self.world_size}"
+        )
 
     def tensor_rank(self, rank: int) -> int:
         """Index in the tensor-parallel group."""
@@ -71,7 +80,7 @@ class Stage:
         return self.stop - self.start
 
 
-def whole_model(model_config: ModelConfig) -> Stage:
+def complete_model(model_config: ModelConfig) -> Stage:
     """The only stage of a model without a pipeline."""
     return Stage(0, model_config.num_layers, is_first=True, is_last=True)
 
@@ -88,10 +97,8 @@ def layout_of(parallel: ParallelConfig) -> RankLayout:
 
 def stage_of(layout: RankLayout, model_config: ModelConfig, rank: int) -> Stage:
     """A rank's stage of the pipeline; the layout has been checked against the model config."""
-    counts, stage = (
-        layout.pipeline_layers or balanced_layers(model_config, layout.pipeline_parallel_size),
-        layout.pipeline_rank(rank),
-    )
+    stage = layout.pipeline_rank(rank)
+    counts = layout.pipeline_layers or balanced_layers(model_config, layout.pipeline_parallel_size)
     start = sum(counts[:stage])
     return Stage(start, start + counts[stage], is_first=stage == 0, is_last=stage == len(counts) - 1)
 
@@ -107,33 +114,26 @@ def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ..
     extra = [0] * num_stages
     extra[0] += table
     extra[-1] += table
-    if len(set(model_config.layer_parameters)) > 1:
-        return _least_largest(model_config.layer_parameters, extra)
+    layers = model_config.layer_parameters
+    if len(set(layers)) > 1:
+        # The smallest maximum share with which all layers fit.
+        sizes = range(sum(layers) + sum(extra) + 1)
+        least = bisect_left(sizes, True, key=lambda size: _filled(layers, extra, size) is not None)
+        filled = _filled(layers, extra, least)
+        assert filled is not None, "all layers fit in one stage"
+        return filled
     for _ in range(model_config.num_layers - num_stages):
-        least = min(
-            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * model_config.layer_parameters[0]
-        )
+        least = min(range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * layers[0])
         counts[least] += 1
     return tuple(counts)
 
 
-def _least_largest(layers: tuple[int, ...], extra: list[int]) -> tuple[int, ...]:
-    """Counts of consecutive layers that minimise the maximum sum; earlier counts are as big as possible."""
-    low, high = 0, sum(layers) + sum(extra)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _filled(layers, extra, middle) else (middle + 1, high)
-    counts = _filled(layers, extra, low)
-    assert counts is not None, "one stage of everything fits"
-    return counts
-
-
-def _filled(layers: tuple[int, ...], extra: list[int], most: int) -> tuple[int, ...] | None:
-    """Counts of layers in which each stage has as many as fit in `most`, one at least; None if layers are left over."""
+def _filled(layers: tuple[int, ...], extra: list[int], capacity: int) -> tuple[int, ...] | None:
+    """Counts of layers if each stage takes as many as fit in `capacity`, at least one; None if layers are left over."""
     counts, index = [], 0
-    for stage, room in enumerate(most - each for each in extra):
+    for stage, available in enumerate(capacity - each for each in extra):
         end, num_later = index, len(extra) - stage - 1
-        while end < len(layers) - num_later and sum(layers[index : end + 1]) <= room:
+        while end < len(layers) - num_later and sum(layers[index : end + 1]) <= available:
             end += 1
         if end == index:
             return None
@@ -152,20 +152,14 @@ def check_world_size(layout: RankLayout, world_size: int) -> None:
         if world_size % layout.pipeline_parallel_size == 0:
             size = world_size // layout.pipeline_parallel_size
             choices.append(f"set parallel.tensor_parallel_size to {size} (and parallel.data_parallel_size to 1)")
-        raise ConfigError(
-            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
-            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
-            f"{layout.world_size} ranks, but {world_size} were started: {', or '.join(choices)}"
-        )
+        raise ConfigError(f"{layout.product()} ranks, but {world_size} were started: {', or '.join(choices)}")
 
 
-def check_whole_engines(layout: RankLayout, world_size: int) -> None:
-    """Raise ConfigError unless the ranks that were started make one or several complete engines of this layout."""
+def check_complete_engines(layout: RankLayout, world_size: int) -> None:
+    """Raise ConfigError unless the started ranks make one or several complete engines of this layout."""
     if world_size % layout.world_size:
         raise ConfigError(
-            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
-            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
-            f"{layout.world_size} ranks an engine, but {world_size} were started: start a multiple of "
+            f"{layout.product()} ranks per engine, but {world_size} were started: start a multiple of "
             f"{layout.world_size} (torchrun --nproc-per-node)"
         )
 
@@ -204,16 +198,16 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
         )
     if not layers:
         return
-    spelled = f"parallel.pipeline_layers=[{','.join(map(str, layers))}]"
+    option = f"parallel.pipeline_layers=[{','.join(map(str, layers))}]"
     if len(layers) != size:
         raise ConfigError(
-            f"{spelled} has {len(layers)} stages but parallel.pipeline_parallel_size is {size}: give one number "
+            f"{option} has {len(layers)} stages but parallel.pipeline_parallel_size is {size}: give one number "
             f"a stage, or leave it null"
         )
     if min(layers) < 1 or sum(layers) != model_config.num_layers:
         example = ",".join(map(str, balanced_layers(model_config, size)))
         raise ConfigError(
-            f"{spelled} makes {sum(layers)} layers and the model has {model_config.num_layers}, of which each stage "
+            f"{option} makes {sum(layers)} layers and the model has {model_config.num_layers}, of which each stage "
             f"takes one at least: give numbers that add up, such as [{example}], or leave it null"
         )
 
@@ -223,19 +217,19 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
         return f"it has {model_config.num_heads} attention heads"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
         return f"it has {model_config.num_kv_heads} key-value heads"
-    columns = min((each for layer in model_config.layers for each in _cut_columns(layer, experts)), default=size)
+    columns = min((each for layer in model_config.layers for each in _split_columns(layer, experts)), default=size)
     if columns < size:
         return f"its feed-forward has {columns} columns"
     return ""
 
 
-def _cut_columns(layer: LayerConfig, placed: ExpertLayout | None) -> tuple[int, ...]:
+def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int, ...]:
     """Columns of each feed-forward that is split among the ranks of a group."""
     if layer.experts is None:
         return (layer.intermediate_size,)
-    of_each = () if placed is not None else (layer.experts.intermediate_size,)
-    is_shared_cut = layer.experts.shared_size > 0 and not (placed is not None and placed.is_exact)
-    return (*of_each, layer.experts.shared_size) if is_shared_cut else of_each
+    routed = () if layout is not None else (layer.experts.intermediate_size,)
+    is_shared_split = layer.experts.shared_size > 0 and not (layout is not None and layout.is_exact)
+    return (*routed, layer.experts.shared_size) if is_shared_split else routed
 
 
 def expert_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> ExpertShare | None:

@@ -57,11 +57,6 @@ def test_backends_are_found_by_name_and_auto_follows_the_launcher():
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        (
-            "ray",
-            "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of "
-            "a class",
-        ),
         ("no_such.Thing", "executor.backend: 'no_such.Thing' cannot be imported: No module named 'no_such'"),
         (
             "builtins.dict",

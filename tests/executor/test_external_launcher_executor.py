@@ -57,7 +57,7 @@ def test_two_ranks_have_an_executor_of_one_each_and_half_of_the_model():
     for rank in ("0", "1"):
         assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
             "parallel.tensor_parallel_size=4 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is 4 "
-            "ranks an engine, but 2 were started: start a multiple of 4 (torchrun --nproc-per-node)",
+            "ranks per engine, but 2 were started: start a multiple of 4 (torchrun --nproc-per-node)",
             "('ExternalLauncherExecutor', 0, True)",
             "qkv_proj: ColumnParallelLinear weight [128, 128] float32",
             "2",

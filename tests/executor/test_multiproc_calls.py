@@ -73,7 +73,7 @@ def test_who_waits_for_a_worker_that_leaves_hears_of_it(monkeypatch: pytest.Monk
         assert stays.result(LIMIT_S) == 0
         error = leaves.exception(LIMIT_S)
         assert isinstance(error, WorkerDiedError)
-        assert str(error) == f"worker rank 1 (pid {pid}) was ended while at work on nap: there are fewer ranks now"
+        assert str(error) == f"worker rank 1 (pid {pid}) was ended while it ran nap: there are fewer ranks now"
         assert not executor.is_failed
         assert executor.collective_rpc("echo", args=(1,)) == [((1,), {})]
         assert len(executor._pool._pending) == 0
@@ -83,7 +83,9 @@ def test_a_forked_process_leaves_its_parents_workers_alone_and_cannot_call_them(
     """One that ended by sys.exit, which runs `shutdown`, ended the workers of its parent."""
 
     def use() -> None:
-        with pytest.raises(RuntimeError, match=r"^the workers belong to process \d+, which forked this one: make an "):
+        with pytest.raises(
+            RuntimeError, match=r"^the workers belong to process \d+, which forked this one: make a new"
+        ):
             executor.collective_rpc("echo")
         executor._pool.fail(ValueError("planted"))
         executor._pool.close()
@@ -142,15 +144,11 @@ def test_a_timeout_names_the_ranks_that_have_not_answered(executor: MultiprocExe
 
 
 def test_what_cannot_cross_processes_is_refused_before_anything_is_sent(executor: MultiprocExecutor):
-    with pytest.raises(TypeError, match="nothing is unpickled from a wire: give the name of a worker's method"):
+    with pytest.raises(TypeError, match=r"nothing is unpickled: .* executor\.worker_extension_cls"):
         executor.collective_rpc(lambda worker: worker.rank)
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(TypeError, match=r"^apply_model: a value of type function .* executor\.worker_extension_cls"):
         executor.collective_rpc("apply_model", args=(lambda model: model,))
-    assert str(refused.value) == (
-        "apply_model: a value of type function cannot cross processes, because nothing is unpickled from a wire: call "
-        "a method of the worker by its name; your own come with executor.worker_extension_cls"
-    )
-    with pytest.raises(TypeError, match=r"echo: a value of type object cannot cross processes.*numbers, texts, bytes"):
+    with pytest.raises(TypeError, match=r"^echo: a value of type object cannot cross processes"):
         executor.collective_rpc("echo", args=(object(),))
 
 
@@ -208,7 +206,6 @@ def test_a_coroutine_that_gives_up_leaves_the_queue_in_order(executor: Multiproc
 
 
 def test_a_step_is_one_round_trip_and_the_output_ranks_ids(executor: MultiprocExecutor):
-    executor.init_kv_output_aggregator()
     logprobs = ({7: Logprob(-0.5, 1, "seven")},)
     assert executor.execute_model(StepPlan(step=1)) == StepResult(1, (0, 1), logprobs)
     assert executor.execute_model(StepPlan(step=2)) == StepResult(2, (0, 2), logprobs)
@@ -223,7 +220,6 @@ def test_steps_can_be_in_flight_while_the_caller_goes_on(executor: MultiprocExec
 
 
 def test_a_transfer_counts_when_every_rank_has_finished_it(executor: MultiprocExecutor):
-    executor.init_kv_output_aggregator()
     executor.collective_rpc("finish_transfers", args=(0, (4, 5)))
     assert executor.execute_model(StepPlan(step=21)).finished_transfers == ()
     executor.collective_rpc("finish_transfers", args=(1, (5,)))

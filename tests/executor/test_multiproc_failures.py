@@ -169,11 +169,11 @@ def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
 
         waiter = threading.Thread(target=call)
         waiter.start()
-        waiting = executor._pool._pending._waiting
-        wait_until(lambda: [rank for (_, rank), each in list(waiting.items()) if each.method == "echo"] == [1])
+        pending = executor._pool._pending._futures
+        wait_until(lambda: [rank for (_, rank), (method, _) in list(pending.items()) if method == "echo"] == [1])
         executor.shutdown()
         waiter.join(LIMIT_S)
-        text = "the executor was shut down while rank 1 was at work on"
+        text = "the executor was shut down while rank 1 ran"
         assert str(futures[1].exception(timeout=0)) == f"{text} nap"
         assert str(step.exception(timeout=0)) == f"{text} step"
         assert [str(error) for error in raised] == [f"{text} echo"]

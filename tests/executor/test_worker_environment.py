@@ -55,8 +55,8 @@ def test_a_worker_has_one_thread_unless_the_user_says_otherwise_and_a_warning_sa
     with caplog.at_level(logging.WARNING, "spmd_worker"):
         assert process_environment(3)["OMP_NUM_THREADS"] == "1"
     assert caplog.messages == [
-        f"OMP_NUM_THREADS is not set: each of 3 worker processes takes 1 thread, and this machine has {os.cpu_count()} "
-        f"cores; set it to the number of threads that a worker is to have"
+        f"OMP_NUM_THREADS is not set: each of 3 worker processes uses 1 thread, and this machine has {os.cpu_count()} "
+        f"cores; set it to the number of threads per worker"
     ]
     caplog.clear()
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

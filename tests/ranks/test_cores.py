@@ -86,11 +86,11 @@ def test_neighbouring_cores_go_to_the_same_rank(tmp_path: Path):
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{core % 4 // 2}\n")
         (folder / "core_id").write_text(f"{core % 2}\n")
-    near = tuple(sorted(range(8), key=lambda core: cores.place_of(core, str(tmp_path))))
+    near = tuple(sorted(range(8), key=lambda core: cores.core_order(core, str(tmp_path))))
     assert near == (0, 4, 1, 5, 2, 6, 3, 7)
     node = replace(EIGHT, cores=near)
     assert [share_cores(node, rank, 2, TORCHRUNS).cores for rank in range(2)] == [(0, 4, 1, 5), (2, 6, 3, 7)]
-    assert cores.place_of(3, str(tmp_path / "nosuch")) == (0, 0, 3)
+    assert cores.core_order(3, str(tmp_path / "nosuch")) == (0, 0, 3)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "\u0661"])

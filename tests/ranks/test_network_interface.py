@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from spmd_worker.ranks.environment import RankEnvironment
-from spmd_worker.ranks.network_interface import INTERFACE_VARIABLES, interface_of, named_interface, own_address
+from spmd_worker.ranks.network_interface import INTERFACE_VARIABLES, interface_of, local_address, named_interface
 
 ONE_NODE = RankEnvironment(0, 2, 0, 2, True, "127.0.0.1")
 TWO_NODES = RankEnvironment(0, 2, 0, 1, True, "127.0.0.1")
@@ -33,7 +33,7 @@ def test_interface_is_loopback_on_one_node():
 
 
 def test_interface_reaches_the_launcher_across_nodes():
-    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert local_address("127.0.0.1") == "127.0.0.1"
     assert named(TWO_NODES) == [interface_of("127.0.0.1")] * 2
 
 

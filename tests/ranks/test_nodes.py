@@ -10,7 +10,7 @@ import torch.distributed as dist
 from spmd_worker.base.errors import RankFailedError
 from spmd_worker.ranks import groups
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
-from spmd_worker.ranks.groups import own_node, world_environment
+from spmd_worker.ranks.groups import node_id, world_environment
 
 NODES = "aabab"
 
@@ -56,7 +56,7 @@ def test_rank_without_an_engine_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(RankFailedError, match=r"^rank 1, 2 has not said in 0\.1 s which node it is on: every rank"):
+    with pytest.raises(RankFailedError, match=r"^rank 1, 2 has not published its node within 0\.1 s: every rank"):
         world_environment(RankEnvironment(), 3, 0.1)
     # Engines of one rank may be made on some ranks alone.
     alone = world_environment(RankEnvironment(), 1, 0.1)
@@ -66,7 +66,7 @@ def test_rank_without_an_engine_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_process_without_a_world_keeps_its_environment():
     alone = RankEnvironment()
     assert world_environment(alone, 1, 60) is alone
-    assert own_node() == own_node() != ""
+    assert node_id() == node_id() != ""
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ MANY_ROUNDS = """
             total = parts[0].float()
             for part in parts[1:]:
                 total = total + part.float()
-            room = fast.fast.room_for_part((1, count), dtype) if alike.random() < 0.5 else None
+            room = fast.fast.part_buffer((1, count), dtype) if alike.random() < 0.5 else None
             part = parts[rank].clone() if room is None else room[0].copy_(parts[rank])
             found = fast.all_reduce(part)
             assert torch.equal(found, total.to(dtype)), (number, count, dtype)
@@ -77,7 +77,7 @@ MANY_ROUNDS = """
             parts = [torch.randn(shape, generator=seed).to(dtype) for seed in seeds]
             residual = torch.randn(shape, generator=seeds[0]).to(dtype)
             total, alone = residual.clone(), residual.clone()
-            room = fast.fast.room_for_part(shape, dtype) if alike.random() < 0.5 else None
+            room = fast.fast.part_buffer(shape, dtype) if alike.random() < 0.5 else None
             assert room is None or rows * row_size * dtype.itemsize <= shared_memory.SLOT_BYTES
             part = parts[rank].clone() if room is None else room.copy_(parts[rank])
             normal = fast.fast.all_reduce_add_rms_norm(part, total, weight, 1e-5)

@@ -12,10 +12,10 @@ from spmd_worker.ranks.topology import (
     balanced_layers,
     check_divides,
     check_world_size,
+    complete_model,
     layout_of,
     shard_range,
     stage_of,
-    whole_model,
 )
 
 
@@ -157,7 +157,7 @@ def test_stage_is_a_run_of_layers_with_ends():
     assert stage_of(layout, SHAPE, 0) == stage_of(layout, SHAPE, 1) == Stage(0, 1, is_first=True, is_last=False)
     assert stage_of(layout, SHAPE, 3) == Stage(1, 8, is_first=False, is_last=False)
     assert stage_of(layout, SHAPE, 5) == Stage(8, 10, is_first=False, is_last=True)
-    assert stage_of(RankLayout(1), SHAPE, 0) == whole_model(SHAPE)
+    assert stage_of(RankLayout(1), SHAPE, 0) == complete_model(SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""How control messages cross the ranks of one replica: bytes from rank 0 to all, and bytes from each to all.
+"""Control channel of one replica: bytes from one rank to all, and from each to all, over the gloo control group.
 
-Over the CPU (gloo) control group, whose timeout bounds every wait. Only lengths and bytes travel, never objects, so
-nothing is unpickled.
+The group's timeout limits every wait. Only lengths and bytes are sent, so nothing is unpickled.
 """
 
 from dataclasses import replace
@@ -13,33 +12,32 @@ from torch import Tensor
 from spmd_worker.ranks.communicator import GroupHandle
 
 WAITS_FOR_RANKS: Final = True
-"""For the watchdog, which finds it in the module of a frame."""
+"""Marker for the watchdog, which finds it in the module of a frame."""
 
 _FIRST_BYTES: Final = 4096
-"""A message up to this length travels in one broadcast, of fixed size; the rest of a longer one in a second."""
+"""Size of the first broadcast; the rest of a longer message is sent in a second one."""
 
 _LENGTH_BYTES: Final = 8
 
 
 class ControlChannel:
-    """`group` is the replica's control group; a group of one hands everything straight back."""
+    """`group` is the replica's control group; a group of one returns its own payloads."""
 
     def __init__(self, group: GroupHandle) -> None:
         self._group = group
 
     @property
     def size(self) -> int:
-        """Ranks of the replica."""
         return self._group.size
 
     @property
     def rank(self) -> int:
-        """This rank's place in the replica; 0 decides."""
+        """This rank's index in the replica."""
         return self._group.rank
 
     def broadcast(self, payload: bytes | None, source: int = 0) -> bytes:
-        """Rank `source` gives the payload, the others give None; all return that one."""
-        assert (payload is not None) == (self.rank == source), f"rank {source} gives the payload, the others None"
+        """Rank `source` passes the payload, the others None; all return it."""
+        assert (payload is not None) == (self.rank == source), f"rank {source} passes the payload, the others None"
         if self.size == 1:
             assert payload is not None, "asserted above"
             return payload
@@ -58,14 +56,14 @@ class ControlChannel:
         return head + _as_bytes(self._group.broadcast(rest, source))
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
-        """Rank `source` gives its contiguous tensor in host memory, the others one of the same shape and dtype, which
-        is filled.
+        """Rank `source` passes a contiguous tensor in host memory, the others one of the same shape and dtype, which is
+        overwritten.
         """
         if tensor.numel():
             self._group.broadcast(tensor.view(-1).view(torch.uint8), source)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Each rank's payload, in rank order, on every rank; lengths may differ."""
+        """Every rank's payload, in rank order; lengths may differ."""
         if self.size == 1:
             return [payload]
         lengths = self._group.all_gather(torch.tensor(len(payload))).tolist()
@@ -76,7 +74,7 @@ class ControlChannel:
         return [_as_bytes(row)[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def collect(self, payload: bytes) -> list[bytes]:
-        """As `gather`, for payloads that are long on some ranks and empty on others: no rank pads what it sends."""
+        """`gather` without padding, for payloads that are long on some ranks and empty on others."""
         if self.size == 1:
             return [payload]
         lengths = self._group.all_gather(torch.tensor(len(payload))).tolist()
@@ -87,13 +85,11 @@ class ControlChannel:
         return collected
 
     def minimum(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """The least of each number over the ranks."""
+        """Elementwise minimum over the ranks."""
         return tuple(self._group.all_reduce_min(torch.tensor(numbers, dtype=torch.int64)).tolist())
 
     def close(self) -> None:
-        """Let go of the group, after which nothing can be sent. Whoever destroys it ends its threads and sockets only
-        when nobody holds it any more.
-        """
+        """Release the group: its threads and sockets end only when it is destroyed and no reference is left."""
         self._group = replace(self._group, group=None)
 
 

@@ -1,8 +1,7 @@
-"""Connecting the ranks of a replica: followers to rank 0 over TCP, or everybody over gloo where that cannot be had.
+"""Connects the ranks of a replica: followers to rank 0 over TCP, or all ranks over gloo if that is not possible.
 
-The listening socket is bound to loopback when the replica lives on one node and to the launcher's own interface
-otherwise, never to all interfaces; it closes when everybody has come. Whoever connects must show a random token that
-travelled over the launcher's group.
+The listening socket is bound to loopback for a replica on one node and to the launcher's interface otherwise, never to
+all interfaces; it closes when all ranks are connected. A client must send a random token from the control group.
 """
 
 import hmac
@@ -13,7 +12,7 @@ import socket
 import time
 from typing import Final
 
-from spmd_worker.ranks.network_interface import own_address
+from spmd_worker.ranks.network_interface import local_address
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.ranks.transport.frames import FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel, TcpFollower, TcpLeader
@@ -28,14 +27,13 @@ _HELLO_TIMEOUT_S: Final = 2.0
 def open_step_channel(
     control: ControlChannel, master_address: str | None, timeout_s: float
 ) -> TcpLeader | TcpFollower | GlooStepChannel:
-    """Every rank of the replica calls this. `master_address` is None when all ranks are on one node.
-
+    """Connect this rank; every rank of the replica calls this. `master_address` is None if all ranks are on one node.
     Falls back to gloo, with a warning from rank 0, unless every rank is connected.
     """
     is_leader = control.rank == 0
     channel = _lead(control, master_address, timeout_s) if is_leader else _join(control, timeout_s)
     problems = [text.decode() for text in control.gather(channel.encode() if isinstance(channel, str) else b"")]
-    # Rank 0 sees only that somebody did not come; that rank knows why, and comes later in the list.
+    # Rank 0 only knows that a rank is missing; that rank, later in the list, knows why.
     problem = next((text for text in reversed(problems) if text), None)
     if problem is None:
         assert not isinstance(channel, str), channel
@@ -52,7 +50,7 @@ def open_step_channel(
 def _lead(control: ControlChannel, master_address: str | None, timeout_s: float) -> TcpLeader | str:
     token = os.urandom(_TOKEN_BYTES)
     try:
-        listener = socket.create_server((own_address(master_address), 0), backlog=control.size)
+        listener = socket.create_server((local_address(master_address), 0), backlog=control.size)
     except OSError as error:
         control.broadcast(json.dumps(None).encode())
         return f"rank 0 cannot listen ({error})"
@@ -69,7 +67,7 @@ def _lead(control: ControlChannel, master_address: str | None, timeout_s: float)
 
 
 def _accept_all(listener: socket.socket, size: int, token: bytes) -> dict[int, socket.socket]:
-    """Connections by rank; strangers are turned away, and after a while nobody is waited for."""
+    """Connections by rank; foreign clients are rejected, and missing ranks are awaited for a limited time."""
     deadline_s = time.monotonic() + _CONNECT_S
     connections: dict[int, socket.socket] = {}
     while len(connections) < size - 1 and time.monotonic() < deadline_s:
@@ -87,11 +85,11 @@ def _accept_all(listener: socket.socket, size: int, token: bytes) -> dict[int, s
 
 
 def _greet(connection: socket.socket, token: bytes) -> int | None:
-    """The rank of one of ours, None for a stranger."""
+    """The rank of a client; None if it is foreign."""
     connection.settimeout(_HELLO_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        # Nothing is known of who this is, so nothing longer than a token is read.
+        # An unknown client: nothing longer than a token is read.
         frame = receive_frame(connection, max_bytes=_TOKEN_BYTES)
     except (TimeoutError, PeerGoneError, FrameError):
         return None

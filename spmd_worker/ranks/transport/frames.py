@@ -1,8 +1,8 @@
 """Frames on a stream socket: kind, number, length, payload.
 
     kind    1 byte
-    number  8 bytes, little-endian: on the step channel how many messages were sent before this one, in answers the
-            step; on a worker's queue the call, which its result bears too
+    number  8 bytes, little-endian: on the step channel the number of messages sent before, in answers the step; on a
+            worker's queue the call, repeated in its result
     length  4 bytes, little-endian
     payload
 
@@ -16,13 +16,11 @@ from typing import Final, NamedTuple
 
 _HEAD: Final = struct.Struct("<BQI")
 MAX_FRAME_BYTES: Final = 1 << 30
-"""A length above this is not a frame of ours."""
+"""A larger length is invalid."""
 
 
 class FrameKind(IntEnum):
-    """What a frame between ranks is for. HEARTBEAT carries no payload: its number says how many messages were sent so
-    far.
-    """
+    """Kinds of frames between ranks. A HEARTBEAT has no payload; its number is that of the messages sent so far."""
 
     HELLO = 1
     MESSAGE = 2
@@ -47,18 +45,18 @@ class PeerGoneError(ConnectionError):
 
 
 class FrameError(ValueError):
-    """Bytes that are not a frame of ours."""
+    """Bytes that are not a valid frame."""
 
 
 class FrameParser:
-    """Bytes as they come in, frames as they are complete. `kinds` are those that may come."""
+    """Turns received bytes into complete frames of `kinds`."""
 
     def __init__(self, kinds: type[IntEnum]) -> None:
         self._kinds = kinds
         self._data = bytearray()
 
     def feed(self, piece: bytes) -> list[Frame]:
-        """The frames that `piece` completes. Raises FrameError for bytes that are no frame of ours."""
+        """The frames that `piece` completes. Raises FrameError for an invalid frame."""
         self._data += piece
         frames = []
         while (frame := self._next()) is not None:
@@ -78,8 +76,8 @@ class FrameParser:
 
 
 def send_frame(connection: socket.socket, kind: IntEnum, number: int, payload: bytes = b"") -> None:
-    """One send a frame. Raises PeerGoneError when nobody is there, TimeoutError when nobody reads, FrameError for a
-    payload that is too long.
+    """Send a frame. Raises PeerGoneError if the peer is gone, TimeoutError if it does not read, FrameError for a payload
+    that is too long.
     """
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(f"a payload of {len(payload)} bytes is longer than {MAX_FRAME_BYTES}")
@@ -88,15 +86,15 @@ def send_frame(connection: socket.socket, kind: IntEnum, number: int, payload: b
     except TimeoutError:
         raise
     except BlockingIOError:
-        # Of a socket whose sends the kernel limits (SO_SNDTIMEO), where Python has no timeout.
+        # The kernel's limit (SO_SNDTIMEO), without a Python timeout.
         raise TimeoutError("the other process does not read") from None
     except OSError as error:
         raise PeerGoneError(str(error)) from None
 
 
 def receive_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
-    """The next frame between ranks, complete. Raises PeerGoneError at the end of the stream, TimeoutError after the
-    socket's timeout, FrameError for a kind that does not exist or a payload above `max_bytes`, before any is read.
+    """The next frame between ranks. Raises PeerGoneError at the end of the stream, TimeoutError after the socket's
+    timeout, FrameError for an unknown kind or a payload above `max_bytes`, which is not read.
     """
     kind, number, length = _read_head(_receive_exactly(connection, _HEAD.size), FrameKind, max_bytes)
     return Frame(kind, number, _receive_exactly(connection, length) if length else b"")

@@ -1,10 +1,9 @@
-"""Each rank shows that it belongs to this run, before anything is compared, computed or read from a message.
+"""Authenticates the ranks of a run, before anything is compared, computed or read from a message.
 
-Ranks find each other through the launcher's store, which asks nobody who they are: a process that reaches its port may
-write there, and ranks of another run that was given the same address and port do so by mistake. What they do not know
-is the run's secret. Each rank sends a nonce, then a digest of all nonces and of its own place under the secret, so that
-nothing that was sent shows the secret or serves a second time. A rank whose digest is another is named by all that have
-another secret than it has.
+Ranks find each other through the launcher's store, which does not authenticate: any process that reaches its port may
+write there, such as ranks of another run with the same address and port. But these do not know the run's secret. Each
+rank sends a nonce, then a digest of all nonces and its rank, keyed with the secret, so that no message reveals the
+secret or can be replayed. Ranks with a different secret are named in the error.
 """
 
 import hmac
@@ -17,7 +16,7 @@ from spmd_worker.base.errors import RanksDisagreeError
 from spmd_worker.ranks.transport.channel import ControlChannel
 
 SECRET_VARIABLE: Final = "SPMD_WORKER_SECRET"
-"""A user's own secret, the same on every rank: for where the launcher's run id is known to others, or there is none."""
+"""The user's secret, the same on every rank, if the launcher's run id is missing or known to others."""
 
 _RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 """torchrun's --rdzv-id. Not its count of restarts, which each node's agent keeps for itself."""
@@ -27,7 +26,7 @@ _NAME_BYTES: Final = 16
 
 
 def run_secret(variables: Mapping[str, str] = os.environ) -> bytes:
-    """32 bytes, from the launcher's run id and the user's own secret, neither of which can be told from it."""
+    """A 32-byte digest of the launcher's run id and the user's secret."""
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"spmd-run-secret")
     for name in (SECRET_VARIABLE, _RUN_VARIABLE):
         value = variables.get(name, "").encode("utf-8", "surrogateescape")
@@ -36,9 +35,8 @@ def run_secret(variables: Mapping[str, str] = os.environ) -> bytes:
 
 
 def check_members(channel: ControlChannel, secret: bytes) -> str:
-    """Every rank calls this. Raises RanksDisagreeError, naming the ranks whose secret is not this rank's.
-
-    Returns a name for the run of these ranks: the same on all of them, and another one each time.
+    """Authenticate the ranks; every rank calls this. Returns a new name for the run of these ranks, the same on all.
+    Raises RanksDisagreeError naming the ranks that have another secret than this one.
     """
     nonces = b"".join(channel.gather(os.urandom(_NONCE_BYTES)))
     shown = channel.gather(_proof(secret, nonces, channel.rank))

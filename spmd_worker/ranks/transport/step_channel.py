@@ -1,12 +1,13 @@
-"""How a step's message and answers cross the ranks of one replica: a star of TCP connections around rank 0.
+"""Step channel of one replica: a star of TCP connections around rank 0, for a step's answers and message.
 
-Each follower sends its answer up, rank 0 its message down: one small send each, no spinning, the same code across
-nodes, and a dead peer is seen at once. A heartbeat from rank 0 says how many messages it has sent, so a lost one is
-noticed within a second and not at the timeout. Whoever fails says so to the others before it leaves (`abort`).
+Each follower sends its answer, rank 0 its message: one small send each, without spinning, the same across nodes; a dead
+peer is detected at once. Rank 0's heartbeats contain the number of sent messages, so a lost one is detected within a
+second. A rank that fails sends an abort message before it leaves.
 
-`ranks/transport/connect.py` makes one. The ends are what `replica/lockstep/channel.py` asks for.
+`ranks/transport/connect.py` makes the ends, which implement `replica/lockstep/channel.py`.
 """
 
+import contextlib
 import logging
 import select
 import socket
@@ -22,31 +23,29 @@ from spmd_worker.ranks.transport.frames import Frame, FrameError, FrameKind, Pee
 logger = logging.getLogger(__name__)
 
 WAITS_FOR_RANKS: Final = True
-"""For the watchdog, which finds it in the module of a frame."""
+"""Marker for the watchdog, which finds it in the module of a frame."""
 
 _HEARTBEAT_S: Final = 0.5
 _ABORT_WAIT_S: Final = 3.0
-"""How long to wait for what a peer has to say, once something has failed here."""
+"""Time to wait for a peer's abort message after a failure here."""
 
 
 class Abort(NamedTuple):
-    """A rank's abort message. `is_divergence` says that the replicas disagree, rather than that a rank broke."""
+    """A rank's abort message. `is_divergence`: the replicas disagree, rather than a rank having failed."""
 
     text: str
     is_divergence: bool
 
     def pack(self) -> bytes:
-        """For the wire."""
         return bytes([self.is_divergence]) + self.text.encode("utf-8", "replace")
 
     @staticmethod
     def unpack(payload: bytes) -> "Abort":
-        """From the wire."""
         return Abort(payload[1:].decode("utf-8", "replace"), bool(payload[:1] != b"\0"))
 
 
 class TcpLeader:
-    """Rank 0's end: one connection a follower."""
+    """Rank 0's end: one connection per follower."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float) -> None:
         self.rank, self.size = 0, len(connections) + 1
@@ -61,14 +60,14 @@ class TcpLeader:
         self._indices = {connection.fileno(): index for index, connection in enumerate(connections)}
 
     def start(self) -> None:
-        """Begin to listen and the heartbeat."""
+        """Start to listen and to send heartbeats."""
         for connection in self._connections:
             connection.settimeout(self._timeout_s)
             self._poll.register(connection, select.POLLIN)
         self._heart.start()
 
     def collect(self, step: int) -> list[bytes]:
-        """Raises RankFailedError naming the silent or dead ranks, AbortedError with a rank's own abort message."""
+        """Raises RankFailedError naming the silent or dead ranks, AbortedError with a rank's abort message."""
         return self._gather(FrameKind.ANSWER, step, f"no answer to step {step}")
 
     def send(self, payload: bytes) -> None:
@@ -78,7 +77,7 @@ class TcpLeader:
             try:
                 self._send_all(FrameKind.MESSAGE, number, payload)
             except BaseException:
-                # Some have this message and some never will: the next they hear must be why.
+                # Some followers lack this message: only an abort message may follow.
                 self._is_torn = True
                 raise
 
@@ -97,11 +96,11 @@ class TcpLeader:
                 _send_last(connection, self._num_sent, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
-        """The first follower that says something; the others are told before this returns."""
+        """The first follower's abort message, which is passed on to the others."""
         deadline_s = time.monotonic() + _ABORT_WAIT_S
         while time.monotonic() < deadline_s:
-            for index, connection in enumerate(self._connections):
-                abort = _look_for_abort(connection, index + 1)
+            for rank, connection in enumerate(self._connections, start=1):
+                abort = _read_abort(connection, rank)
                 if abort is not None:
                     self.abort(*abort)
                     return abort
@@ -109,14 +108,14 @@ class TcpLeader:
 
     def close(self) -> None:
         self._is_closed.set()
-        # It may be the thread in which garbage is collected, this channel's engine too.
+        # The heartbeat thread itself may collect this channel's engine as garbage.
         if self._heart.is_alive() and self._heart is not threading.current_thread():
             self._heart.join(_ABORT_WAIT_S)
         for connection in self._connections:
             connection.close()
 
     def _gather(self, wanted: FrameKind, number: int, missing: str) -> list[bytes]:
-        """One frame of each follower, in rank order. Whoever is gone is noticed while others are still waited for."""
+        """One frame of each follower, in rank order. A dead rank is detected while waiting for others."""
         deadline_s = time.monotonic() + self._timeout_s
         payloads: dict[int, bytes] = {}
         while len(payloads) < len(self._connections):
@@ -128,8 +127,10 @@ class TcpLeader:
                 index = self._indices[descriptor]
                 frame = self._frame_of(index, missing, deadline_s)
                 if frame.kind is not wanted or frame.number != number or index in payloads:
-                    what = f"{frame.kind.name} {frame.number} where {wanted.name} {number} comes next"
-                    raise LostMessageError(f"rank {index + 1} and rank 0 are not at the same step: {what}")
+                    raise LostMessageError(
+                        f"rank {index + 1} and rank 0 are not at the same step: {frame.kind.name} {frame.number} where "
+                        f"{wanted.name} {number} comes next"
+                    )
                 payloads[index] = frame.payload
         return [payloads[index] for index in range(len(self._connections))]
 
@@ -150,12 +151,12 @@ class TcpLeader:
 
     def _send_all(self, kind: FrameKind, number: int, payload: bytes) -> None:
         for index, connection in enumerate(self._connections):
-            # A wait has left on it what was left of its own time.
+            # A receive has changed the timeout.
             connection.settimeout(self._timeout_s)
             try:
                 send_frame(connection, kind, number, payload)
             except (PeerGoneError, TimeoutError) as error:
-                abort = _look_for_abort(connection, index + 1)
+                abort = _read_abort(connection, index + 1)
                 if abort is not None:
                     raise AbortedError(*abort) from None
                 raise RankFailedError(f"rank {index + 1} is gone: {error}") from None
@@ -167,15 +168,11 @@ class TcpLeader:
     def _send_heartbeat(self) -> None:
         with self._lock:
             for connection in self._connections if not self._is_torn else ():
-                if not _has_room(connection):
-                    # Nobody reads, between two steps, what has been said often enough. Part of a frame would be read as
-                    # the beginning of the next.
-                    continue
-                # A dead follower is found by the rank that waits for its answer.
-                try:
-                    send_frame(connection, FrameKind.HEARTBEAT, self._num_sent)
-                except (PeerGoneError, TimeoutError):
-                    continue
+                # A follower that does not read between steps has enough heartbeats; a partial frame would corrupt the
+                # stream. A dead follower is detected by `collect`.
+                if _is_writable(connection):
+                    with contextlib.suppress(PeerGoneError, TimeoutError):
+                        send_frame(connection, FrameKind.HEARTBEAT, self._num_sent)
 
 
 class TcpFollower:
@@ -188,14 +185,12 @@ class TcpFollower:
         self._record: Callable[[], bytes] | None = None
 
     def answer(self, step: int, payload: bytes) -> None:
-        """Raises RankFailedError when rank 0 is gone."""
+        """Raises RankFailedError if rank 0 is gone."""
         self._send(FrameKind.ANSWER, step, payload)
 
     def receive(self) -> bytes:
-        """Raises LostMessageError for a message lost or repeated, AbortedError with rank 0's abort message.
-
-        Heartbeats show at once that something is missing; they do not lengthen the wait, because a rank 0 that hangs
-        may have a heart that beats.
+        """Raises LostMessageError for a lost or repeated message, AbortedError with rank 0's abort message. Heartbeats
+        reveal a lost message but do not extend the wait, because a hanging rank 0 may still send them.
         """
         deadline_s = time.monotonic() + self._timeout_s
         while True:
@@ -223,10 +218,10 @@ class TcpFollower:
         _send_last(self._connection, self._num_received, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
-        """What rank 0 said, or passed on, before it left."""
+        """The abort message of rank 0, or one that it passed on."""
         deadline_s = time.monotonic() + _ABORT_WAIT_S
         while time.monotonic() < deadline_s:
-            abort = _look_for_abort(self._connection, 0)
+            abort = _read_abort(self._connection, 0)
             if abort is not None:
                 return abort
         return None
@@ -256,14 +251,14 @@ class TcpFollower:
         try:
             send_frame(self._connection, kind, number, payload)
         except (PeerGoneError, TimeoutError) as error:
-            abort = _look_for_abort(self._connection, 0)
+            abort = _read_abort(self._connection, 0)
             if abort is not None:
                 raise AbortedError(*abort) from None
             raise RankFailedError(f"rank 0 is gone ({error})") from None
 
 
 class GlooStepChannel:
-    """Either end, over the control group: where ranks cannot connect to rank 0. Slower, and without heartbeats."""
+    """Either end over the control group, if ranks cannot connect to rank 0. Slower, and without heartbeats."""
 
     def __init__(self, control: ControlChannel) -> None:
         self.rank, self.size = control.rank, control.size
@@ -300,28 +295,27 @@ class GlooStepChannel:
         self._broadcast(FrameKind.DIAGNOSIS, text.encode())
 
     def abort(self, text: str, is_divergence: bool) -> None:
-        """Peers may be in any collective: there is no way to reach them but to leave, which gloo tells them."""
+        """Peers may be in any collective: they only notice that this rank leaves."""
         logger.debug("leaving: %s", text)
 
     def received_abort(self) -> Abort | None:
-        """None: see `abort`."""
         return None
 
     def close(self) -> None:
-        """The control group belongs to somebody else."""
+        """Does nothing: the caller owns the control group."""
 
     def _broadcast(self, kind: FrameKind, payload: bytes) -> None:
         self._control.broadcast(bytes([kind]) + payload)
 
 
-def _has_room(connection: socket.socket) -> bool:
-    """Whether a heartbeat would go at once, and whole: Linux says so while a third of the buffer is free."""
+def _is_writable(connection: socket.socket) -> bool:
+    """Whether a complete heartbeat fits the send buffer: Linux reports this while a third of it is free."""
     if connection.fileno() < 0:
         # Closed: the channel ends.
         return False
-    asked = select.poll()
-    asked.register(connection, select.POLLOUT)
-    return any(event & select.POLLOUT for _, event in asked.poll(0))
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return any(event & select.POLLOUT for _, event in poll.poll(0))
 
 
 def _listed(ranks: list[int]) -> str:
@@ -329,16 +323,14 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
-    """Best effort: a rank that is gone needs no explanation, and nobody must wait here for one who does not read."""
-    try:
+    """Send an abort message, best effort: the peer may be gone or not read."""
+    with contextlib.suppress(OSError):
         connection.settimeout(0.2)
         send_frame(connection, FrameKind.ABORT, number, abort.pack())
-    except OSError:
-        return
 
 
-def _look_for_abort(connection: socket.socket, rank: int) -> Abort | None:
-    """Read on until a peer's abort message; None when there are none now."""
+def _read_abort(connection: socket.socket, rank: int) -> Abort | None:
+    """Read frames up to a peer's abort message; None if there is none yet."""
     while True:
         try:
             connection.settimeout(0.05)
@@ -348,9 +340,8 @@ def _look_for_abort(connection: socket.socket, rank: int) -> Abort | None:
         except (OSError, FrameError):
             time.sleep(0.02)
             return None
-        if frame.kind in (FrameKind.ABORT, FrameKind.DIAGNOSIS):
-            logger.debug("rank %d said why it leaves", rank)
-            is_diagnosis = frame.kind is FrameKind.DIAGNOSIS
-            return (
-                Abort(frame.payload.decode("utf-8", "replace"), True) if is_diagnosis else Abort.unpack(frame.payload)
-            )
+        if frame.kind is FrameKind.DIAGNOSIS:
+            return Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True)
+        if frame.kind is FrameKind.ABORT:
+            logger.debug("rank %d sent an abort message", rank)
+            return Abort.unpack(frame.payload)

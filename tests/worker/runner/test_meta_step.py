@@ -19,7 +19,7 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import single_group
-from spmd_worker.ranks.topology import whole_model
+from spmd_worker.ranks.topology import complete_model
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ def new_runner(kernels: ReferenceKernels, folder: Path = MODEL, *, keeps_state: 
     resolved = resolve_run(RunConfig(model=ModelOptions(path=str(folder), dtype="float32"), device="cpu"), "cpu")
     config, attention = resolved.model_config, SdpaBackend()
     context = LayerContext(single_group(), kernels, attention, torch.float32, META)
-    model = build_model(context, config, whole_model(config))
+    model = build_model(context, config, complete_model(config))
     spec = cache_spec(config, resolved.layout, 0, "float32", BLOCK_SIZE)
     shape = attention.block_shape(spec.num_kv_heads, BLOCK_SIZE, spec.head_size)
     engine = CacheEngine(spec, shape, 16, 0, torch.float32, META)
