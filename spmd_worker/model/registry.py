@@ -3,7 +3,7 @@
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.ranks.topology import Stage, whole_model
+from spmd_worker.ranks.topology import Stage, complete_model
 
 
 def build_model(
@@ -12,5 +12,5 @@ def build_model(
     """The model of `model_config`, or a stage of it, with uninitialised parameters. `allows_nonfinite`: weights may be
     NaN or infinite. `read_model_files` has refused unknown architectures.
     """
-    stage = stage or whole_model(model_config)
+    stage = stage or complete_model(model_config)
     return DecoderForCausalLM(context, model_config, stage, allows_nonfinite=allows_nonfinite).eval()

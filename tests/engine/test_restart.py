@@ -115,7 +115,7 @@ def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_
         assert anew == [first] * 3
         assert refused == (
             "tensor_parallel_size=4 x pipeline_parallel_size=1 x data_parallel_size=1 is 4 "
-            "ranks, and this engine has 2, which it has not started: give sizes of 2 ranks, or use "
+            "ranks, but this engine has 2, which it did not start: choose sizes of 2 ranks, or use "
             "distributed_executor_backend=multiproc"
         )
         assert after == expected

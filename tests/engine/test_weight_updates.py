@@ -291,7 +291,7 @@ def test_an_engine_says_how_long_a_sequence_may_be_where_trainers_look():
 def test_worker_processes_load_from_a_folder(old: Any, new: Any):
     with open_llm(distributed_executor_backend="multiproc", **PP) as llm:
         assert answers(llm) == old
-        with pytest.raises(AttributeError, match="live in other processes, which no tensor reaches"):
+        with pytest.raises(AttributeError, match="live in other processes: no tensor can be passed"):
             llm.update_weights([])
         llm.llm_engine.add_request([7, 8], GREEDY)
         llm.llm_engine.step()

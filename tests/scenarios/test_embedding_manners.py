@@ -365,7 +365,7 @@ def ranks_that_were_given_different_seeds_fail_and_leave_the_callers_groups_work
 
 @check
 def a_layout_of_more_ranks_than_the_world_has_is_a_clear_error_and_leaves_the_callers_groups_working() -> None:
-    with nothing_is_left(), pytest.raises(ConfigError, match="is 4 ranks an engine, but 2 were started"):
+    with nothing_is_left(), pytest.raises(ConfigError, match="is 4 ranks per engine, but 2 were started"):
         new_llm(tensor_parallel_size=4)
     check_the_callers_groups()
 

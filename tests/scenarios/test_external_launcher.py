@@ -188,7 +188,7 @@ def test_incomplete_engine_of_ranks_is_an_error(reports: list[Report]):
     for report in reports:
         assert report["error for too few ranks"] == (
             f"tensor_parallel_size={size * 2} x pipeline_parallel_size=1 x "
-            f"data_parallel_size=1 is {size * 2} ranks an engine, but {size} were started: start a multiple "
+            f"data_parallel_size=1 is {size * 2} ranks per engine, but {size} were started: start a multiple "
             f"of {size * 2} (torchrun --nproc-per-node)"
         )
 

@@ -152,14 +152,14 @@ def test_a_rank_reads_its_share_of_the_checkpoint(tmp_path, dim):
     assert report.num_bytes_read <= 0.6 * (folder / "model.safetensors").stat().st_size
     assert report.num_tensors == 2
     assert report.seconds > 0
-    whole_model = nn.Module()
-    whole_model.register_parameter("w", nn.Parameter(torch.empty(2, *shape)))
+    complete_model = nn.Module()
+    complete_model.register_parameter("w", nn.Parameter(torch.empty(2, *shape)))
     everything = [
         WeightSlice(name, shape, ((0, 512), (0, 4096)), "w", ((i, i + 1), (0, 512), (0, 4096)))
         for i, name in enumerate(tensors)
     ]
     with Checkpoint.open(folder) as checkpoint:
-        assert fill(whole_model, everything, [], checkpoint).num_bytes_read == 2 * 512 * 4096 * 4
+        assert fill(complete_model, everything, [], checkpoint).num_bytes_read == 2 * 512 * 4096 * 4
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "misshapen", "quantised", "uncovered"])

@@ -90,7 +90,7 @@ def test_rank_0_listens_on_loopback_until_all_connect(monkeypatch, master):
 def test_rank_0_listens_on_one_interface_across_nodes():
     """No packet is sent: 192.0.2.1 is an address for documentation, which nobody has."""
     try:
-        address = connect.own_address("192.0.2.1")
+        address = connect.local_address("192.0.2.1")
     except OSError:
         # A machine without any route has no such interface, and rank 0 says that it cannot listen.
         return

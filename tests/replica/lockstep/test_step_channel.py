@@ -213,7 +213,7 @@ def small_star() -> Iterator[tuple[TcpLeader, TcpFollower, socket.socket]]:
 
 def beat_until_there_is_no_room(leader: TcpLeader, connection: socket.socket) -> None:
     for _ in range(100_000):
-        if not step_channel._has_room(connection):
+        if not step_channel._is_writable(connection):
             return
         leader._send_heartbeat()
     raise AssertionError("the buffers are not full")
@@ -235,7 +235,7 @@ def test_heartbeat_check_detects_blocking_sends(small_star, monkeypatch):
     """Negative control."""
     leader, _, connection = small_star
     beat_until_there_is_no_room(leader, connection)
-    monkeypatch.setattr(step_channel, "_has_room", lambda connection: True)
+    monkeypatch.setattr(step_channel, "_is_writable", lambda connection: True)
     late, send_one = [], step_channel.send_frame
 
     def sending(connection: socket.socket, *frame: object) -> None:

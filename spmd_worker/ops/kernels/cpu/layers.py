@@ -137,7 +137,7 @@ class NativeLayers:
             if fast is not None:
                 fast.check(result)
         # Where the last product was put: no round has begun since.
-        part = None if fast is None else fast.room_for_part((num_tokens, sizes.hidden_size), self._dtype)
+        part = None if fast is None else fast.part_buffer((num_tokens, sizes.hidden_size), self._dtype)
         return work[0] if part is None else part
 
     def _check(self, tensor: Tensor, shape: tuple[int, int]) -> None:

@@ -124,8 +124,8 @@ class PeerSums:
         """See `Collectives.gather_rows`: every rank has them all."""
         return residual
 
-    def room_for_part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """See `Collectives.room_for_part`: what makes parts writes them elsewhere."""
+    def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """See `Collectives.part_buffer`: what makes parts writes them elsewhere."""
         del shape, dtype
         return None
 
