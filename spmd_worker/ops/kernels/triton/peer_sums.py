@@ -22,7 +22,6 @@ from torch import Tensor
 from spmd_worker.ops.kernels.triton import sum_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two
 from spmd_worker.ops.kernels.triton.rows import add_rms_norm, row_options
-from spmd_worker.ranks.communicator import Work
 
 ONE_ROUND_BYTES: Final = 1 << 19
 """Up to so many bytes a part the second meeting costs more than reading all parts does."""
@@ -155,11 +154,11 @@ class PeerSums:
         del tensor
         return False
 
-    def send_next(self, tensor: Tensor) -> Work:
+    def send_next(self, tensor: Tensor) -> None:
         """Never called: see `carries`."""
         raise NotImplementedError
 
-    def receive_previous(self, tensor: Tensor) -> Work:
+    def receive_previous(self, tensor: Tensor) -> None:
         """Never called: see `carries`."""
         raise NotImplementedError
 
