@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Final
 
 from kv_cache import host_reserve
-from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
+from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.native.library import thread_waits
@@ -23,7 +22,7 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.worker.memory.estimate import activation_bytes
-from spmd_worker.worker.memory.plan import is_estimate_enough, num_step_blocks, size_rank
+from spmd_worker.worker.memory.plan import check_cache_blocks, is_estimate_enough, num_step_blocks, size_rank
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
@@ -102,16 +101,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
         assert (num_device_blocks, num_host_blocks) == (0, 0), (num_device_blocks, num_host_blocks)
         engine = loaded.new_cache_engine(spec, num_step_blocks(resolved), 0)
     else:
-        try:
-            check_cache_holds_one_sequence(
-                num_device_blocks,
-                block_size,
-                resolved.max_model_len,
-                is_profiled=resolved.config.cache.num_blocks is None,
-                has_swap_space_on_device=device.type == "cpu" and num_host_blocks > 0,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_cache_blocks(resolved, num_device_blocks, num_host_blocks)
         engine = loaded.new_cache_engine(spec, num_device_blocks, num_host_blocks)
     caches = WorkerCaches(engine, spec.block_bytes, device)
     try:

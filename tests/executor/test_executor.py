@@ -44,7 +44,7 @@ def executor() -> Iterator[UniProcExecutor]:
 
 
 @pytest.mark.finding(number="D8")
-def test_backends_are_found_by_name_and_auto_follows_the_launcher():
+def test_auto_backend_follows_the_launcher():
     launched = RankEnvironment(is_launched=True)
     assert Executor.get_class("auto", ALONE) is UniProcExecutor
     assert Executor.get_class("auto", ALONE, 2) is MultiprocExecutor
@@ -64,13 +64,13 @@ def test_backends_are_found_by_name_and_auto_follows_the_launcher():
         ),
     ],
 )
-def test_an_unknown_backend_is_an_error_that_lists_the_known(backend: str, message: str):
+def test_unknown_backend_is_rejected(backend: str, message: str):
     with pytest.raises(ConfigError) as refused:
         Executor.get_class(backend, ALONE)
     assert str(refused.value) == message
 
 
-def test_one_process_does_not_pretend_to_be_two_ranks():
+def test_uniproc_rejects_two_ranks():
     with pytest.raises(ConfigError) as refused:
         new_executor(tensor_parallel_size=2).start()
     assert str(refused.value) == (
@@ -80,7 +80,7 @@ def test_one_process_does_not_pretend_to_be_two_ranks():
     )
 
 
-def test_calls_go_by_name_or_as_callables_that_get_the_worker(executor: UniProcExecutor):
+def test_calls_accept_names_and_callables(executor: UniProcExecutor):
     assert executor.collective_rpc("get_cache_block_size_bytes") == [4 * 2 * 4 * 16 * 4 * 16]
     assert executor.collective_rpc(lambda worker, factor: worker.vocab_size * factor, args=(2,)) == [576]
     assert executor.collective_rpc(lambda worker, *, plus: worker.max_model_len + plus, kwargs={"plus": 1}) == [257]
@@ -88,15 +88,13 @@ def test_calls_go_by_name_or_as_callables_that_get_the_worker(executor: UniProcE
     assert count[0] > 400_000
 
 
-def test_an_unknown_method_is_an_error_that_names_it(executor: UniProcExecutor):
+def test_unknown_method_error_names_it(executor: UniProcExecutor):
     with pytest.raises(AttributeError, match=r"^rank 0: a worker has no method 'no_such_method'"):
         executor.collective_rpc("no_such_method")
     assert not executor.is_failed
 
 
-def test_calls_run_on_the_workers_device_also_those_of_callables(
-    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch
-):
+def test_calls_run_on_the_workers_device(executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch):
     """A callable ran on whatever device was the process's current one."""
     current: list[str] = []
 
@@ -115,7 +113,7 @@ def test_calls_run_on_the_workers_device_also_those_of_callables(
     assert current == []
 
 
-def test_a_call_that_does_not_block_gives_futures_that_hold_the_answer_or_the_error(executor: UniProcExecutor):
+def test_non_blocking_call_returns_completed_futures(executor: UniProcExecutor):
     (future,) = executor.collective_rpc("get_kv_cache_spec", non_block=True)
     assert future.result(timeout=0) == executor.get_kv_cache_specs()[0]
     (future,) = executor.collective_rpc("no_such_method", non_block=True)
@@ -136,7 +134,7 @@ def test_a_call_that_does_not_block_gives_futures_that_hold_the_answer_or_the_er
     ],
 )
 @pytest.mark.parametrize("non_block", [False, True])
-def test_a_timeout_that_nothing_can_wait_for_is_refused_before_anything_runs(
+def test_invalid_timeout_is_rejected_before_the_call(
     executor: UniProcExecutor, timeout: Any, error: type[Exception], words: str, non_block: bool
 ):
     """An infinite one was an OverflowError of the interpreter's, while the call went on."""
@@ -147,7 +145,7 @@ def test_a_timeout_that_nothing_can_wait_for_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("timeout", [None, 1000, 1000.5, MAX_CALL_S])
-def test_a_call_with_a_timeout_answers_as_one_without(executor: UniProcExecutor, timeout: float | None):
+def test_call_with_timeout_returns_the_same(executor: UniProcExecutor, timeout: float | None):
     assert executor.collective_rpc(lambda worker: 7, timeout=timeout) == [7]
 
 
@@ -164,9 +162,7 @@ def test_a_step_without_sequences_is_a_step(executor: UniProcExecutor):
     assert future.result(timeout=0).step == 2
 
 
-def test_failure_callbacks_run_once_when_a_step_fails_and_the_executor_stays_failed(
-    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch
-):
+def test_failure_callbacks_run_once(executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch):
     called: list[str] = []
     executor.register_failure_callback(lambda: called.append("first"))
     executor.register_failure_callback(lambda: called.append("second"))
@@ -203,7 +199,7 @@ def test_the_shard_can_be_read_by_people(executor: UniProcExecutor):
     assert len(lines) < 20
 
 
-def test_shutdown_can_be_called_twice_and_gives_the_model_back(executor: UniProcExecutor):
+def test_shutdown_twice_frees_the_model(executor: UniProcExecutor):
     executor.shutdown()
     executor.shutdown()
     with pytest.raises(AssertionError, match="load_model comes first"):

@@ -51,7 +51,7 @@ SCRIPT = """
     """
 
 
-def test_two_ranks_have_an_executor_of_one_each_and_half_of_the_model():
+def test_launched_ranks_have_one_worker_each():
     done = ranks.run_ranks(SCRIPT, nproc=2, timeout_s=240, arguments=[MODEL])
     assert done.returncode == 0, done.output
     for rank in ("0", "1"):
@@ -85,7 +85,7 @@ CUSTOM_WORKERS = """
     """
 
 
-def test_a_worker_class_of_ones_own_runs_under_a_launcher_when_it_joins_groups_and_is_refused_when_not():
+def test_custom_worker_class_must_join_groups():
     """It died of `AssertionError: <class PlainWorker>`, because channels were sought in `Worker` only."""
     done = ranks.run_ranks(CUSTOM_WORKERS, nproc=2, timeout_s=240, arguments=[MODEL, Path(__file__).parent])
     assert done.returncode == 0, done.output

@@ -50,7 +50,7 @@ def test_answers_come_in_rank_order(executor: MultiprocExecutor):
     assert executor.collective_rpc("nap", args=(0.2, 0)) == [0, 1]
 
 
-def test_values_come_back_as_the_types_that_went_in(executor: MultiprocExecutor):
+def test_call_returns_the_types_sent(executor: MultiprocExecutor):
     values = (None, True, 3, -2.5, math.inf, "ä\ud800", b"\x00\xff", [1, (2,)], {"key": (1, 2), 3: b""}, 2**70)
     named = {"spec": CacheSpec(1, 2, 3, 4, 5), "logprob": Logprob(-1.0, 2)}
     answers = executor.collective_rpc("echo", args=values, kwargs=named)
@@ -58,12 +58,12 @@ def test_values_come_back_as_the_types_that_went_in(executor: MultiprocExecutor)
     assert type(answers[0][1]["logprob"]) is Logprob
 
 
-def test_more_tokens_than_a_socket_holds_go_through_the_queue_both_ways(executor: MultiprocExecutor):
+def test_large_values_pass_through_the_queue(executor: MultiprocExecutor):
     tokens = list(range(300_000))
     assert executor.collective_rpc("echo", args=(tokens,))[1][0][0] == tokens
 
 
-def test_who_waits_for_a_worker_that_leaves_hears_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_removed_worker_fails_its_pending_calls(monkeypatch: pytest.MonkeyPatch):
     """Another thread's call, when ranks became fewer: its future was never resolved."""
     monkeypatch.setattr(worker_pool, "_STOP_S", 0.05)
     with plain() as executor:
@@ -79,7 +79,7 @@ def test_who_waits_for_a_worker_that_leaves_hears_of_it(monkeypatch: pytest.Monk
         assert len(executor._pool._pending) == 0
 
 
-def test_a_forked_process_leaves_its_parents_workers_alone_and_cannot_call_them(executor: MultiprocExecutor):
+def test_forked_process_cannot_call_workers(executor: MultiprocExecutor):
     """One that ended by sys.exit, which runs `shutdown`, ended the workers of its parent."""
 
     def use() -> None:
@@ -98,7 +98,7 @@ def test_a_forked_process_leaves_its_parents_workers_alone_and_cannot_call_them(
     assert executor.worker_pids == pids
 
 
-def test_a_method_that_does_not_exist_is_an_error_of_the_rank_that_looked_for_it(executor: MultiprocExecutor):
+def test_missing_method_error_names_rank(executor: MultiprocExecutor):
     with pytest.raises(WorkerError) as raised:
         executor.collective_rpc("nonexistent")
     assert str(raised.value) == (
@@ -108,7 +108,7 @@ def test_a_method_that_does_not_exist_is_an_error_of_the_rank_that_looked_for_it
     assert executor.collective_rpc("echo") == [((), {})] * 2
 
 
-def test_an_exception_on_rank_1_only_is_rank_1s(executor: MultiprocExecutor):
+def test_error_on_one_rank_names_it(executor: MultiprocExecutor):
     with pytest.raises(WorkerError) as raised:
         executor.collective_rpc("fail_on", args=(1,))
     assert str(raised.value) == "rank 1 raised ValueError in fail_on: went wrong"
@@ -117,19 +117,19 @@ def test_an_exception_on_rank_1_only_is_rank_1s(executor: MultiprocExecutor):
     assert "raise ValueError(message)" in raised.value.__notes__[0]
 
 
-def test_an_exception_on_every_rank_is_told_by_the_lowest(executor: MultiprocExecutor):
+def test_error_on_all_ranks_names_the_lowest(executor: MultiprocExecutor):
     for _ in range(5):
         with pytest.raises(WorkerError, match=r"^rank 0 raised ValueError in fail_on: went wrong"):
             executor.collective_rpc("fail_on", args=(-1,))
 
 
-def test_one_workers_exception_is_not_held_back_by_another_that_waits_for_it():
+def test_error_does_not_wait_for_blocked_workers():
     expected = r"^rank 1 raised ValueError in fail_and_keep_the_other_waiting: went"
     with plain() as executor, pytest.raises(WorkerError, match=expected):
         executor.collective_rpc("fail_and_keep_the_other_waiting", args=(1,))
 
 
-def test_a_timeout_names_the_ranks_that_have_not_answered(executor: MultiprocExecutor, go_on: Path):
+def test_timeout_names_the_unanswered_ranks(executor: MultiprocExecutor, go_on: Path):
     with pytest.raises(TimeoutError) as raised:
         executor.collective_rpc("wait_for", timeout=3, args=(str(go_on), 1))
     pid = executor.worker_pids[1]
@@ -143,7 +143,7 @@ def test_a_timeout_names_the_ranks_that_have_not_answered(executor: MultiprocExe
     assert executor.collective_rpc("echo", args=("next",)) == [(("next",), {})] * 2
 
 
-def test_what_cannot_cross_processes_is_refused_before_anything_is_sent(executor: MultiprocExecutor):
+def test_unsendable_values_are_rejected_before_sending(executor: MultiprocExecutor):
     with pytest.raises(TypeError, match=r"nothing is unpickled: .* executor\.worker_extension_cls"):
         executor.collective_rpc(lambda worker: worker.rank)
     with pytest.raises(TypeError, match=r"^apply_model: a value of type function .* executor\.worker_extension_cls"):
@@ -153,17 +153,17 @@ def test_what_cannot_cross_processes_is_refused_before_anything_is_sent(executor
 
 
 @pytest.mark.parametrize(("timeout", "error"), [(math.inf, ValueError), (-1, ValueError), (True, TypeError)])
-def test_a_timeout_that_nothing_can_wait_for_is_refused(executor: MultiprocExecutor, timeout: Any, error: type):
+def test_invalid_timeout_is_rejected(executor: MultiprocExecutor, timeout: Any, error: type):
     with pytest.raises(error, match="timeout"):
         executor.collective_rpc("no_such_method", timeout=timeout)
 
 
-def test_an_answer_that_cannot_cross_processes_is_an_error_of_its_rank(executor: MultiprocExecutor):
+def test_unsendable_answer_error_names_rank(executor: MultiprocExecutor):
     with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in give_object: a value of type object cannot"):
         executor.collective_rpc("give_object")
 
 
-def test_a_call_that_does_not_block_gives_a_future_a_rank(executor: MultiprocExecutor, go_on: Path):
+def test_non_blocking_call_returns_futures_per_rank(executor: MultiprocExecutor, go_on: Path):
     futures = executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)
     assert not any(future.done() for future in futures)
     go_on.touch()
@@ -194,7 +194,7 @@ def test_coroutines_wait_for_workers_while_others_run(executor: MultiprocExecuto
     assert text == "rank 0 raised ValueError in fail_on: went wrong"
 
 
-def test_a_coroutine_that_gives_up_leaves_the_queue_in_order(executor: MultiprocExecutor, go_on: Path):
+def test_cancelled_coroutine_keeps_the_queue_ordered(executor: MultiprocExecutor, go_on: Path):
     async def main() -> None:
         future = executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)[0]
         with pytest.raises(TimeoutError):
@@ -205,13 +205,13 @@ def test_a_coroutine_that_gives_up_leaves_the_queue_in_order(executor: Multiproc
     assert executor.collective_rpc("echo", args=(1,)) == [((1,), {})] * 2
 
 
-def test_a_step_is_one_round_trip_and_the_output_ranks_ids(executor: MultiprocExecutor):
+def test_step_returns_the_output_ranks_ids(executor: MultiprocExecutor):
     logprobs = ({7: Logprob(-0.5, 1, "seven")},)
     assert executor.execute_model(StepPlan(step=1)) == StepResult(1, (0, 1), logprobs)
     assert executor.execute_model(StepPlan(step=2)) == StepResult(2, (0, 2), logprobs)
 
 
-def test_steps_can_be_in_flight_while_the_caller_goes_on(executor: MultiprocExecutor, go_on: Path):
+def test_steps_in_flight_do_not_block(executor: MultiprocExecutor, go_on: Path):
     executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)
     futures = [executor.execute_model(StepPlan(step=step), non_block=True) for step in (11, 12, 13)]
     assert not any(future.done() for future in futures)
@@ -219,7 +219,7 @@ def test_steps_can_be_in_flight_while_the_caller_goes_on(executor: MultiprocExec
     assert [future.result(timeout=LIMIT_S).token_ids for future in futures] == [(0, 11), (0, 12), (0, 13)]
 
 
-def test_a_transfer_counts_when_every_rank_has_finished_it(executor: MultiprocExecutor):
+def test_transfer_finishes_on_all_ranks(executor: MultiprocExecutor):
     executor.collective_rpc("finish_transfers", args=(0, (4, 5)))
     assert executor.execute_model(StepPlan(step=21)).finished_transfers == ()
     executor.collective_rpc("finish_transfers", args=(1, (5,)))
@@ -229,9 +229,7 @@ def test_a_transfer_counts_when_every_rank_has_finished_it(executor: MultiprocEx
     assert executor.execute_model(StepPlan(step=24)).finished_transfers == ()
 
 
-def test_a_call_that_comes_while_workers_are_asked_for_new_weights_is_not_forgotten(
-    executor: MultiprocExecutor, monkeypatch: pytest.MonkeyPatch
-):
+def test_call_during_weight_query_is_remembered(executor: MultiprocExecutor, monkeypatch: pytest.MonkeyPatch):
     """Another thread's, which may have loaded some."""
     ask = executor._call
 
@@ -259,7 +257,7 @@ def test_no_call_is_sent_while_workers_leave(monkeypatch: pytest.MonkeyPatch):
     assert was_held == [True]
 
 
-def test_the_last_two_answers_of_a_step_make_one_result():
+def test_concurrent_last_answers_make_one_result():
     """They come in two threads, one between the other's count and its look at it."""
     answers: list[Future[Any]] = [Future(), Future()]
     taken: list[list[Any]] = []
@@ -296,7 +294,7 @@ def test_workers_have_the_extensions_methods(executor: MultiprocExecutor):
     assert executor.collective_rpc("double_rank") == [0, 2]
 
 
-def test_an_extension_that_collides_ends_the_start_with_both_names(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_colliding_extension_fails_the_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "colliding.py").write_text("class Extension:\n    def nap(self): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     executor = new_plain(worker_extension_cls="colliding.Extension")
@@ -308,7 +306,7 @@ def test_an_extension_that_collides_ends_the_start_with_both_names(tmp_path, mon
     )
 
 
-def test_a_worker_class_that_does_not_exist_ends_the_start():
+def test_missing_worker_class_fails_the_start():
     with pytest.raises(WorkerError, match=r"ConfigError in init_worker: executor\.worker_cls: 'no_such\.Worker'"):
         new_plain(worker_cls="no_such.Worker").start()
 
@@ -323,7 +321,7 @@ def test_a_process_that_a_launcher_started_is_refused():
     )
 
 
-def test_the_world_changes_its_size_and_processes_that_stay_keep_their_pid():
+def test_resized_world_keeps_remaining_processes():
     with plain(2) as executor:
         executor.load_model()
         executor.initialize_from_config(9, 3)
@@ -342,7 +340,7 @@ def test_the_world_changes_its_size_and_processes_that_stay_keep_their_pid():
         assert executor.execute_model(StepPlan(step=3)).token_ids == (0, 3)
 
 
-def test_a_world_size_that_does_not_divide_the_model_changes_nothing(executor: MultiprocExecutor):
+def test_indivisible_world_size_changes_nothing(executor: MultiprocExecutor):
     before = executor.worker_pids
     with pytest.raises(ConfigError, match=re.escape("parallel.tensor_parallel_size=3 does not divide this model")):
         executor.reinitialize_distributed(resolve_again(executor.resolved, ParallelConfig(3)))

@@ -69,9 +69,7 @@ def check_same(mine: list[list[RequestOutput]], theirs: list[list[RequestOutput]
 
 @pytest.mark.guarantee("executor.backend=multiproc answers as one rank")
 @pytest.mark.finding(number="D8")
-def test_two_processes_give_one_ranks_tokens_and_logprobs_in_a_second_generate_too(
-    two: LLM, alone: list[list[RequestOutput]]
-):
+def test_two_processes_equal_one_rank(two: LLM, alone: list[list[RequestOutput]]):
     assert isinstance(two.llm_engine.executor, MultiprocExecutor)
     check_same(answers(two), alone)
     check_same(answers(two), alone)
@@ -89,7 +87,7 @@ def test_the_comparison_sees_other_weights_in_one_process(two: LLM, alone: list[
     check_same(answers(two), alone)
 
 
-def test_each_process_has_half_of_the_model_and_its_errors_have_its_rank(two: LLM):
+def test_processes_split_the_model(two: LLM):
     shards = two.collective_rpc("get_model_inspection")
     assert [shard.count("qkv_proj: ColumnParallelLinear weight [128, 128] float32") for shard in shards] == [1, 1]
     assert two.llm_engine.executor.supported_tasks == ("generate",)
@@ -147,7 +145,7 @@ def test_what_workers_cannot_run_is_said(options: dict[str, Any], words: str):
 
 
 @pytest.mark.matrix
-def test_the_world_shrinks_and_grows_and_the_tokens_stay(alone: list[list[RequestOutput]]):
+def test_resized_world_keeps_the_tokens(alone: list[list[RequestOutput]]):
     with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
         executor = llm.llm_engine.executor
         check_same(answers(llm), alone)
@@ -159,7 +157,7 @@ def test_the_world_shrinks_and_grows_and_the_tokens_stay(alone: list[list[Reques
             assert executor.worker_pids[0] == first
 
 
-def test_prefixes_that_lost_their_place_come_back_once_every_process_has_stored_them():
+def test_evicted_prefixes_return_from_host_tier():
     prompts = [{"prompt_token_ids": [10 + 7 * row + token for token in range(48)]} for row in range(6)]
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     keys = {**KEYS, "num_blocks": 16, "host_tier_gib": 0.01, "max_num_seqs": 2}
@@ -173,7 +171,7 @@ def test_prefixes_that_lost_their_place_come_back_once_every_process_has_stored_
 
 
 @pytest.mark.matrix
-def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
+def test_job_writes_the_same_rows(tmp_path: Path):
     written = []
     for backend in ("uniproc", "multiproc"):
         (tmp_path / backend).mkdir()
@@ -186,7 +184,7 @@ def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
 
 
 @pytest.mark.matrix
-def test_a_job_whose_workers_cannot_start_says_why_and_exits_1(tmp_path: Path):
+def test_job_without_workers_exits_with_one(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "x"}])
     given = arguments(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing")
     done = ranks.run_script([forks_of_a_script.__file__, *given], timeout_s=240)
@@ -224,7 +222,7 @@ sys.exit(code)
 """
 
 
-def test_a_job_whose_worker_is_killed_names_it_and_leaves_nobody(tmp_path: Path):
+def test_job_names_its_killed_worker(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "copy q =", "max_tokens": 200, "ignore_eos": True}] * 600)
     script = tmp_path / "killed.py"
     script.write_text(KILLED)

@@ -41,7 +41,7 @@ WORK = 'executor.collective_rpc("nap", args=(60.0, 1), non_block=True)\n'
 
 
 @forked
-def test_a_worker_killed_while_a_future_waits_is_named_and_every_waiter_gets_the_error(
+def test_killed_worker_fails_every_pending_future(
     caplog: pytest.LogCaptureFixture,
 ):
     with plain(3) as executor, caplog.at_level(logging.ERROR, "spmd_worker"):
@@ -85,7 +85,7 @@ def test_a_blocking_call_ends_when_a_worker_does():
         ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 3.6 s"),
     ],
 )
-def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, text: str):
+def test_failed_step_ends_all_workers(what: str, text: str):
     with plain(timeout_s=LIMIT_S) as executor:
         called: list[bool] = []
         executor.register_failure_callback(lambda: called.append(executor.is_failed))
@@ -109,7 +109,7 @@ def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, 
 
 
 @forked
-def test_a_step_in_a_future_fails_the_executor_too():
+def test_failed_step_future_fails_the_executor():
     with plain() as executor:
         called = threading.Event()
         executor.register_failure_callback(called.set)
@@ -136,7 +136,7 @@ def test_a_coroutine_that_waits_hears_of_a_death():
 
 
 @forked
-def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.LogCaptureFixture):
+def test_failure_callback_may_raise_or_shut_down(caplog: pytest.LogCaptureFixture):
     with plain() as executor:
         called: list[str] = []
 
@@ -154,7 +154,7 @@ def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.L
 
 
 @forked
-def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
+def test_shutdown_fails_pending_calls():
     with plain() as executor:
         futures = executor.collective_rpc("nap", args=(60.0, 1), non_block=True)
         assert futures[0].result(timeout=LIMIT_S) == 0
@@ -182,7 +182,7 @@ def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
             executor.collective_rpc("echo")
 
 
-def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
+def test_shutdown_leaves_no_resources():
     with plain():
         pass
     threads, descriptors, shared = threading.enumerate(), Counter(open_descriptors()), set(os.listdir("/dev/shm"))
@@ -207,7 +207,7 @@ def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_a_worker_that_dies_at_any_moment_is_named(num_workers: int, number: signal.Signals):
+def test_worker_death_at_any_moment_is_named(num_workers: int, number: signal.Signals):
     moments = random.Random(0)
     for _ in range(5):
         with plain(num_workers) as executor:
@@ -244,7 +244,7 @@ def test_the_store_listens_on_loopback_only():
         assert executor.collective_rpc("variables", args=("GLOO_SOCKET_IFNAME",)) == [{"GLOO_SOCKET_IFNAME": "lo"}] * 2
 
 
-def test_a_worker_outlives_the_thread_that_made_the_executor():
+def test_worker_outlives_thread_that_started_it():
     made: list[MultiprocExecutor] = []
 
     def make() -> None:
@@ -263,7 +263,7 @@ def test_a_worker_outlives_the_thread_that_made_the_executor():
 
 
 @pytest.mark.parametrize("is_one_stopped", [False, True])
-def test_a_driver_that_is_killed_takes_its_workers_with_it(tmp_path: Path, is_one_stopped: bool):
+def test_workers_end_when_driver_is_killed(tmp_path: Path, is_one_stopped: bool):
     token = secrets.token_hex(16)
     driver = start_driver(tmp_path, DRIVER + WORK + "time.sleep(60)", token)
     try:
@@ -288,7 +288,7 @@ def test_a_driver_that_is_killed_takes_its_workers_with_it(tmp_path: Path, is_on
         pytest.param("raise KeyError('of the driver')", 1, id="exception", marks=pytest.mark.matrix),
     ],
 )
-def test_a_driver_that_just_ends_ends_its_workers_without_a_word(tmp_path: Path, ending: str, code: int):
+def test_workers_end_quietly_with_the_driver(tmp_path: Path, ending: str, code: int):
     token = secrets.token_hex(16)
     driver = start_driver(tmp_path, DRIVER + ending, token)
     try:
@@ -334,7 +334,7 @@ def start_driver(folder: Path, source: str, token: str) -> ForkedProcess:
 
 @forked
 @pytest.mark.parametrize("non_block", [False, True])
-def test_workers_whose_masks_differ_are_named_in_that_step(non_block: bool):
+def test_diverged_masks_name_the_workers(non_block: bool):
     """Only the output rank's result was looked at: ranks that sample under other masks went on."""
     with plain(3) as executor:
 
@@ -353,7 +353,7 @@ def test_workers_whose_masks_differ_are_named_in_that_step(non_block: bool):
         assert executor.is_failed
 
 
-def test_ranks_of_stages_that_do_not_sample_make_no_masks():
+def test_masks_differ_only_on_sampling_stages():
     results = [StepResult(3, (rank,), mask_checksums=(5,) if rank > 1 else ()) for rank in range(4)]
     executor = new_plain(4)
     assert executor._aggregate(results, 2).mask_checksums == (5,)

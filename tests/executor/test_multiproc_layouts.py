@@ -66,21 +66,21 @@ def test_stages_are_one_process_to_the_last_bit(alone: list[RequestOutput], layo
 
 @pytest.mark.control("executor.backend=multiproc answers as one rank")
 @pytest.mark.matrix
-def test_the_comparison_sees_one_bit_of_weights_in_one_stage(alone: list[RequestOutput]):
+def test_comparison_detects_one_weight_bit(alone: list[RequestOutput]):
     """Negative control."""
     layout = {"pipeline_parallel_size": 2, "worker_extension_cls": f"{ScaledNorms.__module__}.ScaledNorms"}
     assert answers(change=lambda llm: scale_norms(llm, 1, ONE_BIT_MORE), **layout) != alone
 
 
 @pytest.mark.matrix
-def test_four_stages_are_one_process_to_the_last_bit():
+def test_four_stages_equal_one_process_bitwise():
     name = "llama_four_layers"
     assert answers(name, pipeline_parallel_size=4) == answers(name)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_with_tensor_parallelism_tokens_are_the_same_and_logprobs_near(alone: list[RequestOutput], num_stages: int):
+def test_tensor_parallelism_keeps_tokens(alone: list[RequestOutput], num_stages: int):
     outputs = answers(tensor_parallel_size=2, pipeline_parallel_size=num_stages)
     for mine, theirs in zip(outputs, alone, strict=True):
         assert [each.token_ids for each in mine.outputs] == [each.token_ids for each in theirs.outputs]

@@ -67,7 +67,7 @@ def is_same(one: object, other: object) -> bool:
 
 
 @given(VALUES)
-def test_values_come_back_equal_and_of_the_same_types(value: object):
+def test_values_round_trip_with_their_types(value: object):
     assert is_same(decode_value(encode_value(value)), value)
 
 
@@ -112,7 +112,7 @@ class CacheSpecOfSomebodyElse(CacheSpec):
         ([{"deep": (object(),)}], "a value of type object cannot"),
     ],
 )
-def test_what_is_unknown_is_refused_where_it_is_sent(value: object, text: str):
+def test_unknown_values_are_rejected_by_the_sender(value: object, text: str):
     with pytest.raises(TypeError, match=f"^{text}"):
         encode_value(value)
     with pytest.raises(TypeError, match=f"^give: {text}"):
@@ -135,7 +135,7 @@ def test_bytes_that_are_no_value_are_refused(data: bytes, text: str):
         decode_value(data)
 
 
-def test_a_run_of_quantised_files_from_the_hub_crosses_whole():
+def test_resolved_run_of_quantised_files_round_trips():
     formats = (WeightFormat("gptq", "int", 4, 1, 128, has_zeros=True), WeightFormat("scaled", "e4m3", 8, None, None))
     groups = tuple(FormatGroup((name,), format_) for name, format_ in zip(("re:.*down", "Linear"), formats))
     location = ModelLocation("/cache/snapshots/0", "org/tiny", "0" * 40)

@@ -42,7 +42,7 @@ with LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, device="cpu") as ll
 """
 
 
-def test_errors_say_which_rank_and_what_and_the_engine_goes_on(tmp_path: Path):
+def test_rpc_errors_name_the_rank(tmp_path: Path):
     done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[MODEL, tmp_path])
     assert done.returncode == 0, done.output
     texts = []

@@ -31,7 +31,7 @@ def sent(frames: list[Frame]) -> bytes:
 
 
 @given(st.lists(st.integers(min_value=1, max_value=400), max_size=20))
-def test_frames_come_out_whole_however_the_bytes_are_cut(lengths: list[int]):
+def test_frames_are_parsed_from_any_pieces(lengths: list[int]):
     data, parser, frames, start = sent(FRAMES), FrameParser(FrameKind), [], 0
     for length in lengths:
         frames += parser.feed(data[start : start + length])
@@ -40,12 +40,12 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(lengths: list[int]):
 
 
 @pytest.mark.parametrize("head", [b"\x00" + bytes(12), b"\x63" + bytes(12), b"\x01" + bytes(8) + b"\xff" * 4])
-def test_bytes_of_somebody_else_are_refused_before_anything_is_waited_for(head: bytes):
+def test_foreign_bytes_are_rejected_at_once(head: bytes):
     with pytest.raises(FrameError, match="not a frame of this protocol"):
         FrameParser(FrameKind).feed(head)
 
 
-def test_the_end_of_the_stream_and_silence_are_two_things(pair: tuple[socket.socket, socket.socket]):
+def test_end_of_stream_differs_from_silence(pair: tuple[socket.socket, socket.socket]):
     one, other = pair
     assert receive_piece(one, wait=False) is None
     send_frame(other, FrameKind.STOP, 0)
@@ -56,7 +56,7 @@ def test_the_end_of_the_stream_and_silence_are_two_things(pair: tuple[socket.soc
         send_frame(one, FrameKind.STOP, 0)
 
 
-def test_a_peer_that_does_not_read_is_given_up_and_receiving_goes_on(pair: tuple[socket.socket, socket.socket]):
+def test_send_limit_does_not_limit_receiving(pair: tuple[socket.socket, socket.socket]):
     one, other = pair
     limit_sending(one, 0.2)
     with pytest.raises(TimeoutError, match="the other process does not read"):

@@ -16,7 +16,7 @@ from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-def test_each_rank_finds_its_own_place_before_torch_is_imported():
+def test_rank_has_its_environment_before_torch_import():
     with plain(2) as executor:
         expected = [dict(zip(RANK_VARIABLES, (rank, rank, "2", "2", "127.0.0.1"), strict=True)) for rank in "01"]
         assert executor.collective_rpc("variables", args=RANK_VARIABLES) == expected
@@ -48,7 +48,7 @@ def test_what_a_launcher_left_is_not_handed_on(monkeypatch: pytest.MonkeyPatch):
     assert [name for name in process_environment(2) if name.startswith(("RANK", "MASTER_", "TORCHELASTIC_"))] == []
 
 
-def test_a_worker_has_one_thread_unless_the_user_says_otherwise_and_a_warning_says_so(
+def test_worker_has_one_thread_by_default_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -65,9 +65,7 @@ def test_a_worker_has_one_thread_unless_the_user_says_otherwise_and_a_warning_sa
     assert caplog.messages == []
 
 
-def test_workers_import_from_where_the_driver_does_and_not_from_the_current_folder(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-):
+def test_workers_do_not_import_from_current_folder(tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')")
     monkeypatch.chdir(tmp_path)
     with plain(1) as executor:
@@ -75,9 +73,7 @@ def test_workers_import_from_where_the_driver_does_and_not_from_the_current_fold
         assert executor.collective_rpc("echo") == [((), {})]
 
 
-def test_every_worker_process_calls_the_plug_ins_once_and_a_broken_one_ends_the_start(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-):
+def test_worker_processes_call_plug_ins_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
     information = tmp_path / "plug-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")

@@ -44,7 +44,7 @@ def test_a_character_in_pieces_is_one_character():
     assert b"".join(prefixed(first, second + b"\n")).decode() == "(worker 1 pid=7) ä\n"
 
 
-def test_a_line_without_end_is_cut_so_that_it_does_not_fill_memory():
+def test_overlong_line_is_split():
     pieces = [b"x" * 300_000] * 5
     *lines, last = prefixed(*pieces)
     assert [len(line) for line in lines] == [0, 0, 0, len("(worker 1 pid=7) \n") + 1_200_000, 0]
@@ -61,7 +61,7 @@ def test_a_line_without_end_is_cut_so_that_it_does_not_fill_memory():
         ("koi8-r", b"w: caf\\xe9 \\u4f60\n"),
     ],
 )
-def test_a_character_that_the_stream_has_not_is_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str, written: bytes):
+def test_unencodable_characters_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str, written: bytes):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     reader, writer = os.pipe()
@@ -71,7 +71,7 @@ def test_a_character_that_the_stream_has_not_is_escaped(monkeypatch: pytest.Monk
     assert stream.buffer.getvalue() == written  # type: ignore[attr-defined]  # a BytesIO
 
 
-def test_a_stream_that_nobody_reads_does_not_hold_the_worker_up(monkeypatch: pytest.MonkeyPatch):
+def test_unread_stream_does_not_block_worker(monkeypatch: pytest.MonkeyPatch):
     class Closed:
         def write(self, text: str) -> None:
             raise ValueError("I/O operation on closed file")
@@ -87,7 +87,7 @@ def test_a_stream_that_nobody_reads_does_not_hold_the_worker_up(monkeypatch: pyt
     assert not thread.is_alive()
 
 
-def test_workers_lines_come_out_whole_with_prefix_and_on_their_own_stream(capfd: pytest.CaptureFixture[str]):
+def test_worker_lines_are_prefixed_on_their_stream(capfd: pytest.CaptureFixture[str]):
     with plain() as executor:
         first, second = executor.worker_pids
         executor.collective_rpc("write", args=("he", "llo\nw", "orld\n"))
@@ -104,7 +104,7 @@ def test_workers_lines_come_out_whole_with_prefix_and_on_their_own_stream(capfd:
     ]
 
 
-def test_what_the_interpreter_says_of_its_own_death_has_the_prefix(capfd: pytest.CaptureFixture[str]):
+def test_interpreter_crash_output_is_prefixed(capfd: pytest.CaptureFixture[str]):
     with plain() as executor:
         pid = executor.worker_pids[1]
         future = executor.collective_rpc("act_on", args=(1, "fault"), non_block=True)[1]

@@ -171,7 +171,7 @@ def test_plan_reports_expert_memory():
     assert "8 in each of 4 layers, 3 of them a token; a rank has columns of each" in line
     text = describe_plan(make_plan(resolve_run(run_config({**given, "enable_expert_parallel": True}), "cpu")))
     (line,) = [each for each in text.splitlines() if each.startswith("experts")]
-    assert "a rank has whole ones, 384.0 KiB at most" in line
+    assert "a rank has complete ones, at most 384.0 KiB" in line
     # 8 experts of 3 x 64 x 32 in each of 4 layers, float32.
     config = resolve_run(run_config(given), "cpu").model_config
     assert config.num_expert_parameters * 4 == 8 * 3 * 64 * 32 * 4 * 4 == 2 * 384 * 1024

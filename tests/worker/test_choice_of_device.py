@@ -19,7 +19,7 @@ def see(monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0, visible: 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
-def test_a_rank_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch):
+def test_rank_uses_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch):
     see(monkeypatch, 8, current=5)
     assert choose_device("auto", 3) == torch.device("cuda", 3), "what is current counts in a caller's world alone"
     assert choose_device("cpu", 3) == torch.device("cpu")
@@ -29,7 +29,7 @@ def test_a_rank_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch):
         choose_device("cuda", 0)
 
 
-def test_a_rank_that_sees_its_own_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPatch):
+def test_rank_uses_its_only_visible_gpu(monkeypatch: pytest.MonkeyPatch):
     """Ray's actors and tasks of srun --gpus-per-task=1 could not start: local rank 3 of a node of one GPU."""
     for visible in ("6", "GPU-4ed7"):
         see(monkeypatch, 1, visible=visible)
@@ -37,16 +37,14 @@ def test_a_rank_that_sees_its_own_gpu_alone_takes_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("count", "visible"), [(1, None), (1, ""), (2, "0,1")])
-def test_ranks_that_see_the_same_gpus_need_one_each(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None):
+def test_rank_without_own_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None):
     see(monkeypatch, count, visible=visible)
     with pytest.raises(DeviceError, match=f"local rank 3 needs a GPU of its own but this node has {count}"):
         choose_device("cuda", 3)
 
 
 @pytest.mark.parametrize(("current", "expected"), [(5, 5), (0, 3)])
-def test_in_a_callers_world_the_device_that_the_caller_set_counts(
-    monkeypatch: pytest.MonkeyPatch, current: int, expected: int
-):
+def test_callers_current_device_is_used(monkeypatch: pytest.MonkeyPatch, current: int, expected: int):
     """0 is current where nobody has set any."""
     see(monkeypatch, 8, current=current)
     assert choose_device("cuda", 3, is_callers_world=True) == torch.device("cuda", expected)
@@ -65,7 +63,7 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, uuid: str, host: str = "one", v
 
 
 @pytest.mark.guarantee("Ranks of one host take a GPU each", is_control_inside=True)
-def test_ranks_of_one_host_on_one_gpu_are_refused_and_named(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_on_the_same_gpu_are_rejected(monkeypatch: pytest.MonkeyPatch):
     """CUDA_VISIBLE_DEVICES=0 for all of them: replicas of one rank each ran on one GPU, and nothing said so."""
     one, other = (identity_of(monkeypatch, uuid) for uuid in ("4ed7", "51aa"))
     elsewhere = identity_of(monkeypatch, "4ed7", host="two")
@@ -78,7 +76,7 @@ def test_ranks_of_one_host_on_one_gpu_are_refused_and_named(monkeypatch: pytest.
 
 
 @pytest.mark.guarantee("Ranks of one host take a GPU each", is_control_inside=True)
-def test_ranks_share_a_gpu_where_each_of_them_says_so_and_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_may_share_gpu_by_variable(monkeypatch: pytest.MonkeyPatch):
     allowed = {"SPMD_WORKER_SHARE_GPUS": "1"}
     check_gpus_not_shared([identity_of(monkeypatch, "4ed7", variables=allowed)] * 2)
     check_gpus_not_shared([gpu_identity(torch.device("cpu"), {})] * 2)

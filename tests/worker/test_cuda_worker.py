@@ -69,7 +69,7 @@ def new_worker(dtype: str = "bfloat16", num_ranks: int = 1) -> Worker:
     return Worker(resolved, RankEnvironment(world_size=num_ranks, local_rank=3))
 
 
-def test_bfloat16_needs_a_chip_that_has_it_and_no_emulation(monkeypatch: pytest.MonkeyPatch):
+def test_bfloat16_is_rejected_without_hardware_support(monkeypatch: pytest.MonkeyPatch):
     FakeCuda((7, 5), "T4").install(monkeypatch)
     with pytest.raises(ConfigError, match="not supported by T4"):
         new_worker().init_device()
@@ -78,7 +78,7 @@ def test_bfloat16_needs_a_chip_that_has_it_and_no_emulation(monkeypatch: pytest.
     new_worker().init_device()
 
 
-def test_a_worker_computes_on_its_own_device_and_leaves_the_process_its(monkeypatch: pytest.MonkeyPatch):
+def test_worker_restores_the_process_current_device(monkeypatch: pytest.MonkeyPatch):
     cuda = FakeCuda().install(monkeypatch)
     wrapper = WorkerWrapper()
     wrapper.worker = new_worker()
@@ -93,9 +93,7 @@ def test_a_worker_computes_on_its_own_device_and_leaves_the_process_its(monkeypa
 
 
 @pytest.mark.parametrize("is_callers", [False, True])
-def test_the_process_gets_the_device_for_good_only_where_the_world_is_ours(
-    monkeypatch: pytest.MonkeyPatch, is_callers: bool
-):
+def test_process_device_is_set_only_in_own_world(monkeypatch: pytest.MonkeyPatch, is_callers: bool):
     cuda = FakeCuda().install(monkeypatch)
     monkeypatch.setattr(opened_device, "join_groups", lambda *arguments: cuda.notes.append(f"joined on {cuda.current}"))
     monkeypatch.setattr(opened_device.dist, "is_initialized", lambda: is_callers)
@@ -103,7 +101,7 @@ def test_the_process_gets_the_device_for_good_only_where_the_world_is_ours(
     assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3"]
 
 
-def test_ranks_on_other_devices_or_versions_have_another_arithmetic(monkeypatch: pytest.MonkeyPatch):
+def test_arithmetic_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     FakeCuda().install(monkeypatch)
 
@@ -124,7 +122,7 @@ def test_ranks_on_other_devices_or_versions_have_another_arithmetic(monkeypatch:
     assert arithmetic_of(torch.device("cpu")) == "torch, another"
 
 
-def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch):
+def test_groups_are_made_in_an_unbound_world(monkeypatch: pytest.MonkeyPatch):
     """Bound, torch has ranks split NCCL's communicator for a group of gloo that they are not in."""
     world = SimpleNamespace(bound_device_id=GPU)
     monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: world)
@@ -137,9 +135,7 @@ def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("device", "filters"), [(GPU, True), (torch.device("cpu"), False)])
-def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, filters: bool
-):
+def test_max_step_filters_most_rows_on_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device, filters: bool):
     asked = []
     monkeypatch.setattr(start, "max_step", lambda *sizes, **keywords: asked.append(keywords) or ())
     monkeypatch.setattr(start, "longest_chunk", lambda *sizes: ())
@@ -151,7 +147,7 @@ def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
     assert asked == [{"all_filtered": filters}]
 
 
-def test_in_a_callers_world_the_worker_takes_the_device_that_the_caller_set(monkeypatch: pytest.MonkeyPatch):
+def test_worker_uses_the_callers_device(monkeypatch: pytest.MonkeyPatch):
     cuda = FakeCuda().install(monkeypatch)
     cuda.current = 5
     monkeypatch.setattr(opened_device, "join_groups", lambda *arguments: None)
@@ -161,7 +157,7 @@ def test_in_a_callers_world_the_worker_takes_the_device_that_the_caller_set(monk
     assert worker.device == torch.device("cuda", 5)
 
 
-def test_what_was_freed_goes_back_also_what_was_pinned_once_no_copy_reads_it(monkeypatch: pytest.MonkeyPatch):
+def test_freed_and_pinned_memory_is_returned(monkeypatch: pytest.MonkeyPatch):
     """Pinned memory of the host stayed with torch, for weights that slept and blocks that were swapped."""
     calls = []
     for name in ("synchronize", "empty_cache"):
@@ -185,7 +181,7 @@ def test_what_was_freed_goes_back_also_what_was_pinned_once_no_copy_reads_it(mon
     assert worker._loaded is None, "attention and kernels keep tensors of the last step"
 
 
-def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_other():
+def test_sleep_reports_only_allocated_host_memory():
     """Swap space that no block ever went to is not pinned, and counted as given back."""
     cuda, model = torch.device("meta"), SimpleNamespace(weights=SimpleNamespace(update=WeightUpdate()))
     made, held = [], [0]
@@ -202,7 +198,7 @@ def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_othe
         assert taken["kv_cache"] == 100
 
 
-def test_a_gpu_takes_no_host_memory_at_the_start_and_the_cpu_all_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_host_memory_is_lazy_only_on_gpu(monkeypatch: pytest.MonkeyPatch):
     for device, taken in ((GPU, 0), (torch.device("cpu"), 5)):
         monkeypatch.setattr(caches, "HostTierEngine", lambda engine, num_slots: SimpleNamespace(num_host_bytes=6))
         engine = SimpleNamespace(num_host_blocks=3, num_device_blocks=4, num_host_bytes=10)

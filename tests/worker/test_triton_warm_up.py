@@ -92,7 +92,7 @@ def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_step_compiles_anything_once_the_worker_is_warm(forms: set[tuple], dtype: str, settings: dict[str, int]):
+def test_no_step_compiles_after_warm_up(forms: set[tuple], dtype: str, settings: dict[str, int]):
     assert new_forms(forms, dtype, **settings) == set()
     assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "cut", "find_mass"}
 
@@ -105,7 +105,7 @@ def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypa
 
 
 @pytest.mark.parametrize("missing", ["few rows", "keys of two segments"])
-def test_a_warm_up_that_leaves_something_out_is_found(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, missing: str):
+def test_compile_check_detects_incomplete_warm_up(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, missing: str):
     right = triton_backend.warm_up_steps
     if missing == "few rows":
         monkeypatch.setattr(triton_backend, "warm_up_steps", lambda *sizes: right(*sizes)[:1])
@@ -125,7 +125,7 @@ def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
         assert forms == before
 
 
-def test_what_a_warm_up_sends_to_experts_is_not_counted(forms: set[tuple]):
+def test_warm_up_tokens_do_not_count_as_load(forms: set[tuple]):
     folder = expert_folder("qwen3_moe")
     with LLM(folder, device="cpu", dtype="float32", load_format="dummy", num_blocks=64, device_backend="triton") as llm:
         before = set(forms)

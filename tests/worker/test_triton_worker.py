@@ -73,7 +73,7 @@ def test_heads_that_no_gate_has_seen_are_refused(monkeypatch: pytest.MonkeyPatch
         chosen(monkeypatch, head_size=head_size)
 
 
-def test_a_gpu_whose_shared_memory_cannot_hold_the_tiles_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_gpu_with_small_shared_memory_is_rejected(monkeypatch: pytest.MonkeyPatch):
     for shared_bytes, dtype, head_size in ((T4, "float16", 64), (RTX_4090, "float32", 128)):
         with pytest.raises(
             ConfigError, match=rf"for heads of {head_size} in {dtype}, and a GPU has {shared_bytes:,}: "
@@ -87,7 +87,7 @@ def test_a_gpu_whose_shared_memory_cannot_hold_the_tiles_is_refused(monkeypatch:
         chosen(monkeypatch, shared_bytes, dtype, head_size=head_size)
 
 
-def test_ranks_add_up_in_their_order_and_say_so(monkeypatch: pytest.MonkeyPatch):
+def test_triton_sums_in_rank_order(monkeypatch: pytest.MonkeyPatch):
     """NCCL takes its order by the number of tokens: with tensor parallelism a row's bits depended on its neighbours."""
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype="float32")
     alone, pair = single_group(), GroupHandle(ranks=(0, 1), rank=0, group=object())
@@ -106,7 +106,7 @@ def test_ranks_add_up_in_their_order_and_say_so(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("failing", ["allocate", "exchange", "neither"])
-def test_a_rank_that_finds_no_memory_keeps_no_other_in_the_exchange(
+def test_failed_allocation_disables_peer_sums_everywhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ):
     """Another rank fails where this one does not: nothing is exchanged before all have allocated."""
@@ -163,7 +163,7 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
         assert measurement.activation_bytes == 7 * (1 + can_record)
 
 
-def test_the_earlier_name_gives_the_backend_and_says_its_successor(caplog: pytest.LogCaptureFixture):
+def test_triton_worker_class_warns_of_successor(caplog: pytest.LogCaptureFixture):
     resolved = resolve_run(RunConfig(model=ModelOptions(path=str(DEMO), dtype="float32"), device="cpu"), "cpu")
     worker = TritonWorker(resolved, RankEnvironment(world_size=1))
     worker.init_device()

@@ -27,35 +27,35 @@ class EventWorker(FakeWorker):
         raise RuntimeError("broken")
 
 
-def test_what_is_prepared_is_committed_with_what_was_staged():
+def test_commit_gets_the_staged_value():
     worker = EventWorker()
     assert worker.prepare_event("grow", 3) == ""
     assert worker.end_event(is_committed=True) == 7
     assert worker.calls == [("prepare_grow", 3), ("commit_grow", "staged 3")]
 
 
-def test_what_another_rank_refused_is_undone_with_what_was_staged():
+def test_undo_gets_the_staged_value():
     worker = EventWorker()
     worker.prepare_event("grow", 3)
     assert worker.end_event(is_committed=False) is None
     assert worker.calls == [("prepare_grow", 3), ("undo_grow", "staged 3")]
 
 
-def test_a_prepare_that_raised_halfway_is_undone_too():
+def test_undo_runs_after_failed_prepare():
     worker = EventWorker()
     assert worker.prepare_event("grow", "too much") == "MemoryError: no room"
     worker.end_event(is_committed=False)
     assert worker.calls == [("prepare_grow", "too much"), ("undo_grow", None)]
 
 
-def test_an_event_without_undo_needs_none():
+def test_undo_is_optional():
     worker = EventWorker()
     worker.prepare_event("shrink", None)
     worker.end_event(is_committed=False)
     assert worker.calls == [("prepare_shrink",)]
 
 
-def test_a_worker_without_the_methods_refuses_and_names_the_missing_one():
+def test_event_without_methods_names_missing_one():
     worker = EventWorker()
     expected = "EventWorker has no method prepare_fly, which worker event 'fly' needs"
     assert worker.prepare_event("fly", None) == expected
@@ -63,7 +63,7 @@ def test_a_worker_without_the_methods_refuses_and_names_the_missing_one():
     assert worker.calls == []
 
 
-def test_what_a_commit_raises_is_not_hidden():
+def test_commit_error_is_raised():
     worker = EventWorker()
     worker.prepare_event("shrink", None)
     with pytest.raises(RuntimeError, match="broken"):

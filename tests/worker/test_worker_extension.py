@@ -59,7 +59,7 @@ def worker_of(extension: str | None, worker_cls: str = FAKE) -> WorkerWrapper:
     return wrapper
 
 
-def test_an_extensions_methods_are_the_workers_and_find_it_in_self():
+def test_extension_methods_get_the_worker_as_self():
     wrapper = worker_of(f"{HERE}.Extension")
     assert wrapper.execute_method("greet", "you") == "fake greets you"
     assert wrapper.execute_method("add", 1) == 1
@@ -79,7 +79,7 @@ def test_the_workers_own_class_stays_as_it_is():
     ("extension", "names"),
     [("TakesAMethod", "load_model"), ("TakesAnAttribute", "calls"), ("TakesTwo", "add, load_model")],
 )
-def test_what_worker_and_extension_both_have_is_refused_with_both_names(extension: str, names: str):
+def test_extension_with_colliding_names_is_rejected(extension: str, names: str):
     with pytest.raises(ConfigError) as refused:
         worker_of(f"{HERE}.{extension}")
     assert str(refused.value) == (
@@ -88,12 +88,12 @@ def test_what_worker_and_extension_both_have_is_refused_with_both_names(extensio
     )
 
 
-def test_an_event_that_a_handler_of_the_worker_has_is_refused_too():
+def test_extension_with_handlers_event_is_rejected():
     with pytest.raises(ConfigError, match=r"TakesAnEvent and .*\.Worker both have commit_sleep"):
         extend_class(Worker, TakesAnEvent)
 
 
-def test_an_extension_whose_constructor_would_never_run_is_refused():
+def test_extension_with_constructor_is_rejected():
     with pytest.raises(ConfigError, match=rf"{HERE}\.HasAConstructor has an __init__, which would never run: remove"):
         extend_class(FakeWorker, HasAConstructor)
 
@@ -107,7 +107,7 @@ def test_an_extension_whose_constructor_would_never_run_is_refused():
         ("worker_extension_cls", f"{HERE}.Missing", f"'{HERE}.Missing' is not a subclass of builtins.object"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_an_error_with_its_key(key: str, name: str, reason: str):
+def test_invalid_class_error_names_its_key(key: str, name: str, reason: str):
     with pytest.raises(ConfigError) as refused:
         WorkerWrapper().init_worker([{"worker_cls": FAKE, key: name}])
     assert str(refused.value).startswith(f"executor.{key}: {reason}")
@@ -158,7 +158,7 @@ def broken():
 
 
 @pytest.mark.usefixtures("_plugins_anew")
-def test_plug_ins_are_called_once_a_process_in_order_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plug_ins_run_once_in_name_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, monkeypatch, {"b": "our_plugins:second", "a": "our_plugins:first"}, PLUGINS)
     worker_of(None)
     worker_of(None)
@@ -166,7 +166,7 @@ def test_plug_ins_are_called_once_a_process_in_order_of_names(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("_plugins_anew")
-def test_a_plug_in_can_bring_what_the_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plug_in_can_provide_the_worker_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Plug-ins come first, so a worker class may be one that a plug-in makes importable."""
     source = "import sys, fake_worker\n\ndef register():\n    sys.modules['made_by_plug_in'] = fake_worker\n"
     install(tmp_path, monkeypatch, {"maker": "our_plugins:register"}, source)
@@ -184,9 +184,7 @@ def test_a_plug_in_can_bring_what_the_worker_needs(tmp_path: Path, monkeypatch: 
         ("our_plugins:calls", "TypeError: 'list' object is not callable"),
     ],
 )
-def test_a_plug_in_that_fails_is_an_error_that_names_it_each_time(
-    value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_plug_in_is_named_each_time(value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, monkeypatch, {"broken one": value}, PLUGINS)
     for _ in range(2):
         with pytest.raises(PluginError) as raised:

@@ -19,13 +19,13 @@ def wrapper_of(rpc_rank: int = 0, global_rank: int | None = None, **kwargs: str)
     return wrapper, wrapper.worker
 
 
-def test_the_rank_in_the_executor_and_the_rank_in_the_world_are_two_things():
+def test_rpc_rank_and_global_rank_are_separate():
     wrapper = WorkerWrapper(rpc_rank=0, global_rank=5)
     assert (wrapper.rpc_rank, wrapper.global_rank) == (0, 5)
     assert WorkerWrapper(rpc_rank=3).global_rank == 3
 
 
-def test_adjust_rank_renumbers_the_executors_rank_and_the_worlds_where_they_are_one():
+def test_adjust_rank_keeps_a_different_global_rank():
     wrapper = WorkerWrapper(rpc_rank=3)
     wrapper.adjust_rank({3: 2})
     assert (wrapper.rpc_rank, wrapper.global_rank) == (2, 2)
@@ -36,7 +36,7 @@ def test_adjust_rank_renumbers_the_executors_rank_and_the_worlds_where_they_are_
     assert (wrapper.rpc_rank, wrapper.global_rank) == (0, 6)
 
 
-def test_init_worker_takes_the_entry_of_its_executor_rank():
+def test_init_worker_uses_entry_of_rpc_rank():
     wrapper = WorkerWrapper(rpc_rank=1, global_rank=0)
     entries = [{"worker_cls": FAKE, "name": name} for name in ("first", "second", "third")]
     wrapper.init_worker(entries)
@@ -45,7 +45,7 @@ def test_init_worker_takes_the_entry_of_its_executor_rank():
     assert entries[1] == {"worker_cls": FAKE, "name": "second"}
 
 
-def test_initialize_from_config_takes_the_entry_of_its_rank_in_the_world():
+def test_initialize_from_config_uses_entry_of_global_rank():
     wrapper, worker = wrapper_of(rpc_rank=0, global_rank=2)
     wrapper.initialize_from_config([(10, 0), (20, 1), (30, 2)])
     assert worker.calls == [("initialize_cache", 30, 2)]
@@ -65,7 +65,7 @@ def test_methods_are_called_by_name_with_their_arguments():
 
 
 @pytest.mark.parametrize("name", ["no_such_method", "_note", "__init__"])
-def test_what_is_no_public_method_is_an_error_that_names_it_and_the_rank(name: str):
+def test_unknown_method_error_names_rank_and_method(name: str):
     wrapper, worker = wrapper_of(global_rank=4)
     with pytest.raises(AttributeError, match=rf"^rank 4: a worker has no method '{name}'$"):
         wrapper.execute_method(name)
@@ -80,7 +80,7 @@ def test_calling_before_init_worker_is_the_programmers_mistake():
 @pytest.mark.parametrize(
     ("method", "is_heard"), [("sample_tokens", True), ("execute_model", True), ("load_model", False)]
 )
-def test_a_steps_failure_is_logged_before_it_is_raised(method: str, is_heard: bool, caplog: pytest.LogCaptureFixture):
+def test_step_failure_is_logged_before_raise(method: str, is_heard: bool, caplog: pytest.LogCaptureFixture):
     wrapper, _ = wrapper_of(global_rank=3, fails=method)
     arguments = (None,) if method == "execute_model" else ()
     with caplog.at_level(logging.WARNING, "spmd_worker"), pytest.raises(ValueError, match=f"{method} went wrong"):
@@ -102,7 +102,7 @@ def test_a_class_is_found_by_its_qualified_name():
         ("builtins.dict", "'builtins.dict' is not a subclass of spmd_worker.worker.worker_base.WorkerBase"),
     ],
 )
-def test_what_is_no_worker_class_is_an_error_that_says_why(name: str, message: str):
+def test_invalid_worker_class_error_has_reason(name: str, message: str):
     with pytest.raises(ValueError) as refused:
         resolve_class(name, WorkerBase)
     assert str(refused.value) == message

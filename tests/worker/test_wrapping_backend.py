@@ -45,7 +45,7 @@ class Counted:
         return getattr(self._inner, name)
 
 
-def test_a_backend_of_ones_own_computes_the_same_bits_and_is_asked():
+def test_wrapping_backend_computes_the_same_bits():
     answers = []
     for backend in ("cpu", f"{__name__}.CountingDevice"):
         COUNTS.clear()

@@ -76,8 +76,8 @@ class FrameParser:
 
 
 def send_frame(connection: socket.socket, kind: IntEnum, number: int, payload: bytes = b"") -> None:
-    """Send a frame. Raises PeerGoneError if the peer is gone, TimeoutError if it does not read, FrameError for a payload
-    that is too long.
+    """Send a frame. Raises PeerGoneError if the peer is gone, TimeoutError if it does not read, FrameError for a
+    payload that is too long.
     """
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(f"a payload of {len(payload)} bytes is longer than {MAX_FRAME_BYTES}")

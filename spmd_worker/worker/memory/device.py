@@ -1,9 +1,9 @@
-"""What a device has and what is taken of it, measured: the figures that size the cache.
+"""Measures a device's memory and its use, to size the cache.
 
-Only this process's own memory and what is free at one moment are trusted, because a co-tenant may take or free memory
-meanwhile: nothing here compares two readings of the whole device but to see what else this process took, and no
-difference is ever less than nothing. On the CPU the largest step, which would take seconds of every start, runs only
-where its memory decides about the number of blocks.
+A co-tenant may allocate or free memory at any time, so only this process's own memory and one reading of the free
+memory are trusted; two readings of the device are compared only to find other allocations of this process, and
+differences are at least 0. On the CPU the maximum step, which takes seconds, runs only if its memory affects the number
+of blocks.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,15 @@ from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.worker.memory import host
 
 PreparedStep = AbstractContextManager[Callable[[], None]]
-"""Entered, it has taken the memory that is not the step's own, and gives a function that runs the step once."""
+"""Context that has allocated everything but the step's own memory, with a function that runs the step once."""
 
 
 def measure_host(weights: int, activations: int, local_world_size: int) -> MemoryMeasurement:
-    """This rank's share of the host: what is available now plus what it holds already, split among the node's ranks.
-
-    `activations` are an estimate, in bytes as `weights` are.
+    """This rank's share of the host: the available memory, divided among the node's ranks, plus what it holds already.
+    `weights` and `activations`, an estimate, are in bytes.
     """
     reserve = host_reserve.offered()
-    # What is committed for the cache already is the cache's.
+    # Prefaulted memory belongs to the cache.
     committed = 0 if reserve is None else reserve.committed_bytes
     resident = max(host.resident_bytes() - committed, 0)
     share = host.available_bytes() // local_world_size + resident + committed
@@ -36,9 +35,8 @@ def measure_host(weights: int, activations: int, local_world_size: int) -> Memor
 
 
 def profile_host(measurement: MemoryMeasurement, max_step: PreparedStep) -> MemoryMeasurement:
-    """`measurement` with the activations of the largest step as they were seen: by how much this process grew.
-
-    The step contains collectives, so it runs even where the kernel does not let this rank see anything.
+    """`measurement` with the measured activations of the maximum step: the growth of this process. The step contains
+    collectives, so it runs even if this rank cannot measure.
     """
     with max_step as run:
         can_see = host.restart_peak()
@@ -53,10 +51,10 @@ def profile_host(measurement: MemoryMeasurement, max_step: PreparedStep) -> Memo
 def measure_cuda(
     device: torch.device, weights: int, free_at_start: int, reserved_at_start: int, max_step: PreparedStep
 ) -> MemoryMeasurement:
-    """Run the largest step once and see what our allocator held beyond the weights.
+    """Run the maximum step once and measure what the allocator held beyond the weights.
 
-    `free_at_start` bytes were free on the device before this rank took any, so co-tenants are not counted as ours;
-    `reserved_at_start` our allocator held already, a trainer's in this process.
+    Before this rank allocated any, `free_at_start` bytes were free on the device, so co-tenants do not count as ours,
+    and `reserved_at_start` were held by the allocator, for a trainer in this process.
     """
     with max_step as run:
         torch.cuda.synchronize(device)
@@ -73,18 +71,18 @@ def measure_cuda(
 
 
 def give_back_freed(device: torch.device) -> None:
-    """Give the system what torch and libc keep of memory that was freed: of the device and, where that is CUDA, what
-    was pinned of the host's, of which copies that are not done yet would keep theirs.
+    """Return freed memory that torch and libc keep to the system; with CUDA also pinned host memory, after pending
+    copies.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        # Has no public name; builds without CUDA lack it.
+        # Not public; builds without CUDA lack it.
         if empty_pinned := getattr(torch._C, "_host_emptyCache", None):
             empty_pinned()
     host.give_back_freed()
 
 
 def is_on_any_rank(group: GroupHandle, flag: bool) -> bool:
-    """Whether `flag` is set on any rank of a group on the CPU; the same answer on all of them, who all must call."""
+    """Whether `flag` is set on any rank of a CPU group; all ranks must call this."""
     return bool(group.all_reduce(torch.tensor([int(flag)])).item())

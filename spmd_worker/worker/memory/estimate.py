@@ -1,7 +1,7 @@
-"""Bytes of weights and activations on one rank, by arithmetic alone.
+"""Bytes of weights and activations on one rank, computed from sizes without torch.
 
-The weights are exact: a test compares them with the parameters of real models. The activations are what this runtime's
-forward pass holds at its fullest, rounded up. Knows sizes; needs no torch, so that a plan needs none.
+The weights are exact: a test compares them with the parameters of real models. The activations are the peak of this
+runtime's forward pass, rounded up.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, shard_ra
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """What one tensor-parallel rank holds of each layer: heads, columns and vocabulary rows."""
+    """A tensor-parallel rank's share of each layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -25,7 +25,7 @@ class RankSizes:
 
 
 def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> RankSizes:
-    """The share of `rank` (global); the layout has been checked against the shape."""
+    """The share of global rank `rank`; the layout has been checked against the model config."""
     size, tensor_rank = layout.tensor_parallel_size, layout.tensor_rank(rank)
     start, stop = shard_range(model_config.intermediate_size, size, tensor_rank)
     return RankSizes(
@@ -39,22 +39,21 @@ def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Rank
 def weights_bytes(
     model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str, quantization: str | None = None
 ) -> int:
-    """Bytes of what one rank holds of the weights; `device` is `cpu` or `cuda`. With `quantization` int8, those of
-    weights that are quantised are what they are packed to, once they are.
+    """Bytes of one rank's weights, quantised weights as packed; `device` is `cpu` or `cuda`.
 
-    On the CPU weights are packed for its matrix products, a tied head's as a copy of the embedding, which is looked up
-    in plain rows. Where oneDNN packs (there is no AMX), it pads beyond this what fills no tile of its own. Where
-    nothing packs (no compiler, and a CPU on which oneDNN packs no bfloat16), that copy is counted and not made.
+    On the CPU weights are packed for its GEMMs, a tied head as a copy of the embedding, which is looked up by row.
+    oneDNN's packing (without AMX) pads incomplete tiles beyond this. If nothing packs (no compiler, and a CPU on which
+    oneDNN does not pack bfloat16), that copy is counted but not made.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)
     layers = _layers_elements(model_config, layout, rank, stage)
-    # Beyond what they would take in this dtype.
+    # Bytes in addition to those in this dtype.
     float32 = sum(
         float32_elements(layer, hidden, sizes.num_heads) for layer in model_config.layers[stage.start : stage.stop]
     )
     float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
-    # A tied head shares the embedding's rows only where one stage has both, and nothing packs.
+    # A tied head shares the embedding's rows only if one stage has both and nothing packs.
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
@@ -62,7 +61,7 @@ def weights_bytes(
     tables = num_tables * sizes.num_vocabulary_rows * model_config.embedding_size + num_others * hidden
     image_rows = vocabulary_rows(model_config.num_embeddings, layout.tensor_parallel_size) - sizes.num_vocabulary_rows
     tables += stage.is_first * image_rows * model_config.embedding_size
-    # Every rank of a group has the whole of a projection, on the stage of its table.
+    # Every rank of a group has the complete projection, on the stage of its table.
     tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
     num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm
     norm = num_norms * model_config.norm_parameters
@@ -93,8 +92,8 @@ def screen_bytes_of(model_config: ModelConfig, layout: RankLayout, rank: int, dt
 
 
 def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:
-    """How many weights of which outputs and inputs a rank has that are quantised, and whether their rows are gates and
-    what these open. The embedding is not; what a tied head multiplies with is a copy of it, on the CPU.
+    """Counts of a rank's quantised weights by (outputs, inputs, whether the rows are gate and up projections). The
+    embedding is not quantised; a tied head is a copy of it on the CPU.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)
@@ -116,7 +115,7 @@ def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Cou
 
 
 def _layers_elements(model_config: ModelConfig, layout: RankLayout, rank: int, stage: Stage) -> int:
-    """Of the layers of a stage, as the rank has them. Layers of one kind and share are counted once."""
+    """Elements of the rank's share of a stage's layers. Equal layers are computed once."""
     sizes, tensor_rank = rank_sizes(model_config, layout, rank), layout.tensor_rank(rank)
     indexed = [
         (layer, expert_share(layout, layer, index, tensor_rank)) for index, layer in enumerate(model_config.layers)
@@ -130,16 +129,11 @@ def _layers_elements(model_config: ModelConfig, layout: RankLayout, rank: int, s
 
 
 def expert_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> int:
-    """Of them what experts take among which a token chooses."""
-    stage, tensor_rank, hidden = (
-        stage_of(layout, model_config, rank),
-        layout.tensor_rank(rank),
-        model_config.hidden_size,
-    )
-    total = 0
+    """Bytes of a rank's routed experts."""
+    stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for index in range(stage.start, stage.stop):
         layer = model_config.layers[index]
-        share = expert_share(layout, layer, index, tensor_rank)
+        share = expert_share(layout, layer, index, layout.tensor_rank(rank))
         if layer.experts is not None and share is not None:
             routed = replace(share, num_shared_columns=0)
             total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
@@ -155,15 +149,15 @@ def activation_bytes(
     num_rows: int,
     quantization: str | None = None,
 ) -> int:
-    """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
+    """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
-    gated columns and their product; layers that run as one hold all of these at once, each of them once. Heads that are
-    turned in part or in pairs, clipped or grown are copied twice more; heads that are normed each with its own weights,
-    and the columns of an xIELU, in float32; flat norms hold those of all ranks, and parallel layers keep what the
-    feed-forward is given. Sparse layers hold what each of a token's experts gives, and sums in float32. The sampler
-    holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
-    Quantised layers hold their inputs as bytes, and of several ranks the int32 sums of all.
+    gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
+    interleaved rotation, clipping or query growth are copied twice more; heads with individual norm weights, and xIELU
+    columns, in float32. Flat norms hold the heads of all ranks; parallel layers keep the feed-forward's input. Sparse
+    layers hold the outputs of a token's experts and sums in float32. The sampler holds float32 logits as shards,
+    gathered and as logprobs, and the fixed-point probability weights twice in float64. Quantised layers hold their
+    inputs as bytes and, with several ranks, the int32 sums of all.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
@@ -191,24 +185,21 @@ def activation_bytes(
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
-    """Of one token in the largest sparse layer; at most all tokens are an expert's."""
-    size, hidden = layout.tensor_parallel_size, model_config.hidden_size
-    each = [layer.experts for layer in dict.fromkeys(model_config.layers) if layer.experts is not None]
-    columns = [experts.intermediate_size // (1 if layout.experts is not None else size) + 1 for experts in each]
-    return max(
-        (
-            (experts.num_chosen + 8) * hidden
-            + (12 if experts.limit > 0 else 10) * width
-            + 4 * experts.shared_size
-            + 12 * experts.num_experts
-            for experts, width in zip(each, columns, strict=True)
-        ),
-        default=0,
-    )
+    """Elements per token of the largest sparse layer, if all tokens are routed to one expert."""
+    size = 1 if layout.experts is not None else layout.tensor_parallel_size
+    counts = [
+        (experts.num_chosen + 8) * model_config.hidden_size
+        + (12 if experts.limit > 0 else 10) * (experts.intermediate_size // size + 1)
+        + 4 * experts.shared_size
+        + 12 * experts.num_experts
+        for layer in dict.fromkeys(model_config.layers)
+        if (experts := layer.experts) is not None
+    ]
+    return max(counts, default=0)
 
 
 def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
-    """One rank's share of the cache. Layers of an encoder, which keep nothing, share that of a step."""
+    """One rank's share of the cache. Layers of an encoder, which has no cache, share one step's buffer."""
     sizes = rank_sizes(model_config, layout, rank)
     num_layers = 1 if model_config.is_encoder else stage_of(layout, model_config, rank).num_layers
     return CacheSpec(num_layers, sizes.num_kv_heads, model_config.head_size, DTYPE_BYTES[dtype], block_size)

@@ -1,4 +1,4 @@
-"""Python's collection of garbage in a program that runs for long."""
+"""Python's garbage collection in long-running programs."""
 
 import contextlib
 import gc
@@ -10,10 +10,9 @@ _held: Final = threading.Event()
 
 
 def hold_collections() -> None:
-    """For a program of ours, first of all: no garbage is looked for until `resume_collections`. Modules are hundreds of
-    thousands of objects and no garbage; looking among them again and again is a fifth of the time of their imports.
-
-    Not for a caller's process. Where collections are off already they stay so.
+    """Disable collections until `resume_collections`, first in our programs: modules are hundreds of thousands of
+    objects without garbage, and collections would take a fifth of their import time. Not for a caller's process. Has no
+    effect if collections are disabled already.
     """
     if gc.isenabled():
         gc.disable()
@@ -21,7 +20,7 @@ def hold_collections() -> None:
 
 
 def resume_collections() -> None:
-    """After the imports: collections go on, and pass over what is there by now. Without effect where none are held."""
+    """Enable collections after the imports; they ignore the objects that exist now. No effect if none are held."""
     if _held.is_set():
         _held.clear()
         gc.freeze()
@@ -30,10 +29,9 @@ def resume_collections() -> None:
 
 @contextlib.contextmanager
 def settled_objects() -> Iterator[None]:
-    """While it lasts, full collections pass over what had outlived the first of them: modules and the engine, of which
-    each would take 0.07 s to look at, every few hundred rows. Waits for that first one, and asks for none.
-
-    A caller's process that has frozen objects itself keeps just those: which they are cannot be told apart afterwards.
+    """Context in which full collections ignore the objects that survived the first one: modules and the engine, which
+    would take 0.07 s every few hundred rows. It waits for that first collection and triggers none. Has no effect in a
+    caller's process with frozen objects, because these could not be distinguished afterwards.
     """
     if gc.get_freeze_count():
         yield
@@ -41,7 +39,7 @@ def settled_objects() -> Iterator[None]:
 
     def settle(phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 2:
-            # What was garbage has just gone.
+            # The garbage has just been freed.
             gc.freeze()
             gc.callbacks.remove(settle)
 
@@ -52,5 +50,5 @@ def settled_objects() -> Iterator[None]:
         if settle in gc.callbacks:
             gc.callbacks.remove(settle)
         else:
-            # A caller's process goes on.
+            # The caller's process continues.
             gc.unfreeze()

@@ -1,7 +1,4 @@
-"""What memory a run comes to: swap space, blocks of a rank.
-
-Both the run and its plan in words (`plan_text.py`) take them from here.
-"""
+"""Memory of a run: swap space and blocks of a rank, for the run itself and for its plan (`plan_text.py`)."""
 
 from dataclasses import replace
 from typing import Final
@@ -20,26 +17,37 @@ from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
-"""A rank's."""
+"""Per rank."""
 
 _ESTIMATE_MARGIN: Final = 2
-"""Activations were never seen to take this many times their estimate."""
+"""Measured activations were always below this multiple of their estimate."""
 
 
 def check_cache_setting(resolved: ResolvedRun) -> None:
-    """Raise ConfigError when `cache.num_blocks` cannot hold one sequence; what is measured is checked once it is."""
+    """Raise ConfigError if `cache.num_blocks` cannot hold one sequence; measured sizes are checked later."""
+    num_blocks = resolved.config.cache.num_blocks
+    if num_blocks is not None and not resolved.model_config.is_encoder:
+        check_cache_blocks(resolved, num_blocks, 0)
+
+
+def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_blocks: int) -> None:
+    """Raise ConfigError, naming the setting to change, if the cache cannot hold one sequence of `max_model_len`."""
     cache = resolved.config.cache
-    if cache.num_blocks is None or resolved.model_config.is_encoder:
-        return
     try:
-        check_cache_holds_one_sequence(cache.num_blocks, cache.block_size, resolved.max_model_len)
+        check_cache_holds_one_sequence(
+            num_device_blocks,
+            cache.block_size,
+            resolved.max_model_len,
+            is_profiled=cache.num_blocks is None,
+            has_swap_space_on_device=resolved.device_type == "cpu" and num_host_blocks > 0,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
 def check_memory(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int) -> None:
-    """Raise ConfigError when the weights of the ranks that share `total_bytes` of memory, each of which has about as
-    much as this one, are more than that, or the cache of `cache.num_blocks` is: before anything is allocated.
+    """Raise ConfigError, before anything is allocated, if `total_bytes` of memory are too few for the weights, or for
+    the cache of `cache.num_blocks`, of the ranks that share it, all about as large as this one.
     """
     needed = num_local_ranks * weights_bytes(
         resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type
@@ -49,7 +57,7 @@ def check_memory(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_b
         raise ConfigError(
             f"model.path={resolved.model_folder} is too large: {resolved.model_config.num_parameters:,} parameters in "
             f"{resolved.dtype}, of which {ranks} would hold {format_bytes(needed)} ({needed:,} bytes), and there are "
-            f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: take more nodes or devices (parallel.*), "
+            f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: use more nodes or devices (parallel.*), "
             f"or check config.json"
         )
     num_blocks = resolved.config.cache.num_blocks
@@ -59,15 +67,12 @@ def check_memory(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_b
     if needed > total_bytes:
         raise ConfigError(
             f"cache.num_blocks={num_blocks} is too large: {ranks} would hold {format_bytes(needed)} of blocks, and "
-            f"there are {format_bytes(total_bytes)} of memory: lower it, or leave it out for what there is room for"
+            f"there are {format_bytes(total_bytes)} of memory: lower it, or leave it out to use what fits"
         )
 
 
 def resolve_swap_space_bytes(resolved: ResolvedRun) -> int:
-    """Host memory of one rank for swapped-out blocks.
-
-    By default there is none where the cache itself takes all of the host's memory that it can use.
-    """
+    """One rank's bytes of host memory for swapped-out blocks; 0 by default if the cache itself is in host memory."""
     wanted = resolved.config.cache.swap_space_gib
     if wanted is None:
         takes_host_memory = resolved.device_type == "cpu" and resolved.config.cache.num_blocks is None
@@ -76,7 +81,7 @@ def resolve_swap_space_bytes(resolved: ResolvedRun) -> int:
 
 
 def resolve_cache_need(resolved: ResolvedRun) -> CacheNeed:
-    """What may run at once."""
+    """The need of the maximum number of sequences."""
     return CacheNeed(resolved.config.scheduler.max_num_seqs, resolved.max_model_len)
 
 
@@ -87,11 +92,12 @@ def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
 
 
 def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> CacheSizing:
-    """Blocks of one rank, from a measurement or from `cache.num_blocks`; none of an encoder."""
+    """Blocks of one rank, from a measurement or from `cache.num_blocks`; 0 for an encoder."""
     cache = resolved.config.cache
     if resolved.model_config.is_encoder:
-        room = step_room(resolved, rank)
-        return CacheSizing(0, 0, f"no cache: tokens see all of their row; a step keeps {format_bytes(room)} for itself")
+        # Keys and values of the largest step, in one layer, whose memory all layers use in turn.
+        num_bytes = format_bytes(num_step_blocks(resolved) * cache_spec_of(resolved, rank).block_bytes)
+        return CacheSizing(0, 0, f"no cache, because attention is bidirectional; a step has a buffer of {num_bytes}")
     return size_cache(
         cache_spec_of(resolved, rank),
         measurement,
@@ -103,20 +109,15 @@ def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) 
     )
 
 
-def step_room(resolved: ResolvedRun, rank: int) -> int:
-    """Bytes of keys and values of an encoder's largest step, in one layer, whose memory all layers use in turn."""
-    return num_step_blocks(resolved) * cache_spec_of(resolved, rank).block_bytes
-
-
 def num_step_blocks(resolved: ResolvedRun) -> int:
-    """Blocks in which a step of an encoder finds room, however its tokens are shared among its sequences."""
+    """Blocks that suffice for any step of an encoder, however its tokens are divided among sequences."""
     scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
     num_tokens = scheduler.max_num_batched_tokens
     return num_tokens // block_size + min(num_tokens, scheduler.max_num_seqs)
 
 
 def is_estimate_enough(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> bool:
-    """Whether the cache is as large as it may be useful even if activations take much more than `measurement` says."""
+    """Whether the cache meets the maximum need even if activations take much more than `measurement` says."""
     pessimistic = replace(measurement, activation_bytes=_ESTIMATE_MARGIN * measurement.activation_bytes)
     sizing = size_rank(resolved, rank, pessimistic)
     return sizing.num_device_blocks >= resolve_cache_need(resolved).num_blocks(resolved.config.cache.block_size)

@@ -1,21 +1,14 @@
-"""The layout and memory plan of a run, in words, made without weights, devices or other ranks.
+"""Text of a run's layout and memory plan, made without weights, devices or other ranks.
 
-Ranks that hold the same share one line. A GPU's memory is measured by the run itself, which alone may touch it: the
-plan says what GPUs of common sizes would hold.
+Equal ranks share a line. Only the run itself measures a GPU's memory: the plan lists GPUs of common sizes instead.
 """
 
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import astuple, dataclass
+from itertools import groupby, takewhile
 from typing import Final
 
 from kv_cache.block import num_blocks_for
-from kv_cache.cache_sizing import (
-    CacheSizing,
-    MemoryMeasurement,
-    check_cache_holds_one_sequence,
-    format_bytes,
-    num_swap_blocks,
-)
+from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.ranks.topology import stage_of
@@ -32,6 +25,7 @@ from spmd_worker.worker.memory.estimate import (
 )
 from spmd_worker.worker.memory.plan import (
     cache_spec_of,
+    check_cache_blocks,
     check_memory,
     num_step_blocks,
     resolve_cache_need,
@@ -40,7 +34,7 @@ from spmd_worker.worker.memory.plan import (
 )
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
-"""About what a process holds beside its tensors: torch itself, and on a GPU CUDA's context and libraries."""
+"""Approximate memory of a process apart from its tensors: torch, and on a GPU CUDA's context and libraries."""
 
 _GPU_GIB: Final = (24, 48, 80, 141)
 
@@ -49,7 +43,7 @@ _COLUMNS: Final = ("ranks", "layers", "heads", "KV heads", "columns", "vocabular
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank holds of the model, and in bytes."""
+    """A rank's share of the model, and its bytes."""
 
     sizes: RankSizes
     weights_bytes: int
@@ -59,7 +53,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`shares` has one entry a rank; `sizings` too, but is empty when only the run itself can measure the memory."""
+    """`shares` and `sizings` have one entry per rank; `sizings` is empty if only the run can measure the memory."""
 
     resolved: ResolvedRun
     shares: tuple[RankShare, ...]
@@ -72,42 +66,37 @@ class MemoryPlan:
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks that every rank will have; None when only the run can tell."""
+        """Blocks of every rank; None if only the run can measure it."""
         return min((sizing.num_device_blocks for sizing in self.sizings), default=None)
 
     @property
     def num_swap_blocks(self) -> int:
-        """Blocks of swap space that every rank will have."""
+        """Blocks of swap space of every rank."""
         num_bytes, need = resolve_swap_space_bytes(self.resolved), resolve_cache_need(self.resolved)
         ranks = range(self.resolved.layout.world_size)
         return min(num_swap_blocks(cache_spec_of(self.resolved, rank), num_bytes, need) for rank in ranks)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on the rank with the largest ones."""
+        return max(share.block_bytes for share in self.shares)
+
+    @property
     def error_result(self) -> str | None:
-        """Why a run here would be refused: memory cannot hold the weights or the cache, or the cache one sequence. None
-        when they can, or nobody knows.
+        """Error of a run whose memory cannot hold the weights or the cache, or whose cache cannot hold one sequence;
+        None if they fit or the memory is unknown.
         """
-        num_ranks, given = self.resolved.layout.world_size, _given_bytes(self.resolved)
+        resolved, num_blocks = self.resolved, self.num_blocks
+        num_ranks, given = resolved.layout.world_size, _given_bytes(resolved)
         try:
-            if self.resolved.device_type == "cpu":
-                check_memory(self.resolved, 0, num_ranks, host.total_bytes() if given is None else given)
+            if resolved.device_type == "cpu":
+                check_memory(resolved, 0, num_ranks, host.total_bytes() if given is None else given)
             elif given is not None:
                 for rank in range(num_ranks):
-                    check_memory(self.resolved, rank, 1, given)
+                    check_memory(resolved, rank, 1, given)
+            if num_blocks is not None and not resolved.model_config.is_encoder:
+                check_cache_blocks(resolved, num_blocks, self.num_swap_blocks)
         except ConfigError as error:
-            return str(error)
-        if self.num_blocks is None or self.resolved.model_config.is_encoder:
-            return None
-        cache = self.resolved.config.cache
-        try:
-            check_cache_holds_one_sequence(
-                self.num_blocks,
-                cache.block_size,
-                self.resolved.max_model_len,
-                is_profiled=cache.num_blocks is None,
-                has_swap_space_on_device=self.resolved.device_type == "cpu" and self.num_swap_blocks > 0,
-            )
-        except ValueError as error:
             return str(error)
         return None
 
@@ -128,25 +117,22 @@ def make_plan(resolved: ResolvedRun) -> MemoryPlan:
 
 
 def _given_bytes(resolved: ResolvedRun) -> int | None:
-    """`plan.memory_gib`: of the machine, or of each rank's GPU."""
+    """`plan.memory_gib` of the machine or of each rank's GPU, in bytes."""
     gib = resolved.config.plan.memory_gib
     return None if gib is None else int(gib * 2**30)
 
 
 def describe_plan(plan: MemoryPlan) -> str:
-    """Lines for people: the model, the ranks as a table, the cache and what fits in it."""
+    """Readable lines: the model, a table of ranks, the cache and its capacity."""
     model_config, layout = plan.resolved.model_config, plan.resolved.layout
-    model = (
-        f"{model_config.architecture}, {model_config.num_parameters:,} parameters, {model_config.num_layers} layers, "
-        f"hidden size {model_config.hidden_size:,}, "
-        f"{model_config.num_heads} heads, {model_config.num_kv_heads} key-value heads"
-    )
     ranks = (
         f"{layout.world_size} = {layout.data_parallel_size} data x {layout.pipeline_parallel_size} pipeline x "
         f"{layout.tensor_parallel_size} tensor"
     )
     lines = [
-        f"model      {model}",
+        f"model      {model_config.architecture}, {model_config.num_parameters:,} parameters, "
+        f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, {model_config.num_heads} heads, "
+        f"{model_config.num_kv_heads} key-value heads",
         *_quantised(plan),
         *_int8(plan),
         *_screen(plan),
@@ -157,7 +143,7 @@ def describe_plan(plan: MemoryPlan) -> str:
     ]
     lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
-    lines += _forms(plan)
+    lines += _grammars(plan)
     error_result = plan.error_result
     return "\n".join([*lines, *([f"refused    {error_result}"] if error_result else [])])
 
@@ -202,12 +188,12 @@ def _quantised(plan: MemoryPlan) -> list[str]:
     num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
     return [
         f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
-        f"weights take {num_bytes}, as plain ones do"
+        f"weights take {num_bytes}, like unquantised ones"
     ]
 
 
 def _int8(plan: MemoryPlan) -> list[str]:
-    """What the weights take of the rank that has most, once they are quantised, and until then."""
+    """Bytes of the largest rank's weights, quantised and while they are loaded."""
     resolved = plan.resolved
     if resolved.config.model.quantization is None:
         return []
@@ -235,7 +221,7 @@ def _screen(plan: MemoryPlan) -> list[str]:
 
 
 def _experts(plan: MemoryPlan) -> list[str]:
-    """What they are of the weights, and of them the rank that has most."""
+    """Bytes of all experts, and of the largest rank's."""
     resolved = plan.resolved
     model_config, layout = resolved.model_config, resolved.layout
     sparse = [layer.experts for layer in model_config.layers if layer.experts is not None]
@@ -243,13 +229,12 @@ def _experts(plan: MemoryPlan) -> list[str]:
         return []
     size = DTYPE_BYTES[resolved.dtype]
     ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
-    most = max(expert_bytes(model_config, layout, rank, resolved.dtype) for rank in ranks)
-    of_rank = "whole ones" if layout.experts is not None else "columns of each"
+    max_bytes = max(expert_bytes(model_config, layout, rank, resolved.dtype) for rank in ranks)
+    part = "complete ones" if layout.experts is not None else "columns of each"
     return [
         f"experts    {format_bytes(model_config.num_expert_parameters * size)} of "
         f"{format_bytes(model_config.num_parameters * size)} of weights: {sparse[0].num_experts} in each of "
-        f"{len(sparse)} layers, {sparse[0].num_chosen} of them a token; a rank has {of_rank}, {format_bytes(most)} at "
-        f"most"
+        f"{len(sparse)} layers, {sparse[0].num_chosen} per token; a rank has {part}, at most {format_bytes(max_bytes)}"
     ]
 
 
@@ -259,12 +244,13 @@ def _replicas(plan: MemoryPlan) -> list[str]:
         return []
     size = plan.resolved.layout.world_size // num_replicas
     ranks = "one rank" if size == 1 else f"{size} ranks"
-    what = "each with a whole model and a cache of its own; they draw rows from one queue"
-    return [f"replicas   {num_replicas} of {ranks}, {what}"]
+    return [
+        f"replicas   {num_replicas} of {ranks}, each with a complete model and its own cache; they share a row queue"
+    ]
 
 
 def _table(plan: MemoryPlan) -> list[str]:
-    """One line for each different share, aligned."""
+    """One aligned line for each distinct share."""
     ranks_of: dict[RankShare, list[int]] = {}
     for rank, share in enumerate(plan.shares):
         ranks_of.setdefault(share, []).append(rank)
@@ -277,99 +263,69 @@ def _table(plan: MemoryPlan) -> list[str]:
 
 
 def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...]:
-    sizes = share.sizes
     num_blocks = num_step_blocks(plan.resolved) if plan.resolved.model_config.is_encoder else plan.num_blocks
     cache = "measured" if num_blocks is None else format_bytes(num_blocks * share.block_bytes)
-    counts = (
-        stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers,
-        sizes.num_heads,
-        sizes.num_kv_heads,
-        sizes.num_columns,
-        sizes.num_vocabulary_rows,
-    )
-    in_bytes = (format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
-    return (_spans(ranks), *(f"{count:,}" for count in counts), *in_bytes)
+    num_layers = stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers
+    counts = [f"{count:,}" for count in (num_layers, *astuple(share.sizes))]
+    return (_spans(ranks), *counts, format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
 
 
 def _spans(ranks: list[int]) -> str:
     """`0-3,6` for 0, 1, 2, 3, 6."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ranks), lambda each: each[1] - each[0])]
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
 def _describe_cache(plan: MemoryPlan) -> list[str]:
     assert plan.num_blocks is not None, "the caller has sizings"
-    if plan.resolved.model_config.is_encoder:
-        return _describe_steps(plan)
-    block_size, fewest = (
-        plan.resolved.config.cache.block_size,
-        min(plan.sizings, key=lambda each: each.num_device_blocks),
-    )
-    # The shares of the device's memory are the indented lines under the first; swap space has a line of its own here.
+    resolved, scheduler = plan.resolved, plan.resolved.config.scheduler
+    if resolved.model_config.is_encoder:
+        buffer = format_bytes(num_step_blocks(resolved) * plan.block_bytes)
+        return [
+            f"blocks     no cache, because attention is bidirectional; a step has {buffer} for keys and values of one "
+            f"layer, which all layers use in turn",
+            f"steps      {scheduler.max_num_batched_tokens:,} tokens (scheduler.max_num_batched_tokens), in complete "
+            f"rows of at most {resolved.max_model_len:,} (model.max_model_len)",
+        ]
+    block_size, fewest = resolved.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
+    # The shares of the device's memory are the indented lines under the first; swap space has its own line here.
     reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
+    where = " in each replica" if resolved.layout.data_parallel_size > 1 else ""
     return [
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {plan.num_blocks * block_size:,} tokens "
-        f"in all, {_block_bytes(plan)} each",
-        f"sequences  {_sequences(plan, plan.num_blocks)}",
+        f"in all, {format_bytes(plan.block_bytes)} each",
+        f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {resolved.max_model_len:,} tokens "
+        f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {scheduler.max_num_seqs:,}",
         f"swap       {_swap_space(plan)}",
         *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
     ]
 
 
-def _describe_steps(plan: MemoryPlan) -> list[str]:
-    """In place of a cache."""
-    resolved = plan.resolved
-    room = format_bytes(num_step_blocks(resolved) * max(share.block_bytes for share in plan.shares))
-    return [
-        f"blocks     none: tokens of an encoder see all of their row, and nothing of it is kept; a step has {room} for "
-        f"keys and values of one layer, which all layers use in turn",
-        f"steps      {resolved.config.scheduler.max_num_batched_tokens:,} tokens (scheduler.max_num_batched_tokens), "
-        f"rows whole, the longest of {resolved.max_model_len:,} (model.max_model_len)",
-    ]
-
-
-def _sequences(plan: MemoryPlan, num_blocks: int) -> str:
-    where = " in each replica" if plan.resolved.layout.data_parallel_size > 1 else ""
-    return (
-        f"{num_blocks // plan.num_blocks_of_longest:,} of {plan.resolved.max_model_len:,} tokens (model.max_model_len) "
-        f"fit at once{where}; scheduler.max_num_seqs is {plan.resolved.config.scheduler.max_num_seqs:,}"
-    )
-
-
 def _swap_space(plan: MemoryPlan) -> str:
     num_blocks = plan.num_swap_blocks
     if num_blocks == 0:
-        return "none (cache.swap_space_gib): what is preempted is computed again"
-    num_bytes = num_blocks * max(share.block_bytes for share in plan.shares)
-    return f"{num_blocks:,} blocks, {format_bytes(num_bytes)} of host memory, on every rank (cache.swap_space_gib)"
+        return "none (cache.swap_space_gib): preempted sequences are recomputed"
+    num_bytes = format_bytes(num_blocks * plan.block_bytes)
+    return f"{num_blocks:,} blocks, {num_bytes} of host memory, on every rank (cache.swap_space_gib)"
 
 
-def _forms(plan: MemoryPlan) -> list[str]:
-    """What is in no other figure: nobody knows before the rows are read how many of them have forms."""
+def _grammars(plan: MemoryPlan) -> list[str]:
+    """Memory that no other line counts, because the number of rows with structured outputs is unknown."""
     if plan.resolved.model_config.pooling is not None:
         return []
     num_states = LIMITS["max_lexer_states"]
-    most = format_bytes(num_states * LEXER_STATE_BYTES)
+    max_bytes = format_bytes(num_states * LEXER_STATE_BYTES)
     return [
-        f"forms      not counted: host memory of rows that run with structured_outputs, 0.3 MiB each as a rule, at "
-        f"most {most} ({num_states:,} states of a lexer)"
+        f"grammars   not counted: host memory of running rows with structured_outputs, usually 0.3 MiB each, at most "
+        f"{max_bytes} ({num_states:,} lexer states)"
     ]
 
 
-def _block_bytes(plan: MemoryPlan) -> str:
-    return format_bytes(max(share.block_bytes for share in plan.shares))
-
-
 def _describe_gpus(plan: MemoryPlan) -> list[str]:
-    """What GPUs of common sizes would hold, because the run measures its own."""
+    """Capacity of GPUs of common sizes, because the run measures its own."""
     utilization = plan.resolved.config.cache.gpu_memory_utilization
     lines = [
-        f"blocks     measured when the run starts, or set by cache.num_blocks: {_block_bytes(plan)} each, "
+        f"blocks     measured when the run starts, or set by cache.num_blocks: {format_bytes(plan.block_bytes)} each, "
         f"{plan.num_blocks_of_longest:,} for a sequence of {plan.resolved.max_model_len:,} tokens "
         f"(model.max_model_len)",
         f"swap       {_swap_space(plan)}",

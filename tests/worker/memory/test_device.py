@@ -56,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_machine
 
 
-def test_a_rank_has_its_share_of_what_is_available_and_what_it_holds(machine: Callable[..., None]):
+def test_host_share_includes_resident_memory(machine: Callable[..., None]):
     machine(total_bytes=64 * GIB, available_bytes=30 * GIB, resident_bytes=5 * GIB)
     measured = measure_host(4 * GIB, 100, local_world_size=2)
     assert measured == MemoryMeasurement(20 * GIB, 4 * GIB, 100, GIB, "estimated")
@@ -65,9 +65,7 @@ def test_a_rank_has_its_share_of_what_is_available_and_what_it_holds(machine: Ca
 
 @pytest.mark.parametrize("available", [0, 1, 10 * MIB, 10 * GIB, 2**50])
 @pytest.mark.parametrize("resident", [0, 10 * MIB, 3 * GIB])
-def test_a_co_tenant_that_takes_or_frees_memory_leaves_sane_figures(
-    machine: Callable[..., None], available: int, resident: int
-):
+def test_host_measurement_tolerates_co_tenant(machine: Callable[..., None], available: int, resident: int):
     """Part of the weights may have been swapped out: this process then holds less than its weights."""
     machine(total_bytes=16 * GIB, available_bytes=available, resident_bytes=resident)
     measured = measure_host(GIB, 100, local_world_size=1)
@@ -75,7 +73,7 @@ def test_a_co_tenant_that_takes_or_frees_memory_leaves_sane_figures(
     assert measured.non_torch_bytes == max(0, resident - GIB)
 
 
-def test_a_profile_sees_the_growth_of_the_step_and_not_what_was_held_before():
+def test_profile_measures_growth_of_the_step():
     if not host.restart_peak():
         pytest.skip("this kernel lets no process set back its peak")
     before = MemoryMeasurement(GIB, 2, 3, 4, "estimated")
@@ -95,7 +93,7 @@ def test_a_profile_is_never_below_nothing(monkeypatch: pytest.MonkeyPatch):
     assert measured.activation_bytes == 0
 
 
-def test_where_nothing_can_be_seen_the_step_runs_all_the_same_and_the_estimate_stays(monkeypatch: pytest.MonkeyPatch):
+def test_step_runs_when_peak_is_unreadable(monkeypatch: pytest.MonkeyPatch):
     """The other ranks of the step's collectives wait for this one."""
     monkeypatch.setattr(host, "restart_peak", lambda: False)
     runs = []
@@ -169,7 +167,7 @@ def measure(
     return measure_cuda(DEVICE, 16 * GIB, 80 * GIB - cotenant_before - trainers, trainers, prepared())
 
 
-def test_on_a_quiet_device_every_share_is_what_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_cuda_measurement_on_quiet_device(monkeypatch: pytest.MonkeyPatch):
     cuda = FakeCuda()
     measured = measure(cuda, monkeypatch, cotenant_before=20 * GIB)
     # The gibibyte that the step's own cache took is no activation, and is given back before the real cache comes.
@@ -177,19 +175,19 @@ def test_on_a_quiet_device_every_share_is_what_it_is(monkeypatch: pytest.MonkeyP
     assert cuda.calls == ["step", "left", "emptied"]
 
 
-def test_what_a_trainer_has_reserved_in_this_process_hides_nothing_of_what_is_outside(monkeypatch: pytest.MonkeyPatch):
+def test_cuda_measurement_with_trainers_reserved_memory(monkeypatch: pytest.MonkeyPatch):
     """It was free for nobody at the start: taken off once more, NCCL's buffers vanished from the sum."""
     cuda = FakeCuda(allocated=(16 + 10) * GIB)
     measured = measure(cuda, monkeypatch, cotenant_before=20 * GIB, trainers=10 * GIB)
     assert measured == MemoryMeasurement(50 * GIB, 16 * GIB, 3 * GIB, GIB // 2, "measured")
 
 
-def test_what_a_co_tenant_takes_meanwhile_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch):
+def test_co_tenants_allocation_reduces_the_cache(monkeypatch: pytest.MonkeyPatch):
     measured = measure(FakeCuda(during_step=10 * GIB), monkeypatch, cotenant_before=20 * GIB)
     assert measured == MemoryMeasurement(60 * GIB, 16 * GIB, 3 * GIB, 10 * GIB + GIB // 2, "measured")
 
 
 @pytest.mark.parametrize("freed", [GIB // 4, 10 * GIB, 20 * GIB])
-def test_a_co_tenant_that_frees_memory_meanwhile_makes_nothing_negative(monkeypatch: pytest.MonkeyPatch, freed: int):
+def test_co_tenants_free_leaves_no_negative_share(monkeypatch: pytest.MonkeyPatch, freed: int):
     measured = measure(FakeCuda(during_step=-freed), monkeypatch, cotenant_before=20 * GIB)
     assert measured == MemoryMeasurement(60 * GIB, 16 * GIB, 3 * GIB, max(0, GIB // 2 - freed), "measured")

@@ -51,7 +51,7 @@ def parameter_bytes(
 
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM"])
-def test_weights_of_ranks_with_whole_experts_are_the_bytes_of_their_parameters(architecture: str, is_exact: bool):
+def test_weights_bytes_equal_parameters_with_expert_parallelism(architecture: str, is_exact: bool):
     model_config = new_shape(architecture)
     for owners in (((0, 0, 1, 1),), ((0, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0))):
         layout = RankLayout(2, experts=ExpertLayout(owners, is_exact))
@@ -69,7 +69,7 @@ VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bia
 @pytest.mark.parametrize(
     "architecture", families("OlmoForCausalLM", "PhiForCausalLM", "StableLmForCausalLM", "OPTForCausalLM")
 )
-def test_weights_are_the_bytes_of_the_real_parameters_of_every_rank(architecture: str, keys: dict[str, bool]):
+def test_weights_bytes_equal_parameters_on_every_rank(architecture: str, keys: dict[str, bool]):
     model_config = new_shape(architecture, **keys)
     for size in (1, 2, 4, 8):
         for rank in range(size):
@@ -91,7 +91,7 @@ WITH_IMAGE_LAYERS = {
 
 @pytest.mark.parametrize("keys", [*VARIANTS, WITH_IMAGE_LAYERS])
 @pytest.mark.parametrize("layers", [(3,), (1, 2), (2, 1), (1, 1, 1)])
-def test_weights_of_every_stage_are_the_bytes_of_its_real_parameters(layers: tuple[int, ...], keys: dict[str, Any]):
+def test_weights_bytes_equal_parameters_on_every_stage(layers: tuple[int, ...], keys: dict[str, Any]):
     model_config, layout = new_shape(**keys), RankLayout(2, len(layers), 1, layers)
     assert model_config.num_layers == 3
     for rank in range(layout.world_size):
@@ -101,7 +101,7 @@ def test_weights_of_every_stage_are_the_bytes_of_its_real_parameters(layers: tup
         assert cache_spec(model_config, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
 
 
-def test_rows_for_images_are_of_the_first_stage_alone_and_layers_for_images_of_none():
+def test_image_rows_count_on_first_stage_only():
     model_config, layout = new_shape(**WITH_IMAGE_LAYERS), RankLayout(2, 2, 1, (1, 2))
     plain = replace(model_config, num_image_embeddings=0)
     both = [
@@ -137,9 +137,7 @@ def held_bytes(model_config: ModelConfig, kernels: Kernels, rank: int, dtype: st
 @pytest.mark.parametrize("kernels", PACKING.values(), ids=PACKING)
 @pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_weights_take_the_estimated_bytes_a_tied_heads_copy_included(
-    dtype: str, keys: dict[str, bool], kernels: Kernels
-):
+def test_packed_weights_bytes_equal_the_estimate(dtype: str, keys: dict[str, bool], kernels: Kernels):
     """Sizes fill the tiles of the AMX unit and of oneDNN. Where nothing packs this dtype the copy is not made: the
     estimate, which does not know the CPU, has it all the same.
     """
@@ -160,7 +158,7 @@ def test_packed_weights_take_the_estimated_bytes_a_tied_heads_copy_included(
 
 
 @needs_onednn_bfloat16
-def test_where_onednn_packs_bfloat16_a_tied_heads_copy_is_held():
+def test_tied_head_copy_counts_with_onednn():
     """What the comparison above takes from the kernels, by torch's own word."""
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
     assert PACKING["onednn"].pack(weight) is not weight
@@ -168,7 +166,7 @@ def test_where_onednn_packs_bfloat16_a_tied_heads_copy_is_held():
 
 @pytest.mark.control("The plan's bytes are those of the run")
 @pytest.mark.parametrize("change", [{"qk_norm": "head"}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}])
-def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
+def test_comparison_detects_uncounted_weights(change: dict[str, int]):
     model_config = new_shape()
     other = with_layers(model_config, **change)
     assert weights_bytes(model_config, RankLayout(2), 0, "float32", "cuda") != parameter_bytes(other, 2, 0, "float32")
@@ -176,7 +174,7 @@ def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
 
 @pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize("architecture", families())
-def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architecture: str, keys: dict[str, bool]):
+def test_num_parameters_excludes_vocabulary_padding(architecture: str, keys: dict[str, bool]):
     model_config = new_shape(architecture, vocab_size=192, **keys)
     # A table of embeddings with rows for images has no such round number of rows.
     num_padded = vocabulary_rows(model_config.num_embeddings, 1) - model_config.num_embeddings
@@ -194,7 +192,7 @@ def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architectu
         ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 80}),
     ],
 )
-def test_norms_and_projections_that_few_files_have_are_counted(architecture: str, keys: dict[str, Any], size: int):
+def test_optional_norms_and_projections_are_counted(architecture: str, keys: dict[str, Any], size: int):
     model_config = new_shape(architecture, **keys)
     for rank in range(size):
         counted = weights_bytes(model_config, RankLayout(size), rank, "float32", "cuda")
@@ -219,12 +217,12 @@ def test_the_share_of_a_rank_in_numbers():
     ]
 
 
-def test_a_block_holds_keys_and_values_of_every_layer():
+def test_block_bytes_count_all_layers():
     spec = cache_spec(new_shape(), RankLayout(2), 1, "bfloat16", 16)
     assert spec.block_bytes == 2 * 3 * 1 * 16 * 6 * 2
 
 
-def test_activations_grow_with_tokens_and_rows_and_shrink_with_ranks():
+def test_activation_bytes_follow_tokens_rows_and_ranks():
     model_config = new_shape(num_key_value_heads=8)
 
     def estimate(size: int, num_tokens: int, num_rows: int) -> int:

@@ -17,7 +17,7 @@ class Cycle:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_what_outlived_the_first_full_collection_is_looked_at_by_none_after_it():
+def test_survivors_of_first_collection_are_frozen():
     assert gc.get_freeze_count() == 0
     before = len(gc.callbacks)
     with settled_objects():
@@ -36,7 +36,7 @@ def test_what_outlived_the_first_full_collection_is_looked_at_by_none_after_it()
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_a_job_that_ends_before_the_first_one_leaves_nothing():
+def test_early_end_removes_the_callback():
     before = len(gc.callbacks)
     with pytest.raises(KeyError), settled_objects():
         raise KeyError
@@ -45,7 +45,7 @@ def test_a_job_that_ends_before_the_first_one_leaves_nothing():
     assert gc.get_freeze_count() == 0
 
 
-def test_what_the_caller_has_frozen_stays_and_nothing_else_does():
+def test_objects_frozen_by_caller_stay_frozen():
     gc.collect()
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -73,7 +73,7 @@ print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 
 
-def test_a_program_looks_for_no_garbage_while_it_imports_and_passes_over_what_it_has_then():
+def test_no_collections_during_imports():
     assert _printed(_PROGRAM.replace("HOLD", "hold_collections()")) == ["0", "True", "True"]
     num_collections, is_enabled, is_frozen = _printed(_PROGRAM.replace("HOLD", ""))
     assert int(num_collections) > 10
@@ -107,13 +107,13 @@ _FORGETS = "garbage.resume_collections = lambda: None"
         ),
     ],
 )
-def test_commands_look_for_garbage_again_before_they_load_a_model(arguments: list[str], run: str):
+def test_commands_resume_collections_before_loading(arguments: list[str], run: str):
     program = _COMMAND.format(arguments=["command", *arguments], run=run)
     assert _printed(program.replace("FORGET", "")) == ["True", "True"]
     assert _printed(program.replace("FORGET", _FORGETS)) == ["False", "False"]
 
 
-def test_collections_that_the_caller_has_switched_off_stay_off():
+def test_collections_disabled_by_caller_stay_disabled():
     gc.disable()
     try:
         frozen = gc.get_freeze_count()

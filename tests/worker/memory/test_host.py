@@ -41,12 +41,12 @@ def write_older_group(folder: Path, limit: int, used: int, inactive: int = 0) ->
     write(folder / "memory.stat", f"inactive_file 3\ntotal_inactive_file {inactive}")
 
 
-def test_without_control_groups_the_machine_says_what_is_available(kernel: Path):
+def test_available_bytes_without_control_groups(kernel: Path):
     assert host.available_bytes() == 100 * MIB
     assert host.total_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_a_groups_limit_less_its_use_is_available_and_its_idle_file_pages_are_given_back(kernel: Path):
+def test_available_bytes_of_a_control_group(kernel: Path):
     write(kernel / "proc/self/cgroup", "0::/job/rank")
     write_group(kernel / "cgroup/job/rank", 60 * MIB, used=30 * MIB, inactive=10 * MIB)
     assert host.total_bytes() == 60 * MIB
@@ -68,13 +68,13 @@ def test_groups_of_the_older_kind_are_read_too(kernel: Path):
     assert host.available_bytes() == 60 * MIB
 
 
-def test_a_path_that_is_not_mounted_here_leaves_the_containers_own_group(kernel: Path):
+def test_unmounted_group_path_uses_containers_root(kernel: Path):
     write(kernel / "proc/self/cgroup", "0::/docker/1234/../5678")
     write_group(kernel / "cgroup", 30 * MIB, used=10 * MIB)
     assert host.available_bytes() == 20 * MIB
 
 
-def test_a_group_over_its_limit_has_nothing_and_never_less(kernel: Path):
+def test_available_bytes_are_never_negative(kernel: Path):
     write(kernel / "proc/self/cgroup", "0::/")
     write_group(kernel / "cgroup", 30 * MIB, used=40 * MIB)
     assert host.available_bytes() == 0
@@ -93,7 +93,7 @@ def hold_for_a_moment(size: int) -> None:
         held[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
 
 
-def test_the_peak_counts_from_the_restart_and_the_earlier_one_is_remembered():
+def test_restart_peak_keeps_the_earlier_peak():
     hold_for_a_moment(96 * MIB)
     if not host.restart_peak():
         pytest.skip("this kernel lets no process set back its peak")
@@ -105,7 +105,7 @@ def test_the_peak_counts_from_the_restart_and_the_earlier_one_is_remembered():
     assert host.peak_resident_bytes() == overall
 
 
-def test_a_kernel_that_does_not_allow_it_is_told_apart(kernel: Path, monkeypatch: pytest.MonkeyPatch):
+def test_restart_peak_detects_missing_permission(kernel: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "_PROC", kernel / "nowhere")
     assert not host.restart_peak()
     assert host.peak_since_restart_bytes() is None
@@ -132,7 +132,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that can be told")
-def test_memory_that_is_freed_is_kept_and_without_that_asked_for_again():
+def test_freed_memory_is_reused():
     # Large pages would make of 24,576 faults a few dozen.
     environment = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0", "PYTHONPATH": str(Path(__file__).parents[3])}
 

@@ -64,38 +64,38 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
         ("float16", "bfloat16", "cuda", "float16"),
     ],
 )
-def test_the_dtype_follows_the_checkpoint_unless_it_is_set(wanted: str, in_checkpoint: str, device: str, expected: str):
+def test_dtype_follows_checkpoint_unless_set(wanted: str, in_checkpoint: str, device: str, expected: str):
     config = run(model={"dtype": wanted}, device=device)
     assert resolved(config, llama_8b(dtype=in_checkpoint)).dtype == expected
 
 
-def test_float16_on_the_cpu_is_refused_with_what_to_use():
+def test_float16_on_cpu_is_rejected():
     with pytest.raises(ConfigError, match=r"float16 is not supported on the CPU: use bfloat16 .* or float32"):
         resolved(run(model={"dtype": "float16"}), llama_8b())
 
 
-def test_the_longest_sequence_is_the_models_or_a_shorter_one():
+def test_max_model_len_is_at_most_the_models():
     assert resolved(run(), llama_8b()).max_model_len == 8192
     assert resolved(run(model={"max_model_len": 100}), llama_8b()).max_model_len == 100
     with pytest.raises(ConfigError, match="max_model_len=8193 is more than the model's 8192"):
         resolved(run(model={"max_model_len": 8193}), llama_8b())
 
 
-def test_without_chunks_the_longest_prompt_must_fit_a_step():
+def test_longest_prompt_must_fit_step_without_chunks():
     scheduler = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1000}
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens=1000 cannot hold .*=8192.*raise it to 8192"):
         resolved(run(scheduler=scheduler), llama_8b())
     assert resolved(run(scheduler=scheduler, model={"max_model_len": 1000}), llama_8b()).max_model_len == 1000
 
 
-def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_number_that_can():
+def test_too_few_blocks_error_names_enough():
     with pytest.raises(ConfigError, match=r"num_blocks=511 holds 8176 tokens .* 8192: raise .* at least 512"):
         check_cache_setting(resolved(run(cache=CacheConfig(num_blocks=511)), llama_8b()))
     check_cache_setting(resolved(run(cache=CacheConfig(num_blocks=512)), llama_8b()))
     check_cache_setting(resolved(run(), llama_8b()))
 
 
-def test_the_plan_of_eight_billion_parameters_on_two_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_plan_of_8b_model_on_two_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
     text = describe_plan(make_plan(resolved(run(device="cpu"), llama_8b(), 2)))
     assert "LlamaForCausalLM, 8,030,261,248 parameters, 32 layers" in text
@@ -117,7 +117,7 @@ def test_uneven_ranks_have_a_line_each(monkeypatch: pytest.MonkeyPatch):
     assert [(row[0], row[4]) for row in rows] == [("0", "251"), ("1-3", "250")]
 
 
-def test_a_plan_that_a_run_would_refuse_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_plan_reports_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 17 * 2**30)
     assert "refused" in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
@@ -145,7 +145,7 @@ def check_plan(tmp_path: Path, *, plan: bool) -> None:
 
 
 @pytest.mark.control("A plan needs config.json only")
-def test_the_check_sees_a_plan_that_reads_the_tokenizer_or_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_detects_plan_that_opens_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: what a run reads; and a plan that opens the weights."""
     with pytest.raises(TokenizerError):
         check_plan(tmp_path / "tokenizer", plan=False)
@@ -159,7 +159,7 @@ def test_the_check_sees_a_plan_that_reads_the_tokenizer_or_weights(tmp_path: Pat
         check_plan(tmp_path / "weights", plan=True)
 
 
-def test_weights_that_no_memory_here_holds_are_refused_with_what_is_needed_and_what_there_is():
+def test_too_large_weights_error_has_both_sizes():
     large = resolved(run(), llama_8b(hidden_size=2 * 10**9))
     with pytest.raises(ConfigError, match=r"is too large: .* this rank would hold .* bytes\), and there are 64.0 GiB"):
         check_memory(large, 0, 1, host.total_bytes())

@@ -56,9 +56,9 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
 
 
 WITHOUT_SCREEN = ExecutorConfig(argmax_screen=False)
-FORMS = (
-    "forms      not counted: host memory of rows that run with structured_outputs, 0.3 MiB each as a rule, at most "
-    "3.8 MiB (10,000 states of a lexer)"
+GRAMMARS = (
+    "grammars   not counted: host memory of running rows with structured_outputs, usually 0.3 MiB each, at most "
+    "3.8 MiB (10,000 lexer states)"
 )
 
 
@@ -71,7 +71,7 @@ def resolved(model_config: ModelConfig, tensor_parallel_size: int = 1, **config:
     return resolve(run, ModelFiles(model_config, {}, ""), "cuda" if run.device == "cuda" else "cpu")
 
 
-def test_quantised_weights_take_half_and_the_plan_says_what_they_take_while_they_are_loaded(model_config: ModelConfig):
+def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
     options = ModelOptions(path="", quantization="int8")
     quantised, plain = text_of(model_config, 2, model=options), text_of(model_config, 2)
     line = next(line for line in quantised if line.startswith("quantised"))
@@ -101,7 +101,7 @@ def test_what_cannot_be_quantised_is_refused_by_name(
         resolve(RunConfig(model=ModelOptions(path="", quantization="int8")), files, device)
 
 
-def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config: ModelConfig):
+def test_plan_text_of_8b_model(model_config: ModelConfig):
     assert text_of(model_config, 2) == [
         "model      LlamaForCausalLM, 8,030,261,248 parameters, 32 layers, hidden size 4,096, 32 heads, "
         "8 key-value heads",
@@ -115,7 +115,7 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config:
         "",
         "blocks     20,291 of 16 tokens on every rank, 324,656 tokens in all, 1.0 MiB each",
         "sequences  39 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
-        "swap       none (cache.swap_space_gib): what is preempted is computed again",
+        "swap       none (cache.swap_space_gib): preempted sequences are recomputed",
         "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
         "           weights 7.7 GiB",
         "           activations of the largest step 990.1 MiB (estimated)",
@@ -123,19 +123,17 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config:
         "           left for the cache 19.8 GiB, room for 20291 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
-        FORMS,
+        GRAMMARS,
     ]
 
 
-def test_the_plan_of_quantised_files_says_in_what_and_what_they_take_dequantised(
-    model_config: ModelConfig, tmp_path: Path
-):
+def test_plan_text_of_quantised_files(model_config: ModelConfig, tmp_path: Path):
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": awq}))
     lines = text_of(read_model_files(tmp_path).model_config, 2)
     assert lines.pop(1) == (
         "files      quantised, 4-bit integers in groups of 128 (awq): dequantised to bfloat16 when they are loaded, "
-        "the weights take 15.0 GiB, as plain ones do"
+        "the weights take 15.0 GiB, like unquantised ones"
     )
     assert lines == text_of(model_config, 2)
 
@@ -148,7 +146,7 @@ def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfi
     assert sum(share.weights_bytes for share in plan.shares) == 2 * expected
 
 
-def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_config: ModelConfig):
+def test_tied_head_copy_counts_on_cpu(model_config: ModelConfig):
     """On the CPU as much as an untied head; on a GPU head and embedding are the same rows."""
     tied = replace(model_config, has_tied_embeddings=True)
     weights = {
@@ -162,7 +160,7 @@ def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_confi
     assert weights[False, "cuda"] - weights[True, "cuda"] == 2 * 128256 * 4096
 
 
-def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
+def test_only_equal_ranks_share_a_line(model_config: ModelConfig):
     table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[5:7]
     assert table[1].startswith("0-31 ")
     lines = text_of(with_layers(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
@@ -172,7 +170,7 @@ def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelCon
     ]
 
 
-def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(model_config: ModelConfig):
+def test_plan_and_run_report_same_cache_error(model_config: ModelConfig):
     config = {"cache": CacheConfig(num_blocks=3), "model": ModelOptions(max_model_len=4096)}
     message = (
         "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 4096: "
@@ -232,9 +230,7 @@ def test_plan_that_refuses_exits_with_one(
     assert ("\nrefused    " in capsys.readouterr().out) is (code == 1)
 
 
-def test_memory_that_is_too_small_is_refused_with_the_way_out(
-    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
-):
+def test_plan_rejects_too_little_memory(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
     assert text_of(model_config, 2)[-1] == (
         "refused    memory leaves room for 0 cache blocks, which hold 0 tokens, but model.max_model_len is 8192: "
@@ -242,7 +238,7 @@ def test_memory_that_is_too_small_is_refused_with_the_way_out(
     )
 
 
-def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(model_config: ModelConfig):
+def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
     lines = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=4.0))
     assert lines[8].startswith("blocks     16,195 of 16 tokens on every rank")
     assert lines[10] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
@@ -255,7 +251,7 @@ def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(model_c
     assert too_much[-1].endswith("or lower model.max_model_len or cache.swap_space_gib")
 
 
-def test_a_gpus_memory_is_not_guessed_from_the_hosts(model_config: ModelConfig):
+def test_plan_lists_gpu_sizes_instead_of_guessing(model_config: ModelConfig):
     lines = text_of(model_config, 8, device="cuda")
     assert lines[1] == "computes   in bfloat16 on one GPU a rank"
     assert lines[5].endswith("measured")
@@ -268,7 +264,7 @@ def test_a_gpus_memory_is_not_guessed_from_the_hosts(model_config: ModelConfig):
         "            48 GiB    131,072 blocks: 256 sequences",
         "            80 GiB    131,072 blocks: 256 sequences",
         "           141 GiB    131,072 blocks: 256 sequences",
-        FORMS,
+        GRAMMARS,
     ]
     with_blocks = text_of(model_config, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
     assert with_blocks[5].endswith("512.0 MiB")

@@ -53,7 +53,7 @@ def run(tmp_path: Path, *, scarce_on: list[int], agreed: bool = True) -> list[di
     return found
 
 
-def test_one_rank_short_of_memory_makes_both_run_the_largest_step(tmp_path: Path):
+def test_all_ranks_profile_when_one_is_short(tmp_path: Path):
     found = run(tmp_path, scarce_on=[1])
     assert all("(measured)" in each["reason"] for each in found), found
     assert "limited by need" in found[0]["reason"]
@@ -62,14 +62,14 @@ def test_one_rank_short_of_memory_makes_both_run_the_largest_step(tmp_path: Path
     assert found[0]["ids"] == found[1]["ids"] != []
 
 
-def test_without_a_rank_short_of_memory_none_runs_it(tmp_path: Path):
+def test_no_rank_profiles_when_memory_suffices(tmp_path: Path):
     found = run(tmp_path, scarce_on=[])
     assert all("(estimated)" in each["reason"] for each in found), found
     assert found[0]["blocks"] == found[1]["blocks"] == 64
 
 
 @pytest.mark.matrix
-def test_ranks_that_decide_for_themselves_wait_for_each_other_in_vain(tmp_path: Path):
+def test_separate_decisions_deadlock_the_ranks(tmp_path: Path):
     """The negative control: with the agreement taken out, the start fails when the collectives time out."""
     found = run(tmp_path, scarce_on=[1], agreed=False)
     assert all("error" in each for each in found), found

@@ -144,9 +144,7 @@ def number_of_parameters(folder: Path, name: str) -> int:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_plan_has_the_bytes_of_every_ranks_tensors_and_they_are_the_models(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_plan_bytes_equal_real_model_shapes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, parallel = write(tmp_path, name), LAYOUTS[name]
     model = ModelOptions(path=str(path), dtype="bfloat16", max_model_len=4096)
     resolved = resolve_run(RunConfig(model=model, parallel=parallel, plan=True, device="cuda"), "cuda")

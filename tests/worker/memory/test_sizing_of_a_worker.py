@@ -71,7 +71,7 @@ def leave(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "measure_host", measure_host)
 
 
-def test_where_memory_is_plenty_the_estimate_is_enough_and_nothing_runs(
+def test_estimate_suffices_when_memory_is_plentiful(
     new_worker: Callable[..., Worker], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     worker = new_worker()
@@ -83,7 +83,7 @@ def test_where_memory_is_plenty_the_estimate_is_enough_and_nothing_runs(
     assert "limited by need: 32 sequences" in worker.sizing.reason
 
 
-def test_where_twice_the_estimate_would_cost_a_block_two_layers_of_the_largest_step_run(
+def test_step_is_profiled_when_memory_is_scarce(
     new_worker: Callable[..., Worker], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     worker = new_worker()
@@ -95,7 +95,7 @@ def test_where_twice_the_estimate_would_cost_a_block_two_layers_of_the_largest_s
     assert len(worker.get_model().model.layers) == worker.model_config.num_layers > 2, "the model has its layers again"
 
 
-def test_a_given_number_of_blocks_measures_and_runs_nothing(
+def test_given_num_blocks_needs_no_measurement(
     new_worker: Callable[..., Worker], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(start, "measure_host", None)
@@ -105,7 +105,7 @@ def test_a_given_number_of_blocks_measures_and_runs_nothing(
     assert not steps
 
 
-def test_the_estimate_bounds_what_the_step_is_seen_to_take(
+def test_estimate_bounds_measured_activations(
     new_worker: Callable[..., Worker], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     """Twice the estimate is what decides whether to look, so it must not be passed. The allocator's noise is."""
@@ -125,7 +125,7 @@ def test_the_estimate_bounds_what_the_step_is_seen_to_take(
     assert seen[0].activation_bytes < 2 * estimate() + 8 * MIB
 
 
-def test_answers_after_a_profile_are_the_answers_without_one(monkeypatch: pytest.MonkeyPatch, steps: list[int]):
+def test_profile_does_not_change_outputs(monkeypatch: pytest.MonkeyPatch, steps: list[int]):
     keywords = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     with LLM(MODEL, num_blocks=64, **keywords) as llm:
         expected = [each.outputs[0].token_ids for each in llm.generate(["1+2=", "9+9="], GREEDY, use_tqdm=False)]
@@ -144,7 +144,7 @@ def test_answers_after_a_profile_are_the_answers_without_one(monkeypatch: pytest
     [[8 * GIB, 100 * MIB, 0], [100 * MIB, 8 * GIB, 2**50], [0, 8 * GIB, 0, 8 * GIB]],
     ids=["takes", "frees", "takes and frees"],
 )
-def test_a_co_tenant_between_the_measurements_does_not_stop_the_start(
+def test_co_tenant_between_measurements_is_tolerated(
     new_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, readings: list[int]
 ):
     """What is available changes at every reading. `resident_bytes` too: the kernel may have taken pages back."""
@@ -160,9 +160,7 @@ def test_a_co_tenant_between_the_measurements_does_not_stop_the_start(
     worker.check_health()
 
 
-def test_a_co_tenant_that_leaves_nothing_is_a_refusal_with_the_way_out(
-    new_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-):
+def test_co_tenant_without_free_memory_is_rejected(new_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 0)
     worker = new_worker(gpu_memory_utilization=0.1)
     num_blocks, num_host_blocks = worker.determine_num_available_blocks()

@@ -41,7 +41,7 @@ STEP = [
 ]
 
 
-def test_a_step_is_laid_out_flat_in_plan_order():
+def test_batch_is_flat_in_plan_order():
     batch = build_batch(STEP, 4, CPU)
     assert batch.token_ids.tolist() == [10, 11, 12, 27, 33, 34, 41, 42, 43, 44]
     assert batch.positions.tolist() == [0, 1, 2, 7, 3, 4, 1, 2, 3, 4]
@@ -53,7 +53,7 @@ def test_a_step_is_laid_out_flat_in_plan_order():
     assert [table[:2] for table in batch.attention.block_tables.tolist()] == [[5, 0], [7, 2], [1, 9], [0, 3]]
 
 
-def test_rows_sample_after_their_last_token_and_are_named_by_their_own_sequence():
+def test_rows_sample_their_own_last_token():
     batch = build_batch(STEP, 4, CPU)
     assert batch.sample_rows.tolist() == [2, 2, 3, 9]
     names = [(row.stream, row.sample_index, row.position) for row in batch.rows]
@@ -61,7 +61,7 @@ def test_rows_sample_after_their_last_token_and_are_named_by_their_own_sequence(
     assert [list(row.output_token_ids) for row in batch.rows] == [[], [], [25, 26, 27], [42, 43, 44]]
 
 
-def test_rows_of_which_the_largest_logit_is_all_there_is_to_know_are_not_made():
+def test_argmax_rows_have_no_sample_rows():
     greedy = [dataclasses.replace(each.sequence.request, sampling=GREEDY) for each in STEP]
     step = [with_request(each, request) for each, request in zip(STEP, greedy)]
     assert build_batch(step, 4, CPU).rows == ()
@@ -88,7 +88,7 @@ def test_a_step_of_chunks_alone_samples_nothing():
     assert batch.sample_rows.tolist() == []
 
 
-def test_a_sequence_is_laid_out_alike_in_any_company():
+def test_sequence_layout_does_not_depend_on_batch():
     """Else the answer to a row would depend on the rows beside it."""
     together = build_batch(STEP, 4, CPU)
     for index, each in enumerate(STEP):
@@ -99,7 +99,7 @@ def test_a_sequence_is_laid_out_alike_in_any_company():
         assert torch.equal(together.attention.token_blocks[tokens], alone.attention.token_blocks)
 
 
-def test_the_largest_step_fills_the_budget_with_as_many_rows_as_may_run():
+def test_max_step_has_max_tokens_and_rows():
     step = max_step(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=100, block_size=4)
     assert [each.num_scheduled_tokens for each in step] == [8] * 8
     blocks = [block for each in step for block in each.sequence.block_ids]
@@ -108,7 +108,7 @@ def test_the_largest_step_fills_the_budget_with_as_many_rows_as_may_run():
     assert all(row.needs_all_logits for row in build_batch(step, 4, CPU).rows)
 
 
-def test_the_largest_step_holds_no_sequence_longer_than_allowed():
+def test_max_step_respects_max_model_len():
     step = max_step(max_num_batched_tokens=2048, max_num_seqs=2, max_model_len=50, block_size=16)
     assert [each.num_scheduled_tokens for each in step] == [49, 49]
     assert len(max_step(3, 8, 50, 16)) == 3

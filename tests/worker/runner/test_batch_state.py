@@ -72,14 +72,14 @@ def compare(num_histories: int, nums_of_ids: tuple[int, ...] = (1,)) -> Compared
     return compared
 
 
-def test_batches_are_those_laid_out_anew_whatever_a_scheduler_does():
+def test_kept_batches_equal_rebuilt_for_any_schedule():
     compared = compare(24)
     # Negative control: both ways were met.
     assert compared.num_further > 100
     assert compared.num_steps - compared.num_further > 300
 
 
-def test_batches_are_those_laid_out_anew_where_a_step_gives_none_one_or_several_ids():
+def test_kept_batches_equal_rebuilt_for_any_ids():
     compare(12, nums_of_ids=(0, 1, 1, 3))
 
 
@@ -127,7 +127,7 @@ def slots_of_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "broken", [without_new_blocks, always_further, one_list_for_every_table, slots_of_who_computes]
 )
-def test_a_state_that_is_not_what_the_step_needs_is_seen(
+def test_comparison_detects_wrong_batch_state(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
 ):
     """Negative control of the comparison."""
@@ -138,7 +138,7 @@ def test_a_state_that_is_not_what_the_step_needs_is_seen(
 
 @pytest.mark.parametrize("spread", [15, 0], ids=["blocks at different steps", "all take a block in one step"])
 @pytest.mark.parametrize("length", [400, 4096])
-def test_256_rows_that_go_on_send_less_than_four_kib(length: int, spread: int):
+def test_256_decode_rows_send_under_four_kib(length: int, spread: int):
     state = BatchState(16, CPU)
     sent = []
     for step, scheduled in zip(range(18), decoding(256, length, 16, spread)):
@@ -163,7 +163,7 @@ def test_larger_tables_have_what_stood_in_smaller_ones():
     assert max(sent[-3:]) <= 3 * 8 * 4, "ids, places and blocks of five rows, each to 16 bytes"
 
 
-def test_what_kernels_are_given_begins_at_multiples_of_16_bytes():
+def test_sent_tensors_are_aligned_to_16_bytes():
     """Triton compiles a form of its own for a pointer that does not, in the middle of a job."""
     state = BatchState(BLOCK_SIZE, CPU)
     for num_rows in (7, 6, 6, 5, 3, 3, 1):
@@ -173,7 +173,7 @@ def test_what_kernels_are_given_begins_at_multiples_of_16_bytes():
                 assert tensor.data_ptr() % 16 == 0
 
 
-def test_slots_go_to_others_and_who_comes_back_is_sent_whole(monkeypatch: pytest.MonkeyPatch):
+def test_evicted_sequence_is_sent_again_completely(monkeypatch: pytest.MonkeyPatch):
     """Steps take turns with more sequences than there are slots for."""
     monkeypatch.setattr(batch_state, "_SLOTS_A_SEQUENCE", 1)
     steps = [decoding(4, 30 + turn, BLOCK_SIZE, 3) for turn in range(3)]

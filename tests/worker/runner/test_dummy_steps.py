@@ -37,7 +37,7 @@ def model():
 
 
 @pytest.mark.parametrize("num_layers", [2, 5])
-def test_as_many_layers_run_as_the_cache_has_and_the_model_gets_all_of_them_back(model, num_layers):
+def test_prepared_step_runs_cache_layers_then_restores_model(model, num_layers):
     layers, engine = model.model.layers, new_engine(num_layers)
     runner = Runner(model, engine)
     with prepared_step(model, engine, lambda _: runner, max_step(4, 4, 10, 2)) as run:
@@ -58,9 +58,7 @@ def test_several_steps_run_one_after_the_other(model):
 
 
 @pytest.mark.parametrize(("max_tokens", "max_len", "first"), [(64, 1000, 935), (2048, 50, 0), (1, 2, 0)])
-def test_the_longest_chunk_stands_at_the_end_of_the_longest_row_in_the_blocks_that_there_are(
-    max_tokens, max_len, first
-):
+def test_longest_chunk_ends_the_longest_row(max_tokens, max_len, first):
     (chunk,) = longest_chunk(max_tokens, max_len, block_size=16, num_blocks=3)
     sequence = chunk.sequence
     assert (sequence.num_computed_tokens, chunk.num_scheduled_tokens) == (first, max_len - 1 - first)
@@ -69,7 +67,7 @@ def test_the_longest_chunk_stands_at_the_end_of_the_longest_row_in_the_blocks_th
     assert chunk.num_samples == 1
 
 
-def test_a_step_that_fails_leaves_the_model_whole_and_no_cache(model):
+def test_failed_step_restores_model_and_frees_cache(model):
     layers, engine = model.model.layers, new_engine(2)
     with pytest.raises(MemoryError), prepared_step(model, engine, lambda _: Runner(model, engine), ()):
         raise MemoryError
@@ -79,14 +77,14 @@ def test_a_step_that_fails_leaves_the_model_whole_and_no_cache(model):
         _ = engine.device_cache
 
 
-def test_one_row_of_the_largest_step_is_filtered_and_all_report():
+def test_max_step_filters_one_row_on_cpu():
     samplings = [each.sequence.request.sampling for each in max_step(64, 8, 100, 4)]
     assert [sampling.has_filters for sampling in samplings] == [True] + [False] * 7
     assert all(sampling.needs_logprobs for sampling in samplings)
 
 
 @pytest.mark.parametrize(("num_seqs", "filtered"), [(8, [False] + [True] * 7), (1, [True])])
-def test_off_the_cpu_all_rows_but_a_greedy_one_are_filtered(num_seqs, filtered):
+def test_max_step_filters_other_rows_off_cpu(num_seqs, filtered):
     """One was, while a step may sort as many as there are."""
     scheduled = max_step(64, num_seqs, 100, 4, all_filtered=True)
     samplings = [each.sequence.request.sampling for each in scheduled]

@@ -75,7 +75,7 @@ def step(kinds: Sequence[dict[str, object]] = GREEDY_AND_DRAWN) -> list[Schedule
     return found
 
 
-def test_a_step_of_decodes_and_a_chunk_reads_nothing_back_before_its_logits():
+def test_step_reads_nothing_back_before_logits():
     new_runner(ReferenceKernels()).forward(0, step())
 
 
@@ -85,7 +85,7 @@ def test_a_planted_read_back_is_found():
 
 
 @pytest.mark.parametrize("kinds", [GREEDY, GREEDY_AND_DRAWN, OF_EACH_KIND], ids=["greedy", "drawn", "of each kind"])
-def test_a_step_reads_back_once_and_waits_for_no_upload(kinds: Sequence[dict[str, object]]):
+def test_step_reads_back_once_without_upload_waits(kinds: Sequence[dict[str, object]]):
     runner = new_runner(ReferenceKernels())
     with DeviceWaits() as waits:
         runner.forward(0, step(kinds))
@@ -95,7 +95,7 @@ def test_a_step_reads_back_once_and_waits_for_no_upload(kinds: Sequence[dict[str
     assert [len(entries) for _, _, entries in result.prompt_logprobs] == [7] * (kinds is OF_EACH_KIND)
 
 
-def test_a_planted_read_back_in_a_step_is_counted():
+def test_read_back_count_detects_injected_read_back():
     runner = new_runner(ReadingKernels())
     with DeviceWaits() as waits:
         runner.forward(0, step())
@@ -104,7 +104,7 @@ def test_a_planted_read_back_in_a_step_is_counted():
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])
-def test_a_step_that_goes_on_sends_less_than_16_bytes_a_row(keeps_state: bool):
+def test_decode_step_sends_under_16_bytes_a_row(keeps_state: bool):
     """All of it: what the model, the sampler and the read-back send too. 256 rows have 4 KiB. And, as a control, one
     that is laid out anew.
     """

@@ -53,7 +53,7 @@ def entries_of(cuts: list[int]) -> list[TokenLogprobs | None]:
     return found
 
 
-def test_every_position_but_the_first_has_the_log_softmax_of_the_position_before():
+def test_prompt_logprobs_equal_log_softmax_of_previous_position():
     entries = entries_of([0, 20])
     assert entries[0] is None
     assert len(entries) == 20
@@ -67,7 +67,7 @@ def test_every_position_but_the_first_has_the_log_softmax_of_the_position_before
 
 
 @pytest.mark.parametrize("cuts", [[0, 1, 20], [0, 7, 14, 20], [0, 19, 20], [0, 19, 26], [0, 26], [0, *range(1, 21)]])
-def test_the_entries_do_not_depend_on_how_the_prompt_was_cut(cuts: list[int]):
+def test_prompt_logprobs_do_not_depend_on_chunks(cuts: list[int]):
     assert entries_of(cuts) == entries_of([0, 20])
 
 
@@ -77,7 +77,7 @@ def test_long_chunks_are_worked_through_in_pieces(monkeypatch: pytest.MonkeyPatc
     assert entries_of([0, 20]) == expected
 
 
-def test_only_rows_that_ask_and_prompts_that_are_not_known_yet_are_reported():
+def test_only_requested_prompt_logprobs_are_reported():
     step = [chunk(0, 5, wanted=None), chunk(20, 21), chunk(0, 5, sample=1), chunk(0, 5)]
     reported = prompt_logprobs(step, (0, 5, 6, 11, 16), HIDDEN[:16], report)
     collected = [each.collect() for each in reported]

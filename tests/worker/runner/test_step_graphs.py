@@ -82,7 +82,7 @@ CACHE = torch.zeros(4)
 
 
 @pytest.mark.parametrize("most", [1, 7, 8, 64, 65, 200, 2048, 5000, 16384])
-def test_a_step_is_filled_up_by_a_quarter_at_most_or_within_a_tile(most: int):
+def test_padding_is_at_most_a_quarter_or_tile(most: int):
     sizes = graph_sizes(most)
     assert sizes == tuple(sorted({*sizes}))
     assert sizes[-1] == most
@@ -93,7 +93,7 @@ def test_a_step_is_filled_up_by_a_quarter_at_most_or_within_a_tile(most: int):
     assert len(sizes) <= 40
 
 
-def test_a_step_is_filled_up_to_its_size_and_launched_at_once_from_the_second_on(graphs: StepGraphs):
+def test_padded_step_is_replayed_from_second_time(graphs: StepGraphs):
     model = graphs._model
     for number, count in enumerate((5, 7, 8, 3)):
         assert torch.equal(graphs.forward(batch(count), CACHE, None), expected(count))
@@ -104,13 +104,13 @@ def test_a_step_is_filled_up_to_its_size_and_launched_at_once_from_the_second_on
     assert (model.num_tokens[-2:], graphs.num_recorded) == ([8, MOST], 2)
 
 
-def test_what_the_stage_before_sends_is_copied_to_where_it_is_read(graphs: StepGraphs):
+def test_incoming_states_are_copied_to_fixed_buffer(graphs: StepGraphs):
     for number in range(3):
         incoming = torch.full((4, WIDTH), float(number))
         assert torch.equal(graphs.forward(batch(4), CACHE, incoming), expected(4) + number)
 
 
-def test_the_rows_that_sample_have_graphs_of_their_own(graphs: StepGraphs):
+def test_sampled_rows_have_their_own_graphs(graphs: StepGraphs):
     for count in (2, 5):
         hidden = graphs.forward(batch(6), CACHE, None)
         values, columns = graphs.argmax(hidden, torch.arange(count))
@@ -125,19 +125,19 @@ def test_the_rows_that_sample_have_graphs_of_their_own(graphs: StepGraphs):
     assert graphs._model.num_tokens[-1] == SEQUENCES + 1
 
 
-def test_steps_with_more_tokens_or_sequences_are_not_taken(graphs: StepGraphs):
+def test_graphs_reject_larger_steps(graphs: StepGraphs):
     assert graphs.takes(batch(MOST, SEQUENCES))
     assert not graphs.takes(batch(MOST + 1))
     assert not graphs.takes(batch(MOST, SEQUENCES + 1))
 
 
-def test_a_cache_that_has_moved_has_graphs_recorded_anew(graphs: StepGraphs):
+def test_moved_cache_rerecords_graphs(graphs: StepGraphs):
     for cache, num_replayed in ((CACHE, 0), (CACHE, 1), (torch.ones(4), 1), (CACHE, 1)):
         graphs.forward(batch(4), cache, None)
         assert Graph.num_replayed == num_replayed
 
 
-def test_weights_that_have_moved_are_looked_for_when_somebody_may_have_moved_them(graphs: StepGraphs):
+def test_moved_weights_are_detected_after_requested_check(graphs: StepGraphs):
     graphs.forward(batch(4), CACHE, None)
     graphs.request_address_check()
     graphs.forward(batch(4), CACHE, None)
@@ -152,7 +152,7 @@ def test_weights_that_have_moved_are_looked_for_when_somebody_may_have_moved_the
     assert (Graph.num_replayed, graphs.num_recorded) == (2, 1)
 
 
-def test_what_cannot_be_recorded_is_launched_kernel_by_kernel_and_said_once(
+def test_failed_recording_launches_eagerly_with_one_warning(
     graphs: StepGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     graphs.forward(batch(4), CACHE, None)

@@ -67,9 +67,7 @@ def answers(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, least: in
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_rows_bits_do_not_depend_on_what_the_last_layer_leaves_out(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
-):
+def test_row_bits_equal_when_layer_skips_tokens(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str):
     folder = FOLDERS[name]()
     expected = answers(folder, dtype, monkeypatch, 10**6)
     counts = Counts(monkeypatch)
@@ -86,7 +84,7 @@ def test_another_token_in_its_place_is_found(monkeypatch: pytest.MonkeyPatch):
     assert answers(DEMO, "float32", monkeypatch, 1) != expected
 
 
-def test_steps_of_which_more_is_asked_and_layers_of_several_ranks_leave_nothing_out(monkeypatch: pytest.MonkeyPatch):
+def test_no_tokens_skipped_when_more_outputs_needed(monkeypatch: pytest.MonkeyPatch):
     counts = Counts(monkeypatch)
     monkeypatch.setattr(batch_module, "_MIN_LEFT_OUT", 1)
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
