@@ -175,7 +175,7 @@ def test_encoder_plan_has_no_cache_and_longest_row() -> None:
     assert error(output.outputs.embedding, hidden_states("bert", random_prompt(128, 4)).mean(0)) < 1e-5
     lines = describe_plan(make_plan(resolved)).splitlines()
     # 128 tokens fill 8 blocks of 16, and each of two rows may begin one more.
-    assert any(line.startswith("blocks     none: ") and "80.0 KiB" in line for line in lines), lines
+    assert any(line.startswith("blocks     no cache") and "80.0 KiB" in line for line in lines), lines
     assert not any(line.startswith(("swap", "refused")) for line in lines), lines
 
 
