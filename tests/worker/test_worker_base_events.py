@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from fake_worker import FakeWorker
+from plain_worker import FakeWorker
 
 
 class EventWorker(FakeWorker):

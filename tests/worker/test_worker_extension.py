@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_worker import FakeWorker
+from plain_worker import FakeWorker
 from ranks import REPOSITORY
 
 from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.worker.worker import Worker
 from spmd_worker.worker.worker_wrapper import WorkerWrapper, extend_class, load_plugins
 
-FAKE = "fake_worker.FakeWorker"
+FAKE = "plain_worker.FakeWorker"
 HERE = "test_worker_extension"
 
 
@@ -83,7 +83,7 @@ def test_extension_with_colliding_names_is_rejected(extension: str, names: str):
     with pytest.raises(ConfigError) as refused:
         worker_of(f"{HERE}.{extension}")
     assert str(refused.value) == (
-        f"executor.worker_extension_cls: {HERE}.{extension} and fake_worker.FakeWorker both have {names}: "
+        f"executor.worker_extension_cls: {HERE}.{extension} and plain_worker.FakeWorker both have {names}: "
         f"rename the extension's"
     )
 
@@ -168,7 +168,7 @@ def test_plug_ins_run_once_in_name_order(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("_plugins_anew")
 def test_plug_in_can_provide_the_worker_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Plug-ins come first, so a worker class may be one that a plug-in makes importable."""
-    source = "import sys, fake_worker\n\ndef register():\n    sys.modules['made_by_plug_in'] = fake_worker\n"
+    source = "import sys, plain_worker\n\ndef register():\n    sys.modules['made_by_plug_in'] = plain_worker\n"
     install(tmp_path, monkeypatch, {"maker": "our_plugins:register"}, source)
     monkeypatch.delitem(sys.modules, "made_by_plug_in", raising=False)
     assert isinstance(worker_of(None, "made_by_plug_in.FakeWorker").worker, FakeWorker)

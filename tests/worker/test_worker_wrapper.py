@@ -4,12 +4,12 @@ import logging
 import os
 
 import pytest
-from fake_worker import FakeWorker
+from plain_worker import FakeWorker
 
 from spmd_worker.worker.worker_base import WorkerBase
 from spmd_worker.worker.worker_wrapper import WorkerWrapper, resolve_class
 
-FAKE = "fake_worker.FakeWorker"
+FAKE = "plain_worker.FakeWorker"
 
 
 def wrapper_of(rpc_rank: int = 0, global_rank: int | None = None, **kwargs: str) -> tuple[WorkerWrapper, FakeWorker]:
@@ -97,7 +97,10 @@ def test_a_class_is_found_by_its_qualified_name():
     [
         ("FakeWorker", "'FakeWorker' is not a qualified name: write it as package.module.Class"),
         ("no_such_package.Worker", "'no_such_package.Worker' cannot be imported: No module named 'no_such_package'"),
-        ("fake_worker.Missing", "'fake_worker.Missing' is not a subclass of spmd_worker.worker.worker_base.WorkerBase"),
+        (
+            "plain_worker.Missing",
+            "'plain_worker.Missing' is not a subclass of spmd_worker.worker.worker_base.WorkerBase",
+        ),
         ("os.path", "'os.path' is not a subclass of spmd_worker.worker.worker_base.WorkerBase"),
         ("builtins.dict", "'builtins.dict' is not a subclass of spmd_worker.worker.worker_base.WorkerBase"),
     ],

@@ -1,7 +1,4 @@
-"""A worker without torch, for tests of worker processes: it starts at once and does, on one rank, what it was told to.
-
-Knows the contract of a worker. Computes nothing: a step's token ids are its rank and its number.
-"""
+"""Workers without a model or torch: one that notes its calls, and one for tests of worker processes."""
 
 import ctypes
 import os
@@ -19,10 +16,68 @@ from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.worker_base import WorkerBase
 
 
-class PlainWorker(WorkerBase):
-    """`arrange` says what the next step does on one rank: raise, die, exit, hang or stop."""
+class FakeWorker(WorkerBase):
+    """Notes its calls; `fails` names the method that raises."""
+
+    def __init__(self, name: str = "fake", fails: str = "", **_: Any) -> None:
+        self.name, self.fails = name, fails
+        self.calls: list[tuple[Any, ...]] = []
+
+    def _note(self, method: str, *args: Any) -> None:
+        self.calls.append((method, *args))
+        if method == self.fails:
+            raise ValueError(f"{method} went wrong")
+
+    def add(self, one: int, other: int = 0) -> int:
+        """Not part of the interface: an RPC by name may reach it too."""
+        return one + other
+
+    def init_device(self) -> None:
+        self._note("init_device")
+
+    def load_model(self) -> None:
+        self._note("load_model")
+
+    def get_kv_cache_spec(self) -> CacheSpec:
+        return CacheSpec(num_layers=1, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return 7, 0
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self._note("initialize_cache", num_device_blocks, num_host_blocks)
+
+    def initialize_host_tier(self, num_slots: int) -> None:
+        self._note("initialize_host_tier", num_slots)
+
+    def execute_model(self, plan: StepPlan) -> StepResult | None:
+        self._note("execute_model", plan)
+        return None
+
+    def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
+        self._note("sample_tokens", grammar_output)
+        return StepResult(self.calls[-2][1].step)
+
+    def check_health(self) -> None:
+        self._note("check_health")
+
+    def get_model(self) -> Any:
+        return object()
+
+    def get_model_inspection(self) -> str:
+        return "nothing"
+
+    def shutdown(self) -> None:
+        self._note("shutdown")
+
+
+class PlainWorker(FakeWorker):
+    """A worker of a process: its step's token ids are its rank and the step's number. `arrange` says what the next step
+    does on one rank: raise, die, exit, hang or stop.
+    """
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        super().__init__()
         self.resolved, self.environment = resolved, environment
         self.arranged = ""
         self.transfers: tuple[int, ...] = ()
@@ -34,7 +89,7 @@ class PlainWorker(WorkerBase):
     def rank(self) -> int:
         return self.environment.rank
 
-    # What tests ask for.
+    # Calls of the tests.
 
     def echo(self, *values: Any, **named: Any) -> Any:
         return values, named
@@ -94,13 +149,7 @@ class PlainWorker(WorkerBase):
     def give_object(self) -> object:
         return object()
 
-    # The contract.
-
-    def init_device(self) -> None:
-        return None
-
-    def load_model(self) -> None:
-        return None
+    # The interface.
 
     def get_kv_cache_spec(self) -> CacheSpec:
         return CacheSpec(num_layers=1 + self.rank, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
@@ -110,12 +159,6 @@ class PlainWorker(WorkerBase):
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self.num_initialized = (num_device_blocks, num_host_blocks)
-
-    def initialize_host_tier(self, num_slots: int) -> None:
-        return None
-
-    def compile_or_warm_up_model(self) -> None:
-        return None
 
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         arranged, self.arranged = self.arranged, ""
@@ -129,29 +172,6 @@ class PlainWorker(WorkerBase):
         logprobs = ({7: Logprob(-0.5, 1, "seven")},)
         sampled = StepResult(self.last_step, (self.rank, self.last_step), logprobs, mask_checksums=masks)
         return replace(sampled, finished_transfers=transfers)
-
-    def check_health(self) -> None:
-        return None
-
-    def get_model(self) -> Any:
-        return object()
-
-    def get_model_inspection(self) -> str:
-        return "plain"
-
-    def get_cache_block_size_bytes(self) -> int:
-        return self.get_kv_cache_spec().block_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        return 10
-
-    @property
-    def max_model_len(self) -> int:
-        return 16
-
-    def shutdown(self) -> None:
-        return None
 
     def _act(self, what: str) -> None:
         if what == "raise":
