@@ -157,12 +157,7 @@ class Executor(ABC):
         """Each worker's open weight update, in rank order; may be empty if there is none."""
         return self.collective_rpc("get_weight_update")
 
-    def reject_weight_update(self) -> None:
-        """Reject every worker's update for its tied head; it stays open."""
-        self.collective_rpc("reject_weight_update")
-
     def end_weight_update(self) -> None:
-        """Commit every worker's update."""
         self.collective_rpc("end_weight_update")
 
     def check_health(self) -> None:
@@ -196,7 +191,6 @@ class Executor(ABC):
         return sum(each.peak_memory_bytes for each in self.reports())
 
     def reports(self) -> list[WorkerReport]:
-        """Each worker's current state, in rank order."""
         return self.collective_rpc("get_report")
 
     def reinitialize_distributed(self, resolved: ResolvedRun) -> None:
@@ -256,7 +250,6 @@ class Executor(ABC):
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context whose errors fail the executor."""
         try:
             yield
         except BaseException as error:

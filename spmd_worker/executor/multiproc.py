@@ -74,7 +74,6 @@ class MultiprocExecutor(Executor):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids, in rank order."""
         return [worker.pid for worker in self._pool.workers]
 
     def start(self) -> None:

@@ -87,7 +87,6 @@ class ResultHandler:
         self._thread.start()
 
     def add(self, worker: WorkerHandle) -> None:
-        """Start to read a worker's answers."""
         self._new.put(worker)
         self.wake()
 

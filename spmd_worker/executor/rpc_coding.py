@@ -76,17 +76,11 @@ def decode_value(data: bytes) -> Any:
 
 
 def encode_call(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Encode a method's name and arguments. Raises TypeError naming the method."""
+    """The encoded tuple (method, args, kwargs). Raises TypeError naming the method."""
     try:
         return encode_value((method, tuple(args), dict(kwargs)))
     except TypeError as error:
         raise TypeError(f"{method}: {error}") from None
-
-
-def decode_call(data: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Inverse of `encode_call`."""
-    method, args, kwargs = decode_value(data)
-    return method, args, kwargs
 
 
 def _to_json(value: Any) -> Any:

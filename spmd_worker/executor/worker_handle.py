@@ -103,7 +103,6 @@ class WorkerHandle:
         self._workers_end.close()
 
     def _run(self, on_exit: Callable[[], None]) -> None:
-        """Runs in the monitor's thread."""
         # The worker inherits this mask: Ctrl-C reaches all processes of the terminal, and would end a worker that does
         # not ignore it yet.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

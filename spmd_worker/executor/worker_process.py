@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from spmd_worker.base.metrics.log import LOGGER_NAME, configure_logging
 from spmd_worker.base.process import end_with_parent
-from spmd_worker.executor.rpc_coding import decode_call, encode_value
+from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.executor.worker_channel import FrameKind, receive_piece
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.ranks.transport.frames import Frame, FrameParser, PeerGoneError, send_frame
@@ -67,7 +67,6 @@ class WorkerTasks:
         self._output_rank = 0
 
     def run(self, tasks: "SimpleQueue[Frame]") -> None:
-        """Run tasks until STOP is done."""
         while True:
             task = tasks.get()
             kind, payload = self._answer(task)
@@ -84,7 +83,7 @@ class WorkerTasks:
                 if self._wrapper.worker is not None:
                     self._wrapper.execute_method("shutdown")
                 return FrameKind.RESULT, encode_value(None)
-            method, args, kwargs = decode_call(task.payload)
+            method, args, kwargs = decode_value(task.payload)
             call = self._set_up if task.kind is FrameKind.SETUP else self._wrapper.execute_method
             return FrameKind.RESULT, encode_value(call(method, *args, **kwargs))
         except Exception as error:  # the driver raises it in the caller

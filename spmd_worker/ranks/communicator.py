@@ -84,15 +84,13 @@ class GroupHandle:
         return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
-        """Sum over the group, in place; returns its argument. `is_exact`: the order does not matter, as where all but
-        one rank have zeros.
+        """Sum over the group, in place; returns its argument. `is_exact`: the order does not matter, for example if all
+        but one rank have zeros.
 
-        With `adds_in_order` each number is added up in the order of the ranks, in float32 at least, and rounded once,
-        as `fast` does it. Otherwise it is torch.distributed's sum, and NCCL chooses its order by the bytes of the
-        tensor: from three ranks on a row's bits then depend on the number of rows in the batch. The order costs
-        traffic: each rank gets every other's full part, so N ranks move N / 2 times the bytes of a ring (equal at 2,
-        twice at 4, four times at 8) and hold N parts and their sum meanwhile. It takes one round instead of a ring's
-        two, and rounds are the cost of a decode step's small sums.
+        With `adds_in_order` numbers are added in rank order, in float32 at least, and rounded once, as by `fast`.
+        Otherwise NCCL chooses the order by the tensor's size: with three or more ranks a row's bits then depend on the
+        batch size. Rank order needs N / 2 times the traffic of a ring (equal for 2 ranks, four times for 8) and memory
+        for N parts, but one round instead of two, and rounds dominate the small sums of a decode step.
         """
         if self.fast is not None and self.fast.takes(tensor):
             return self.fast.all_reduce(tensor)

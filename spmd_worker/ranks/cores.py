@@ -21,6 +21,12 @@ _RANK_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 """Variable that torchrun sets for each rank, and does not have itself."""
 _WAITING_VARIABLES: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 _TOPOLOGY: Final = "/sys/devices/system/cpu"
+_CGROUP: Final = "/sys/fs/cgroup"
+_QUOTA_FILES: Final = (
+    (f"{_CGROUP}/cpu.max",),
+    (f"{_CGROUP}/cpu/cpu.cfs_quota_us", f"{_CGROUP}/cpu/cpu.cfs_period_us"),
+)
+"""Files with quota and period, of cgroup versions 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +149,14 @@ def _cores_of(pid: int) -> tuple[int, ...] | None:
 
 
 def _quota() -> float | None:
-    for path, parse in _QUOTA_FILES.items():
+    for paths in _QUOTA_FILES:
         try:
-            quota = parse(Path(path))
+            quota, period = " ".join(Path(path).read_text(encoding="ascii") for path in paths).split()
+            found = parse_quota(quota, period)
         except (OSError, ValueError):
             continue
-        if quota is not None:
-            return quota
+        if found is not None:
+            return found
     return None
 
 
@@ -158,16 +165,3 @@ def parse_quota(quota: str, period: str) -> float | None:
     if quota == "max" or int(quota) <= 0:
         return None
     return int(quota) / int(period)
-
-
-def _read_v2(path: Path) -> float | None:
-    quota, period = path.read_text(encoding="ascii").split()
-    return parse_quota(quota, period)
-
-
-def _read_v1(path: Path) -> float | None:
-    period = path.with_name("cpu.cfs_period_us").read_text(encoding="ascii")
-    return parse_quota(path.read_text(encoding="ascii").strip(), period)
-
-
-_QUOTA_FILES: Final = {"/sys/fs/cgroup/cpu.max": _read_v2, "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": _read_v1}

@@ -86,14 +86,13 @@ def _owners_in(path: Path, count: int, size: int, num_layers: int) -> list[list[
             f"{where} is neither {' nor '.join(PLACEMENTS)}, and cannot be read as a JSON file: {error}"
         ) from None
     lists = owners if isinstance(owners, list) and owners and isinstance(owners[0], list) else [owners]
-    if len(lists) not in (1, num_layers) or not all(_is_placement(each, count, size) for each in lists):
+    is_valid = all(
+        isinstance(each, list) and len(each) == count and all(type(rank) is int and 0 <= rank < size for rank in each)
+        for each in lists
+    )
+    if len(lists) not in (1, num_layers) or not is_valid:
         raise ConfigError(
             f'{where} must be {{"owners": [...]}} with one rank from 0 to {size - 1} for each of the {count} experts, '
             f"or {num_layers} such lists, one a layer"
         )
     return lists
-
-
-def _is_placement(owners: Any, count: int, size: int) -> bool:
-    is_list = isinstance(owners, list) and len(owners) == count
-    return is_list and all(type(rank) is int and 0 <= rank < size for rank in owners)

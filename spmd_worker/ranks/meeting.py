@@ -17,7 +17,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
 
 from spmd_worker.base.errors import RankFailedError
 
@@ -28,26 +30,14 @@ _MIN_POLL_S: Final = 0.001
 _MAX_POLL_S: Final = 0.02
 
 
-class MeetingStore(Protocol):
-    """The methods of torch's stores that are used."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that exists."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of the keys exist."""
-
-
-def meet(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> str:
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """The world's name, the same on the `world_size` ranks that make this call. Raises RankFailedError if they are not
     all here within `timeout`; on rank 0 it names the missing ranks.
     """
     return _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
 
 
-def _lead(store: MeetingStore, world_size: int, timeout: timedelta) -> str:
+def _lead(store: Store, world_size: int, timeout: timedelta) -> str:
     world = _new_name()
     offered: set[str] = set()
     missing = list(range(1, world_size))
@@ -72,7 +62,7 @@ def _lead(store: MeetingStore, world_size: int, timeout: timedelta) -> str:
     )
 
 
-def _follow(store: MeetingStore, rank: int, timeout: timedelta) -> str:
+def _follow(store: Store, rank: int, timeout: timedelta) -> str:
     arrival, world = _new_name(), ""
     store.set(f"at/{rank}", arrival)
     try:
@@ -94,7 +84,7 @@ def _follow(store: MeetingStore, rank: int, timeout: timedelta) -> str:
     )
 
 
-def _give_up(store: MeetingStore, rank: int) -> None:
+def _give_up(store: Store, rank: int) -> None:
     """Withdraw the arrival: without it the world does not begin."""
     try:
         store.set(f"at/{rank}", "")
@@ -103,11 +93,11 @@ def _give_up(store: MeetingStore, rank: int) -> None:
         return
 
 
-def _has_accepted(store: MeetingStore, world: str, arrival: str) -> bool:
+def _has_accepted(store: Store, world: str, arrival: str) -> bool:
     return bool(arrival) and store.check([f"taken/{world}/{arrival}"])
 
 
-def _read(store: MeetingStore, key: str) -> str:
+def _read(store: Store, key: str) -> str:
     """Value of a key; empty if it does not exist."""
     return store.get(key).decode() if store.check([key]) else ""
 

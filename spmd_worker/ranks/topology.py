@@ -44,11 +44,9 @@ class RankLayout:
         )
 
     def tensor_rank(self, rank: int) -> int:
-        """Index in the tensor-parallel group."""
         return rank % self.tensor_parallel_size
 
     def pipeline_rank(self, rank: int) -> int:
-        """Stage of the pipeline."""
         return rank // self.tensor_parallel_size % self.pipeline_parallel_size
 
     def tensor_groups(self) -> list[list[int]]:

@@ -47,7 +47,6 @@ class WorkerCaches:
         self.engine.release()
 
     def move(self, block_ops: BlockOps) -> None:
-        """Execute a step's block operations, before its forward pass."""
         if self._tier is not None:
             self._tier.store(block_ops.transfer, block_ops.store)
         self.engine.execute(block_ops)

@@ -1,7 +1,7 @@
 """Worker after its start: executes step plans on the loaded model and the allocated cache."""
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.native.library import TeamCounters, thread_waits
@@ -15,25 +15,20 @@ from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.sleep import WorkerSleep
 
 
+@dataclass(eq=False)
 class RunningWorker:
     """Made by `start.allocate`. `event_handlers` have the methods of worker events; `sleep` is one of them.
     `waits_before`: the kernels' thread counters when the cache was allocated.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        caches: WorkerCaches,
-        mirror: Mirror,
-        runner: ModelRunner,
-        clock: StageClock,
-        sleep: WorkerSleep,
-        event_handlers: tuple[object, ...],
-        waits_before: TeamCounters | None,
-    ) -> None:
-        self.loaded, self.caches, self.runner, self.clock = loaded, caches, runner, clock
-        self.sleep, self.event_handlers = sleep, event_handlers
-        self._mirror, self._waits_before = mirror, waits_before
+    loaded: LoadedModel
+    caches: WorkerCaches
+    mirror: Mirror
+    runner: ModelRunner
+    clock: StageClock
+    sleep: WorkerSleep
+    event_handlers: tuple[object, ...]
+    waits_before: TeamCounters | None
 
     def warm_up(self) -> None:
         engine = self.caches.engine
@@ -47,7 +42,7 @@ class RunningWorker:
         MirrorError, before anything runs, for a plan that does not follow from the last one, and RuntimeError for one
         that would compute or move blocks while this worker sleeps.
         """
-        scheduled = self._mirror.apply(plan)
+        scheduled = self.mirror.apply(plan)
         self.runner.forget(plan)
         if self.sleep.tags:
             if scheduled or not plan.block_ops.is_empty:
@@ -73,13 +68,13 @@ class RunningWorker:
 
     def note(self, result: StepResult) -> StepResult:
         """Give the mirror the sampled ids of a step, which plans made ahead lack, and complete the result."""
-        self._mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
+        self.mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
         return replace(result, finished_transfers=self.caches.take_finished_transfers())
 
     def thread_waits(self) -> dict[str, float]:
-        if self._waits_before is None:
+        if self.waits_before is None:
             return {}
-        now, before = thread_waits(), self._waits_before
+        now, before = thread_waits(), self.waits_before
         return {"waited_s": now.waited_s - before.waited_s, "num_lost": now.num_slept - before.num_slept}
 
     def _threads(self) -> contextlib.AbstractContextManager[None]:

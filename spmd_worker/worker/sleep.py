@@ -40,65 +40,60 @@ class WakingUp:
     num_bytes: int
 
 
+@dataclass(eq=False)
 class WorkerSleep:
-    """Handles the two events; `num_local_ranks` ranks share the memory of this machine."""
+    """Handles the two events; `num_local_ranks` ranks share this machine's memory. `tags` are the sleeping ones."""
 
-    def __init__(
-        self,
-        model: DecoderForCausalLM,
-        weights: WeightMemory,
-        cache: WorkerCaches,
-        device: torch.device,
-        num_local_ranks: int,
-        graphs: StepGraphs | None = None,
-    ) -> None:
-        self.tags: tuple[str, ...] = ()
-        """The sleeping tags."""
-        self._model, self._weights, self._cache = model, weights, cache
-        self._device, self._num_local_ranks, self._graphs = device, num_local_ranks, graphs
+    model: DecoderForCausalLM
+    weights: WeightMemory
+    cache: WorkerCaches
+    device: torch.device
+    num_local_ranks: int
+    graphs: StepGraphs | None = None
+    tags: tuple[str, ...] = ()
 
     def prepare_sleep(self, level: int) -> GoingToSleep:
         """Copy the weights to host memory if they are on another device and are kept (level 1)."""
-        leaves = checked_level(level) == 1 and self._device.type != "cpu" and self._weights.is_there
-        return GoingToSleep(level, self._weights.copy_to_host() if leaves else None)
+        leaves = checked_level(level) == 1 and self.device.type != "cpu" and self.weights.is_there
+        return GoingToSleep(level, self.weights.copy_to_host() if leaves else None)
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
         """Free the memory. Returns bytes by tag. Graphs are dropped, because what wakes up gets other addresses."""
         started = perf_counter()
-        if self._graphs is not None:
-            self._graphs.forget()
+        if self.graphs is not None:
+            self.graphs.forget()
         freed = dict.fromkeys(TAGS, 0)
         if KV_CACHE not in self.tags:
-            freed[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes
-            self._cache.release()
-        weights = self._model.weights
+            freed[KV_CACHE] = self.cache.num_device_bytes + self.cache.held_host_bytes
+            self.cache.release()
+        weights = self.model.weights
         if staged.level == 2 or staged.host_weights is not None:
-            freed[WEIGHTS] = self._weights.num_bytes * self._weights.is_there
-            self._weights.give_back(staged.host_weights)
+            freed[WEIGHTS] = self.weights.num_bytes * self.weights.is_there
+            self.weights.give_back(staged.host_weights)
         if staged.level == 2:
             weights.update.drop(weights.buffer_names)
         weights.update.sleep()
         self.tags = TAGS
-        give_back_freed(self._device)
+        give_back_freed(self.device)
         self._log(f"asleep at level {staged.level}, freed", freed, started)
         return freed
 
     def prepare_wake_up(self, tags: list[str]) -> WakingUp:
         """Allocate memory for the sleeping ones of `tags`. Raises MemoryError with the number of missing bytes."""
         waking = tuple(tag for tag in checked_tags(tags) if tag in self.tags)
-        takes_weights = WEIGHTS in waking and not self._weights.is_there
+        takes_weights = WEIGHTS in waking and not self.weights.is_there
         takes_cache = KV_CACHE in waking
-        needed = {WEIGHTS: self._weights.num_bytes * takes_weights}
-        needed[KV_CACHE] = (self._cache.num_device_bytes + self._cache.num_host_bytes) * takes_cache
+        needed = {WEIGHTS: self.weights.num_bytes * takes_weights}
+        needed[KV_CACHE] = (self.cache.num_device_bytes + self.cache.num_host_bytes) * takes_cache
         self._check_available(needed)
         try:
-            weights = self._weights.take() if takes_weights else None
+            weights = self.weights.take() if takes_weights else None
             if takes_cache:
-                self._cache.allocate()
+                self.cache.allocate()
         except (MemoryError, RuntimeError) as error:
             weights = None
             self._free(takes_cache=takes_cache)
-            raise MemoryError(f"{_in_words(needed)} could not be allocated on {self._device}: {error}") from None
+            raise MemoryError(f"{_in_words(needed)} could not be allocated on {self.device}: {error}") from None
         return WakingUp(waking, weights, sum(needed.values()))
 
     def commit_wake_up(self, staged: WakingUp) -> dict[str, int]:
@@ -108,9 +103,9 @@ class WorkerSleep:
         if WEIGHTS in staged.tags:
             were_dropped = False
             if staged.weights is not None:
-                taken[WEIGHTS] = self._weights.num_bytes
-                were_dropped = not self._weights.restore(staged.weights)
-            self._model.weights.update.wake(were_dropped=were_dropped)
+                taken[WEIGHTS] = self.weights.num_bytes
+                were_dropped = not self.weights.restore(staged.weights)
+            self.model.weights.update.wake(were_dropped=were_dropped)
         taken[KV_CACHE] = staged.num_bytes - taken[WEIGHTS]
         self.tags = tuple(tag for tag in self.tags if tag not in staged.tags)
         self._log(f"awake{f' but for {self.tags[0]}' if self.tags else ''}, allocated", taken, started)
@@ -125,13 +120,13 @@ class WorkerSleep:
 
     def _free(self, *, takes_cache: bool) -> None:
         if takes_cache:
-            self._cache.release()
-        give_back_freed(self._device)
+            self.cache.release()
+        give_back_freed(self.device)
 
     def _check_available(self, needed: dict[str, int]) -> None:
         """Hosts overcommit memory: without this check a later step would be killed when it writes to it."""
-        on_host = sum(needed.values()) if self._device.type == "cpu" else 0
-        available = host.available_bytes() // self._num_local_ranks
+        on_host = sum(needed.values()) if self.device.type == "cpu" else 0
+        available = host.available_bytes() // self.num_local_ranks
         if on_host > available:
             raise MemoryError(
                 f"{_in_words(needed)} are needed and {available} bytes are available to this rank, "

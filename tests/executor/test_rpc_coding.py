@@ -12,7 +12,7 @@ from ranks import REPOSITORY
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config import schema as config
 from spmd_worker.executor import rpc_coding
-from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
+from spmd_worker.executor.rpc_coding import decode_value, encode_call, encode_value
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.rope import RopeParameters
@@ -87,7 +87,7 @@ def test_not_a_number_stays_one():
 
 
 def test_a_call_is_a_name_and_arguments():
-    assert decode_call(encode_call("echo", [1, (2,)], {"key": b"x"})) == ("echo", (1, (2,)), {"key": b"x"})
+    assert decode_value(encode_call("echo", [1, (2,)], {"key": b"x"})) == ("echo", (1, (2,)), {"key": b"x"})
 
 
 @dataclasses.dataclass

@@ -128,15 +128,12 @@ def test_node_description_matches_this_machine(monkeypatch: pytest.MonkeyPatch, 
     assert sorted(node.cores) == sorted(os.sched_getaffinity(0))
     assert node.launcher_variables is not None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    monkeypatch.setattr(cores, "_QUOTA_FILES", {str(tmp_path / "cpu.max"): cores._read_v2})
+    monkeypatch.setattr(cores, "_QUOTA_FILES", [(tmp_path / "cpu.max",)])
     assert look_at_node().quota == 1.5
     (tmp_path / "cpu.cfs_quota_us").write_text("200000\n")
     (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
-    monkeypatch.setattr(
-        cores,
-        "_QUOTA_FILES",
-        {str(tmp_path / "nosuch"): cores._read_v2, str(tmp_path / "cpu.cfs_quota_us"): cores._read_v1},
-    )
+    older = (tmp_path / "cpu.cfs_quota_us", tmp_path / "cpu.cfs_period_us")
+    monkeypatch.setattr(cores, "_QUOTA_FILES", [(tmp_path / "nosuch",), older])
     assert look_at_node().quota == 2.0
 
 

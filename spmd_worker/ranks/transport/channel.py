@@ -32,7 +32,6 @@ class ControlChannel:
 
     @property
     def rank(self) -> int:
-        """This rank's index in the replica."""
         return self._group.rank
 
     def broadcast(self, payload: bytes | None, source: int = 0) -> bytes:

@@ -97,14 +97,10 @@ class TcpLeader:
 
     def received_abort(self) -> Abort | None:
         """The first follower's abort message, which is passed on to the others."""
-        deadline_s = time.monotonic() + _ABORT_WAIT_S
-        while time.monotonic() < deadline_s:
-            for rank, connection in enumerate(self._connections, start=1):
-                abort = _read_abort(connection, rank)
-                if abort is not None:
-                    self.abort(*abort)
-                    return abort
-        return None
+        abort = _wait_for_abort(self._connections, first_rank=1)
+        if abort is not None:
+            self.abort(*abort)
+        return abort
 
     def close(self) -> None:
         self._is_closed.set()
@@ -219,12 +215,7 @@ class TcpFollower:
 
     def received_abort(self) -> Abort | None:
         """The abort message of rank 0, or one that it passed on."""
-        deadline_s = time.monotonic() + _ABORT_WAIT_S
-        while time.monotonic() < deadline_s:
-            abort = _read_abort(self._connection, 0)
-            if abort is not None:
-                return abort
-        return None
+        return _wait_for_abort([self._connection], first_rank=0)
 
     def close(self) -> None:
         self._connection.close()
@@ -327,6 +318,15 @@ def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
     with contextlib.suppress(OSError):
         connection.settimeout(0.2)
         send_frame(connection, FrameKind.ABORT, number, abort.pack())
+
+
+def _wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
+    deadline_s = time.monotonic() + _ABORT_WAIT_S
+    while time.monotonic() < deadline_s:
+        for rank, connection in enumerate(connections, first_rank):
+            if (abort := _read_abort(connection, rank)) is not None:
+                return abort
+    return None
 
 
 def _read_abort(connection: socket.socket, rank: int) -> Abort | None:

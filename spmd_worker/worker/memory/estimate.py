@@ -6,12 +6,18 @@ runtime's forward pass, rounded up.
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Final
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.model_config.int8_format import int8_bytes, screen_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
+
+OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
+"""Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
+TFLOP/s to 50 GB/s of PCIe 5. Only the order of magnitude matters (docs/decisions.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +209,15 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
     sizes = rank_sizes(model_config, layout, rank)
     num_layers = 1 if model_config.is_encoder else stage_of(layout, model_config, rank).num_layers
     return CacheSpec(num_layers, sizes.num_kv_heads, model_config.head_size, DTYPE_BYTES[dtype], block_size)
+
+
+def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, device: str) -> float:
+    """Tokens that could be computed while one block is swapped out and in: two operations per weight and token, without
+    attention, which underestimates recomputation in long sequences. `device` is "cpu" or "cuda".
+
+    Replicas decide by it, so it depends on sizes and constants, not on measurements. The tensor-parallel size cancels
+    out: each rank computes its share of the tokens and moves its share of the block.
+    """
+    operations_per_token = 2 * model_config.num_parameters
+    moved_bytes = 2 * cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size).block_bytes
+    return moved_bytes * OPERATIONS_PER_BYTE[device] / operations_per_token

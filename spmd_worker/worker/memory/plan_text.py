@@ -78,7 +78,6 @@ class MemoryPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on the rank with the largest ones."""
         return max(share.block_bytes for share in self.shares)
 
     @property

@@ -29,7 +29,6 @@ class ChosenTokens:
         self._step, self._scheduled, self._chosen = step, scheduled, chosen
 
     def note_read(self, step: int) -> None:
-        """Record that the host has read the ids of a step."""
         self._read_step = step
 
     def are_all(self, scheduled: Sequence[ScheduledSequence], num_ahead: int) -> bool:

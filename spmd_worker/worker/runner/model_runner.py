@@ -192,7 +192,6 @@ class ModelRunner:
         self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, read_back=read_back)
 
     def sample(self) -> StepResult:
-        """Sample the tokens of the last forward pass and read them."""
         return self.launch().collect()
 
     @torch.inference_mode()

@@ -59,7 +59,6 @@ class RowPooling:
         """Number of pooled tokens and their total, by request."""
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Drop rows that ended or were aborted."""
         for request_id in request_ids:
             self._begun.pop(request_id, None)
 

@@ -111,7 +111,6 @@ class StepGraphs:
         return len(self._graphs)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a step fits a graph."""
         return len(batch.token_ids) <= self.sizes[-1] and len(batch.attention.context_lengths) <= self._max_seqs
 
     def forward(self, batch: Batch, cache: Tensor, incoming: Tensor | None) -> Tensor:
