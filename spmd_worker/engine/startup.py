@@ -50,8 +50,8 @@ from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.worker.device import check_gpus_not_shared, device_type
+from spmd_worker.worker.memory.estimate import block_copy_tokens
 from spmd_worker.worker.memory.plan import check_cache_setting
-from spmd_worker.worker.memory.swap_cost import block_copy_tokens
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
