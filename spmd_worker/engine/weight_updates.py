@@ -82,7 +82,7 @@ class WeightUpdates:
         if missing and (must_be_whole or not is_partial):
             raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
         if head_fault:
-            self._executor.reject_weight_update()
+            self._executor.collective_rpc("reject_weight_update")
             raise CheckpointError(head_fault)
         self._executor.end_weight_update()
         # Where buffers were left out, what was loaded of them before counts on.
