@@ -127,8 +127,19 @@ def _join_all(
     made: list[ProcessGroup] = []
 
     def join(groups: list[list[int]], backend: str) -> GroupHandle:
-        everywhere = in_every_engine(groups, layout, environment.world_size)
-        return _join_one(everywhere, environment.rank, backend, timeout, device, made)
+        """Make every group on every rank, as torch.distributed requires; keep this rank's."""
+        mine = single_group(environment.rank)
+        for ranks in in_every_engine(groups, layout, environment.world_size):
+            if len(ranks) == 1:
+                continue
+            group = dist.new_group(ranks, backend=backend, timeout=timeout)
+            if environment.rank in ranks:
+                made.append(group)
+                mine = GroupHandle(tuple(ranks), ranks.index(environment.rank), group)
+        if backend == "nccl" and mine.group is not None:
+            # NCCL connects in the first collective: here, where all ranks make their groups in one order.
+            dist.all_reduce(torch.zeros(1, device=device), group=mine.group)
+        return mine
 
     try:
         with _without_splits():
@@ -219,29 +230,6 @@ def _is_rejected(family: int, kind: int, endpoint: Any) -> bool:
     except OSError:
         # An address family that this machine does not support.
         return True
-
-
-def _join_one(
-    groups: list[list[int]],
-    rank: int,
-    backend: str,
-    timeout: timedelta,
-    device: torch.device,
-    made: list[ProcessGroup],
-) -> GroupHandle:
-    """Make every group on every rank, as torch.distributed requires; keep this rank's, in `made` too."""
-    mine = single_group(rank)
-    for ranks in groups:
-        if len(ranks) == 1:
-            continue
-        group = dist.new_group(ranks, backend=backend, timeout=timeout)
-        if rank in ranks:
-            made.append(group)
-            mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
-    if backend == "nccl" and mine.group is not None:
-        # NCCL connects in the first collective: here, where all ranks make their groups in one order.
-        dist.all_reduce(torch.zeros(1, device=device), group=mine.group)
-    return mine
 
 
 def shared_store() -> Store:

@@ -45,7 +45,7 @@ _TIMED_OUT: Final = -1
 
 
 class SharedMemoryGroup:
-    """Implements `communicator.Collectives` for tensors in host memory. Use `open_shared_memory`.
+    """Implements `communicator.Collectives` for tensors in host memory. Use `share_memory`.
 
     Every rank of the group makes the same calls in the same order, with equal shapes. Raises PeerLostError when a rank
     has gone, or was silent for `timeout_s`.
@@ -196,17 +196,11 @@ class SharedMemoryGroup:
 
 
 def share_memory(group: GroupHandle, timeout_s: float) -> GroupHandle:
-    """The group with faster collectives, if available; every rank of it calls this."""
+    """The group with faster collectives, if available on all of its ranks, each of which calls this."""
     if group.size == 1:
         return group
     library = native_library()
-    fast = open_shared_memory(None if isinstance(library, str) else library, group, timeout_s)
-    return replace(group, fast=fast)
-
-
-def open_shared_memory(library: NativeLibrary | None, group: GroupHandle, timeout_s: float) -> SharedMemoryGroup | None:
-    """Open shared memory for a group of several ranks, each of which calls this. None on all of them if impossible."""
-    functions = {} if library is None or group.size > _MOST_RANKS else library.functions
+    functions = {} if isinstance(library, str) or group.size > _MOST_RANKS else library.functions
     header_bytes = functions["shared_header_bytes"](group.size) if "shared_header_bytes" in functions else 0
     num_bytes = header_bytes + _num_slots(group.size) * SLOT_BYTES if header_bytes else 0
     descriptor = _make_memory(num_bytes) if group.rank == 0 and num_bytes else -1
@@ -215,10 +209,11 @@ def open_shared_memory(library: NativeLibrary | None, group: GroupHandle, timeou
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    if memory is None or library is None:
+    if memory is None or isinstance(library, str):
         logger.info("ranks %s do not share memory: they exchange tensors over gloo", list(group.ranks))
-        return None
-    return SharedMemoryGroup(library, group, memory, pids, timeout_s, _num_cores() >= len(pids))
+        return group
+    has_own_core = _num_cores() >= len(pids)
+    return replace(group, fast=SharedMemoryGroup(library, group, memory, pids, timeout_s, has_own_core))
 
 
 def _map_together(group: GroupHandle, descriptor: int, num_bytes: int) -> tuple[mmap.mmap | None, list[int]]:

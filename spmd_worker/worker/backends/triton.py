@@ -7,6 +7,7 @@ Runs on the CPU if TRITON_INTERPRET=1 was set before Triton was imported, for te
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.runner.dummy_steps import greedy_step, warm_up_steps
 from spmd_worker.worker.runner.model_runner import ModelRunner
-from spmd_worker.worker.runner.step_graphs import CudaGraphs, StepGraph, StepGraphs
+from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class TritonDevice(DeviceBackend):
 
     def graph_maker(self) -> Callable[[], StepGraph] | None:
         """A factory of empty graphs; None if kernels are interpreted."""
-        return CudaGraphs() if self.device.type == "cuda" else None
+        return partial(CudaGraph, torch.cuda.graph_pool_handle()) if self.device.type == "cuda" else None
 
     def warm_up(
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int

@@ -43,18 +43,8 @@ class StepGraph(Protocol):
         """Launch them again, in stream order."""
 
 
-class CudaGraphs:
-    """Factory of empty graphs on the current device, which share a memory pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self) -> StepGraph:
-        return _CudaGraph(self._pool)
-
-
-class _CudaGraph:
-    """Implements `StepGraph`."""
+class CudaGraph:
+    """Implements `StepGraph` on the current device; `pool` is the graphs' memory pool."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
