@@ -23,7 +23,7 @@ class TraceProfiler:
     def prepare_start_profile(self, folder: str) -> Path:
         """Path of the trace. Raises RuntimeError while a profile runs, OSError if the file cannot be written."""
         if self._profile is not None:
-            raise RuntimeError(f"a profile is being made already, for {self._path}: call stop_profile first")
+            raise RuntimeError(f"a profile is running already, for {self._path}: call stop_profile first")
         path = Path(folder).absolute() / f"trace.rank{self._rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         fault = own_file_fault(path)
@@ -40,7 +40,7 @@ class TraceProfiler:
 
     def prepare_stop_profile(self, payload: None) -> None:
         if self._profile is None:
-            raise RuntimeError("no profile is being made: call start_profile first")
+            raise RuntimeError("no profile is running: call start_profile first")
 
     def commit_stop_profile(self, staged: None) -> str:
         """Write the trace and return its path. A failed write is only logged, because the steps are unaffected."""

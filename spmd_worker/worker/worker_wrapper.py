@@ -1,6 +1,6 @@
 """An executor's handle on the worker of one rank: builds the worker and calls its methods by name.
 
-`rpc_rank` is the rank in this executor (0 under an external launcher, whose executors have one worker each),
+`rpc_rank` is the rank in this executor (0 under an external launcher, where executors have one worker each),
 `global_rank` the rank in the world. Imports no torch before it builds a worker.
 """
 
@@ -35,7 +35,7 @@ class WorkerWrapper:
 
     @property
     def model_runner(self) -> Any:
-        """The worker's, whose `model.load_weights(...)` trainers call. Raises RuntimeError if it has none."""
+        """The worker's runner: trainers call its `model.load_weights(...)`. Raises RuntimeError if there is none."""
         runner = None if self.worker is None else self.worker.model_runner
         if runner is None:
             raise RuntimeError("this worker has no model: its LLM was closed, or has not started")

@@ -216,7 +216,7 @@ def _continues(layout: _Layout, sequences: list[MirroredSequence], firsts: list[
 
 
 def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[MirroredSequence, _Slot]]:
-    """The sequences whose block tables are not completely on the device."""
+    """The sequences with block entries that the device lacks."""
     return [
         (sequence, slot)
         for sequence, slot in zip(sequences, slots)

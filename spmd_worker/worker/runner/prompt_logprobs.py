@@ -16,7 +16,7 @@ from spmd_worker.replica.sequence.request import RequestId
 
 _IS_PLAIN = attrgetter("sequence.is_plain")
 _ROWS_AT_ONCE = 64
-"""Positions whose logits are held at a time: 37 MiB for a vocabulary of 150,000 ids."""
+"""Number of positions with logits in memory at a time: 37 MiB for a vocabulary of 150,000 ids."""
 
 Report = Callable[[Tensor, list[int], int], list[Awaited[list[TokenLogprobs]]]]
 """Hidden states [K, hidden], the token that each predicts, the number of top logprobs -> one entry each, in pieces that
