@@ -52,10 +52,10 @@ def test_a_trace_holds_what_was_computed_between_start_and_stop(llm: LLM, tmp_pa
 
 def test_a_second_start_and_a_stop_without_a_start_are_refused_and_the_engine_goes_on(llm: LLM, tmp_path: Path):
     undone = r"^worker event '{}' was undone on every rank: rank 0: RuntimeError: {}"
-    with pytest.raises(WorkerEventError, match=undone.format("stop_profile", "no profile is being made")):
+    with pytest.raises(WorkerEventError, match=undone.format("stop_profile", "no profile is running")):
         llm.stop_profile()
     llm.start_profile(tmp_path)
-    with pytest.raises(WorkerEventError, match=undone.format("start_profile", "a profile is being made already")):
+    with pytest.raises(WorkerEventError, match=undone.format("start_profile", "a profile is running already")):
         llm.start_profile(tmp_path / "other")
     assert llm.generate(["copy q ="], SHORT, use_tqdm=False)[0].outputs[0].text.strip() == "q"
     assert llm.stop_profile() == [str(tmp_path / "trace.rank0.json")]

@@ -99,7 +99,7 @@ class WorkerCalls:
 
     def stop_profile(self) -> list[str]:
         """Write `trace.rank<N>.json` of every rank, for ui.perfetto.dev: the paths of this executor's workers. Raises
-        WorkerEventError where no profile is being made.
+        WorkerEventError where no profile is running.
         """
         return self.worker_event("stop_profile")
 

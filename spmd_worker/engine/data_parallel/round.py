@@ -71,7 +71,7 @@ class ReplicaRound:
             return False
         self._last_heartbeat_s = now_s
         if self._is_leader:
-            self.store.add(self._key(f"beat/{self.replica}"), 1)
+            self.store.add(self._key(f"heartbeat/{self.replica}"), 1)
         self.check_failure()
         return True
 
@@ -87,7 +87,7 @@ class ReplicaRound:
             return
         self._last_look_s = now_s
         for replica in range(self.num_replicas):
-            count = self.store.add(self._key(f"beat/{replica}"), 0)
+            count = self.store.add(self._key(f"heartbeat/{replica}"), 0)
             last_count, since_s = self._seen.get(replica, (-1, now_s))
             if count != last_count:
                 self._seen[replica] = (count, now_s)
@@ -139,7 +139,7 @@ class ReplicaRound:
 
     def forget(self) -> None:
         """Remove the round's keys: called on one rank, when no other reads them any more."""
-        heartbeats = [f"beat/{replica}" for replica in range(self.num_replicas)]
+        heartbeats = [f"heartbeat/{replica}" for replica in range(self.num_replicas)]
         for name in ("taken", "counted", "finished", "over", "interrupted", "failed", "failure", *heartbeats):
             self.store.delete_key(self._key(name))
 
