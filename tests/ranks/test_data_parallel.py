@@ -87,7 +87,7 @@ with new_llm() as llm:
     attempt("other number", lambda: llm.generate([[20]] * (1 + rank // 2 + rank % 2), params[0], use_tqdm=False))
     report["calls"]["after errors"] = generate(llm, range(4))
     prefix = llm._replicas.prefix
-    names = ("taken", "counted", "finished", "over", "beat/0", "beat/1")
+    names = ("taken", "counted", "finished", "over", "heartbeat/0", "heartbeat/1")
     report["keys"] = [name for name in names if shared_store().check([f"{prefix}/round 1/{name}"])]
     # The control: a stream named by the order in which its replica took the prompts.
     admit = engine.requests.admit

@@ -129,7 +129,7 @@ def test_beats_are_few(clock: Clock):
     store = PlainStore()
     (first,) = rounds(1, store=store)
     assert sum(first.send_heartbeat() for _ in range(1000)) == 1
-    assert store.values["engine 1/round 1/beat/0"] == b"1"
+    assert store.values["engine 1/round 1/heartbeat/0"] == b"1"
 
 
 def wait(each: ReplicaRound) -> None:
