@@ -168,7 +168,7 @@ def test_plan_reports_expert_memory():
     given = {"model": str(folder), "device": "cpu", "max_num_seqs": 8, "tensor_parallel_size": 2}
     text = describe_plan(make_plan(resolve_run(run_config(given), "cpu")))
     (line,) = [each for each in text.splitlines() if each.startswith("experts")]
-    assert "8 in each of 4 layers, 3 of them a token; a rank has columns of each" in line
+    assert "8 in each of 4 layers, 3 per token; a rank has columns of each" in line
     text = describe_plan(make_plan(resolve_run(run_config({**given, "enable_expert_parallel": True}), "cpu")))
     (line,) = [each for each in text.splitlines() if each.startswith("experts")]
     assert "a rank has complete ones, at most 384.0 KiB" in line
