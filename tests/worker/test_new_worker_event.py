@@ -36,7 +36,7 @@ class LabelExtension:
 NAME = f"{__name__}.LabelExtension"
 
 
-def test_new_worker_event_runs_on_every_worker_or_none(tmp_path: Path):
+def test_new_worker_event_commits_everywhere_or_nowhere(tmp_path: Path):
     with plain(2, worker_extension_cls=NAME) as executor:
         assert executor.prepare_event("set_label", {"folder": str(tmp_path), "label": "a"}) == ""
         assert executor.end_event(is_committed=True) == ["rank0.label", "rank1.label"]
