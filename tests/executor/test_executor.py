@@ -186,7 +186,7 @@ def test_failure_callbacks_run_once(executor: UniProcExecutor, monkeypatch: pyte
 def test_health_is_checked_by_computing(executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch):
     executor.check_health()
     monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(2))
-    with pytest.raises(RuntimeError, match=r"rank 0: cpu adds 1 and 1 to 0\.0"):
+    with pytest.raises(RuntimeError, match=r"rank 0: cpu computes 1 \+ 1 = 0\.0"):
         executor.check_health()
 
 
