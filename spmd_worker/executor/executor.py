@@ -193,6 +193,12 @@ class Executor(ABC):
     def reports(self) -> list[WorkerReport]:
         return self.collective_rpc("get_report")
 
+    def init_kv_output_aggregator(self) -> None:
+        """Reset the count of transfers: one is finished when every worker of this executor has finished it. Across
+        executors of one worker each, rank 0's lockstep counts the same way.
+        """
+        self._transfers = TransferBook(self.num_workers)
+
     def reinitialize_distributed(self, resolved: ResolvedRun) -> None:
         """Leave the groups, drop model and cache, and join the world of another layout; the state is then as after
         `start`. Only `restart_engine` calls this. Raises ConfigError, with nothing changed, for a layout that cannot

@@ -24,7 +24,6 @@ from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.network_interface import LOOPBACK
 from spmd_worker.ranks.topology import RankLayout
-from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.lockstep.wire.codec import Encoder
 from spmd_worker.replica.lockstep.wire.message import StepMessage
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -204,7 +203,7 @@ class MultiprocExecutor(Executor):
         self._call(FrameKind.SETUP, "init_worker", (kwargs,))
         self._encoder = Encoder(self.max_concurrent_batches)
         self._sampled.clear()
-        self._transfers = TransferBook(size)
+        self.init_kv_output_aggregator()
         self.collective_rpc("init_device")
 
     @property

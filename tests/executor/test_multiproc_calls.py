@@ -220,6 +220,7 @@ def test_steps_in_flight_do_not_block(executor: MultiprocExecutor, go_on: Path):
 
 
 def test_transfer_finishes_on_all_ranks(executor: MultiprocExecutor):
+    executor.init_kv_output_aggregator()
     executor.collective_rpc("finish_transfers", args=(0, (4, 5)))
     assert executor.execute_model(StepPlan(step=21)).finished_transfers == ()
     executor.collective_rpc("finish_transfers", args=(1, (5,)))
