@@ -31,7 +31,7 @@ from spmd_worker.engine.calls.sleep_calls import SleepCalls
 from spmd_worker.engine.calls.weight_calls import WeightCalls
 from spmd_worker.engine.calls.worker_calls import WorkerCalls
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
-from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.data_parallel.replicas import open_replicas
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.llm_engine import LLMEngine
@@ -87,7 +87,7 @@ class LLM:
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(engine, engine.life.release, is_closed=False)
         self._replicas = replicas = open_replicas(engine)
-        self._turns = turns = Turns(engine, replicas)
+        self._turns = turns = PerRankCalls(engine, replicas)
         encoder = PromptEncoder(engine)
         runner = CallRunner(engine, replicas, turns, encoder)
         self._calls: dict[type, Any] = {

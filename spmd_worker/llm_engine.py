@@ -15,7 +15,7 @@ from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
-from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, take_pooling
+from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
@@ -198,7 +198,7 @@ class LLMEngine(Engine):
 
     def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None) -> RequestId:
         config = self.limits.pooling
-        take_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
+        apply_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         assert config is not None, "of a run that pools"

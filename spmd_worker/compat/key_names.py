@@ -46,7 +46,7 @@ _VLLM_NAMES: Final = {
 """Our keyword -> vLLM's for it where it has one, which an error uses unless ours was given."""
 
 
-def in_keywords(text: str, given: Iterable[str] = ()) -> str:
+def with_keyword_names(text: str, given: Iterable[str] = ()) -> str:
     """`text` with keywords of `LLM` for keys, and Python's values; `given` are keywords that the caller gave."""
     names = {row.ours: row.name for row in map(KEYWORDS.get, given) if row is not None and row.effect is Effect.RENAMED}
     ours = dict.fromkeys(given)
@@ -61,7 +61,7 @@ def in_keywords(text: str, given: Iterable[str] = ()) -> str:
 
 
 def speaks_keywords(made: _Made) -> _Made:
-    """A class whose public methods raise errors, and return outputs with errors, in the words of `in_keywords`."""
+    """A class whose public methods raise errors, and return outputs with errors, in the words of `with_keyword_names`."""
     for name, method in list(vars(made).items()):
         if name != "__init__" and name.startswith("_"):
             continue
@@ -82,15 +82,15 @@ def _spoken(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = method(*args, **kwargs)
         except (SpmdError, ValueError, TypeError, RuntimeError) as error:
-            error.args = tuple(in_keywords(each, given) if isinstance(each, str) else each for each in error.args)
+            error.args = tuple(with_keyword_names(each, given) if isinstance(each, str) else each for each in error.args)
             reasons = getattr(error, "reasons", None)
             if isinstance(reasons, dict):
-                reasons.update({index: in_keywords(each) for index, each in reasons.items()})
+                reasons.update({index: with_keyword_names(each) for index, each in reasons.items()})
             raise
         for output in result if isinstance(result, list) else ():
             error_text = getattr(output, "error", None)
             if isinstance(error_text, str):
-                output.error = in_keywords(error_text)
+                output.error = with_keyword_names(error_text)
         return result
 
     return called

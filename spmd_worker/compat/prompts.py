@@ -86,7 +86,7 @@ def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer], check_te
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, need_tokenizer, check_text)
     if isinstance(prompt, TextPair):
-        return encode_pair(prompt, need_tokenizer, check_text)
+        return encode_prompt(prompt, need_tokenizer, check_text)
     text = plain_text(prompt)
     if text is None:
         return _encode_ids(prompt)
@@ -99,7 +99,7 @@ def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer], check_te
         return Encoded(text, (), str(error))
 
 
-def encode_pair(
+def encode_prompt(
     pair: TextPair, need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None = None
 ) -> Encoded:
     """As `encode_prompt`, of two texts."""
@@ -116,7 +116,7 @@ def encode_pair(
     return encoded
 
 
-def take_pooling(
+def apply_pooling(
     encoded: Encoded,
     params: PoolingParams,
     config: PoolingConfig | None,

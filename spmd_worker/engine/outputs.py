@@ -145,7 +145,7 @@ def completion_output(
     is_whole = text is None
     text = _text(sequence, tokenizer) if text is None else text
     if logprobs is not None and is_whole and tokenizer is not None and sampling.detokenize:
-        logprobs = _cut_logprobs(logprobs, len(text))
+        logprobs = _truncate_logprobs(logprobs, len(text))
     return CompletionOutput(
         index=index,
         text=text,
@@ -194,7 +194,7 @@ def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[
     return [*positions[:num_without], *spelled_logprobs(positions[num_without:], texts, is_last=True)]
 
 
-def _cut_logprobs(logprobs: list[TokenLogprobs], num_characters: int) -> list[TokenLogprobs]:
+def _truncate_logprobs(logprobs: list[TokenLogprobs], num_characters: int) -> list[TokenLogprobs]:
     """Those of a text that a stop string, or a stop token, has cut: what was cut off has no bytes."""
     num_left, num_whole = num_characters, 0
     for number, position in enumerate(logprobs):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_worker.compat.prompts import Encoded, take_pooling
+from spmd_worker.compat.prompts import Encoded, apply_pooling
 from spmd_worker.model_config.pooling import mean_pooling
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def no_tokenizer() -> Tokenizer:
 )
 def test_truncated_prompt_reduces_first_text_tokens(length: int | None, kept: range, num_first: int):
     encoded, params = Encoded(None, tuple(range(10))), PoolingParams(num_first_tokens=6, truncate_prompt_tokens=length)
-    take_pooling(encoded, params, CONFIG, 9 if length == -1 else 100, no_tokenizer)
+    apply_pooling(encoded, params, CONFIG, 9 if length == -1 else 100, no_tokenizer)
     assert encoded.token_ids == tuple(kept)
     assert encoded.pooling is not None
     assert encoded.pooling.num_first_tokens == num_first

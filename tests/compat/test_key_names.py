@@ -14,7 +14,7 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker import llm as llm_module
 from spmd_worker.base.errors import ConfigError, PromptsRefusedError
 from spmd_worker.compat.engine_args import EngineArgs
-from spmd_worker.compat.key_names import KEY_NAMES, in_keywords
+from spmd_worker.compat.key_names import KEY_NAMES, with_keyword_names
 from spmd_worker.compat.keywords import KEYWORDS
 from spmd_worker.llm_engine import LLMEngine
 
@@ -165,9 +165,9 @@ def test_command_line_error_keeps_its_keys(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.finding(number="D8")
 def test_text_without_a_key_is_unchanged():
     for text in ("/x/model.path/y", "model.safetensors", "model.embed_tokens.weight", "cache.num_blocks.rank0", "null"):
-        assert in_keywords(text) == text
-    assert in_keywords("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
-    assert in_keywords("raise cache.num_blocks.") == "raise num_gpu_blocks_override."
+        assert with_keyword_names(text) == text
+    assert with_keyword_names("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
+    assert with_keyword_names("raise cache.num_blocks.") == "raise num_gpu_blocks_override."
     of_calls = ("tool_call_format", "reasoning_format")
     assert {*KEYWORDS, "model", *of_calls} >= {name for name in KEY_NAMES.values() if name.isidentifier()}
 

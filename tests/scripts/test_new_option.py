@@ -20,7 +20,7 @@ import launch
 from spmd_worker import EngineArgs
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config
-from spmd_worker.compat.key_names import in_keywords
+from spmd_worker.compat.key_names import with_keyword_names
 from spmd_worker.compat.llm_keywords import LLMKeywords
 assert launch.main(["--help", "scheduler.num_spare_seqs=5"]) == 0
 assert launch.main(["--cfg", "job", "scheduler.num_spare_seqs=6"]) == 0
@@ -32,7 +32,7 @@ assert LLMKeywords.__annotations__["num_spare_seqs"] == int | None
 try:
     run_config({"model": "m", "num_spare_seqs": 0})
 except ConfigError as error:
-    print(in_keywords(str(error), ["num_spare_seqs"]))
+    print(with_keyword_names(str(error), ["num_spare_seqs"]))
 """
 
 

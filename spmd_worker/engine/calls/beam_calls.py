@@ -13,14 +13,14 @@ from spmd_worker.engine.calls.call_runner import CallRunner, check_options, with
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
-from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 
 
 class BeamCalls:
     """`LLM.beam_search`."""
 
-    def __init__(self, engine: Engine, encoder: PromptEncoder, runner: CallRunner, turns: Turns) -> None:
+    def __init__(self, engine: Engine, encoder: PromptEncoder, runner: CallRunner, turns: PerRankCalls) -> None:
         self._engine, self._encoder, self._runner, self._turns = engine, encoder, runner, turns
 
     def beam_search(

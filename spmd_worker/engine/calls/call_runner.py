@@ -18,7 +18,7 @@ from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import Params, PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import agree_on_prompts
-from spmd_worker.engine.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankPrompt, PerRankCalls, answer_own
 from spmd_worker.engine.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
@@ -36,7 +36,7 @@ _Given = list[tuple[Encoded, SamplingParams]]
 class CallRunner:
     """Runs the calls of one engine, one at a time. `replicas` None: it has no other replica."""
 
-    def __init__(self, engine: Engine, replicas: Replicas | None, turns: Turns, encoder: PromptEncoder) -> None:
+    def __init__(self, engine: Engine, replicas: Replicas | None, turns: PerRankCalls, encoder: PromptEncoder) -> None:
         self._engine, self._replicas, self._turns, self._encoder = engine, replicas, turns, encoder
 
     def run(
@@ -112,12 +112,12 @@ class CallRunner:
         outputs: dict[int, RequestOutput] = {}
         accepted: list[int] = []
 
-        def prepare_own() -> list[OwnPrompt]:
+        def prepare_own() -> list[PerRankPrompt]:
             given.extend(prepare())
             outputs.update(self._refused(call, given, on_error))
             accepted.extend(index for index in range(len(given)) if index not in outputs)
             return [
-                OwnPrompt(each.token_ids, sampling, each.rope_regime, each.pooling)
+                PerRankPrompt(each.token_ids, sampling, each.rope_regime, each.pooling)
                 for each, sampling in map(given.__getitem__, accepted)
             ]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, take_pooling
+from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, apply_pooling
 from spmd_worker.engine.calls.call_runner import CallRunner, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
@@ -200,7 +200,7 @@ class PoolingCalls:
             raise ValueError(f"pooling_params.task={params.task!r} is not what was called: {task}")
         engine, wanted = self._engine, replace(params, task=task or params.task)
         wanted = wanted if length is None else replace(wanted, truncate_prompt_tokens=length)
-        take_pooling(encoded, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
+        apply_pooling(encoded, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
 
 
 def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled], output_class: type[_Output]) -> _Output:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
-from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, checked_tags
 
@@ -11,7 +11,7 @@ from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, c
 class SleepCalls:
     """Methods of `LLM` that give back its memory and take it again."""
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
+    def __init__(self, engine: Engine, turns: PerRankCalls) -> None:
         self._engine, self._turns = engine, turns
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -8,7 +8,7 @@ import torch
 
 from spmd_worker.compat.key_names import speaks_keywords
 from spmd_worker.engine.data_parallel.agreement import agree_to_compute, fail_call
-from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import Engine
 
@@ -17,7 +17,7 @@ from spmd_worker.engine.engine import Engine
 class WeightCalls:
     """Methods of `LLM` that give it new weights."""
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
+    def __init__(self, engine: Engine, turns: PerRankCalls) -> None:
         self._engine, self._turns = engine, turns
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from spmd_worker.base.liveness.deferred_signals import host_signals
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
-from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.events import ResetPrefixCache
 
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 class WorkerCalls:
     """Methods of `LLM` that reach the workers of its executor."""
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
+    def __init__(self, engine: Engine, turns: PerRankCalls) -> None:
         self._engine, self._turns = engine, turns
 
     def collective_rpc(

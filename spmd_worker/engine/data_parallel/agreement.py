@@ -1,6 +1,6 @@
 """Agreement before a call runs: every rank of an engine is ready to make it, with the same prompts or arguments.
 
-A rank that takes turns makes none of these calls: see `Turns.check_outside`.
+A rank that takes turns makes none of these calls: see `PerRankCalls.check_outside`.
 """
 
 import json

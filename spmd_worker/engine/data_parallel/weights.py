@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
-from spmd_worker.engine.data_parallel.own_prompts import Turns
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.model.weights.tensor_checks import check_data, check_pair
@@ -21,7 +21,7 @@ from spmd_worker.replica.sequence.request import whole_number
 Pair = tuple[str, Tensor]
 
 
-def broadcast_weights(engine: Engine, turns: Turns, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
+def broadcast_weights(engine: Engine, turns: PerRankCalls, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
     """The pairs of rank `source` of the engine, on every rank; the others pass None. Every rank receives all of them,
     or stops after the same one. One tensor is sent at a time.
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from spmd_worker.engine.between_steps import Turn, patience_s
+from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
-from spmd_worker.compat.prompts import Encoded, TextPair, encode_pair, take_pooling
+from spmd_worker.compat.prompts import Encoded, TextPair, encode_prompt, apply_pooling
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.frontends.openai.decimals import shortest_decimals
 from spmd_worker.frontends.openai.openai_body import JsonObject
@@ -98,7 +98,7 @@ def _encoded(
 def _cut(
     prompt: Prompt | TextPair, tokenizer: Tokenizer | None, engine: RequestLimits, params: PoolingParams
 ) -> Encoded:
-    """Encode a prompt, truncated like `take_pooling`."""
+    """Encode a prompt, truncated like `apply_pooling`."""
 
     def need_tokenizer() -> Tokenizer:
         assert tokenizer is not None, "of text"
@@ -111,13 +111,13 @@ def _cut(
         if tokenizer is None:
             raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give ids")
         check_text(prompt.first, prompt.second)
-        encoded = encode_pair(prompt, need_tokenizer)
+        encoded = encode_prompt(prompt, need_tokenizer)
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
         # The text of a chat template is truncated as ids: its special tokens are part of the text.
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
     try:
-        take_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
+        apply_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
     except ValueError as error:
         raise RowProblem("invalid_value", str(error)) from None
     if encoded.error is not None:

@@ -8,7 +8,7 @@ import logging
 import time
 
 from spmd_worker.compat.metrics import engine_metrics
-from spmd_worker.engine.between_steps import patience_s
+from spmd_worker.engine.step_interval import max_step_interval_s
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
@@ -31,7 +31,7 @@ class EngineLoop:
         self._numbers: dict[OpenRequest, list[RequestId]] = {}
         self._pooled: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
-        self._patience_s = patience_s(engine.config.executor.timeout_s)
+        self._patience_s = max_step_interval_s(engine.config.executor.timeout_s)
         # A worker process that ends is noticed by the next step.
         engine.executor.register_failure_callback(exchange.look)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from spmd_worker.base.config.schema import RowLimits
-from spmd_worker.engine import between_steps
-from spmd_worker.engine.between_steps import Turn
+from spmd_worker.engine import step_interval as between_steps
+from spmd_worker.engine.step_interval import TimeBudget
 from spmd_worker.frontends.batch import shared_job
 from spmd_worker.frontends.batch.job import _admit
 from spmd_worker.frontends.batch.job_rows import InputRow
@@ -58,7 +58,7 @@ def test_job_admits_limited_grammars_between_two_steps(form_bytes: int, counts: 
     rows, runner, found = Rows(10), Runner(form_bytes), []
     for _ in counts:
         before = len(runner.admitted)
-        _admit(rows, runner, SimpleNamespace(), 100, Turn(1e9))  # type: ignore[arg-type]  # what is asked of them
+        _admit(rows, runner, SimpleNamespace(), 100, TimeBudget(1e9))  # type: ignore[arg-type]  # what is asked of them
         found.append(len(runner.admitted) - before)
     assert found == counts
     assert runner.admitted == list(range(10))
@@ -146,7 +146,7 @@ def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s
     output: Any = SimpleNamespace(add=taken.append)
     for _ in counts:
         before = rows.num_left
-        _admit(rows, Runner(0), output, 512, Turn(timeout_s))  # type: ignore[arg-type]  # as above
+        _admit(rows, Runner(0), output, 512, TimeBudget(timeout_s))  # type: ignore[arg-type]  # as above
         found.append(before - rows.num_left)
     assert found == counts
     assert len(taken) == sum(counts)
@@ -155,7 +155,7 @@ def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s
 @pytest.mark.finding(number="B1")
 def test_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
     rows, refused = SlowRows(monkeypatch, 10, 0.3), []
-    window, turn = RowWindow(rows, refused.append), Turn(300.0)
+    window, turn = RowWindow(rows, refused.append), TimeBudget(300.0)
     window.read_on(lambda: turn.is_over)
     assert len(refused) == 4
 

@@ -278,7 +278,7 @@ def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
         return step(engine)
 
     monkeypatch.setattr(job_module, "JobInput", Noted)
-    monkeypatch.setattr(job_module, "patience_s", lambda timeout_s: 0.0)
+    monkeypatch.setattr(job_module, "max_step_interval_s", lambda timeout_s: 0.0)
     monkeypatch.setattr(Engine, "step", noting)
 
 

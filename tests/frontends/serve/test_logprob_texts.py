@@ -143,7 +143,7 @@ def test_logprob_check_detects_text_behind_stop_string(monkeypatch: pytest.Monke
     body: dict[str, Any] = {"messages": USER, **DRAWN, "logprobs": True, "stop": [str(i) for i in range(10)]}
     (whole,) = answers_of_job(tmp_path, MODEL, [openai_row("x", CHAT, body)])
     check_choice(whole["response"]["body"]["choices"][0])
-    monkeypatch.setattr(outputs, "_cut_logprobs", lambda logprobs, _length: logprobs)
+    monkeypatch.setattr(outputs, "_truncate_logprobs", lambda logprobs, _length: logprobs)
     (tmp_path / "again").mkdir()
     (uncut,) = answers_of_job(tmp_path / "again", MODEL, [openai_row("x", CHAT, body)])
     assert uncut["response"]["body"]["choices"][0]["finish_reason"] == "stop"

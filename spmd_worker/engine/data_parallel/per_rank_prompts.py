@@ -27,12 +27,12 @@ from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _TURNS: Final = "turns"
-_Prepare = Callable[[], Sequence["OwnPrompt"] | None]
+_Prepare = Callable[[], Sequence["PerRankPrompt"] | None]
 """None: this rank has left."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPrompt:
+class PerRankPrompt:
     """What the other ranks need of a prompt that `Requests.check` found nothing wrong with."""
 
     token_ids: tuple[int, ...]
@@ -41,11 +41,11 @@ class OwnPrompt:
     pooling: PoolingParams | None = None
 
 
-_PROMPTS: Final = codec_of(tuple[OwnPrompt, ...])
+_PROMPTS: Final = codec_of(tuple[PerRankPrompt, ...])
 
 
 def answer_own(
-    engine: Engine, replicas: Replicas | None, call: str, prepare: Callable[[], Sequence[OwnPrompt]]
+    engine: Engine, replicas: Replicas | None, call: str, prepare: Callable[[], Sequence[PerRankPrompt]]
 ) -> list[RequestOutput]:
     """Outputs of the prompts that `prepare` returns, in order. Every rank of the engine calls this, with any number of
     prompts.
@@ -56,7 +56,7 @@ def answer_own(
     return outputs
 
 
-class Turns:
+class PerRankCalls:
     """This rank's turns, in consecutive blocks."""
 
     def __init__(self, engine: Engine, replicas: Replicas | None) -> None:
@@ -93,7 +93,7 @@ class Turns:
         if self.is_open:
             raise RuntimeError(f"{call} is a call that all ranks make together: leave the block of llm.turns() first")
 
-    def ask(self, prompts: Sequence[OwnPrompt]) -> list[RequestOutput]:
+    def ask(self, prompts: Sequence[PerRankPrompt]) -> list[RequestOutput]:
         """One turn of this rank, in a block. Raises RankFailedError if another rank's turns ended in an error: these
         have ended too.
         """
@@ -146,7 +146,7 @@ def _ask(engine: Engine, replicas: Replicas | None, call: str, prepare: _Prepare
     return False, [outputs[place * size + rank] for place in range(len(own or ()))]
 
 
-def _encode(prompts: Sequence[OwnPrompt] | None) -> str | None:
+def _encode(prompts: Sequence[PerRankPrompt] | None) -> str | None:
     """Encode the prompts as a JSON value."""
     if prompts is None:
         return None
@@ -155,10 +155,10 @@ def _encode(prompts: Sequence[OwnPrompt] | None) -> str | None:
     return base64.b64encode(bytes(writer.data)).decode("ascii")
 
 
-def _decode(payload: str | None) -> Sequence[OwnPrompt] | None:
+def _decode(payload: str | None) -> Sequence[PerRankPrompt] | None:
     """The inverse of `_encode`."""
     if payload is None:
         return None
     content = base64.b64decode(payload)
-    prompts: Sequence[OwnPrompt] = _PROMPTS.read(ByteReader(content, len(content)), 1)[0]
+    prompts: Sequence[PerRankPrompt] = _PROMPTS.read(ByteReader(content, len(content)), 1)[0]
     return prompts
