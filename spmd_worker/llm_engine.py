@@ -1,4 +1,4 @@
-"""An engine as scripts for vLLM drive it by hand: requests with names, prompts in any form, outputs as they come."""
+"""`LLMEngine`, vLLM's engine with explicit steps: named requests, prompts in any form, partial outputs."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from spmd_worker.base.names import explain_keywords, hint
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
-from spmd_worker.compat.key_names import speaks_keywords
+from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
-from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, apply_pooling
+from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
@@ -32,42 +32,42 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 class NamedRequests:
-    """Requests of one engine that have names, and those that want outputs before they end, until they end."""
+    """Open requests of one engine that have names, and the partial outputs of those that want them."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._numbers: dict[str, RequestId] = {}
+        self._ids: dict[str, RequestId] = {}
         self._names: dict[RequestId, str] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
 
     def has(self, name: str) -> bool:
-        """Whether a request that has not ended has this name."""
-        return name in self._numbers
+        """Whether an open request has this name."""
+        return name in self._ids
 
-    def add(self, name: str, number: RequestId) -> None:
+    def add(self, name: str, request_id: RequestId) -> None:
         """Name a request."""
-        self._numbers[name], self._names[number] = number, name
+        self._ids[name], self._names[request_id] = request_id, name
 
-    def watch(self, number: RequestId, params: SamplingParams, text: str | None) -> None:
-        """Keep what a request needs that wants outputs before it has ended."""
+    def track(self, request_id: RequestId, params: SamplingParams, text: str | None) -> None:
+        """Prepare partial outputs of a request, if it wants them."""
         if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self._partials[number] = PartialOutputs(params.output_kind, text, self._tokenizer)
+            self._partials[request_id] = PartialOutputs(params.output_kind, text, self._tokenizer)
 
-    def numbers_of(self, request_id: Any) -> list[RequestId]:
-        """The request of this name, or number; none where it has ended. Raises TypeError for what is no id."""
-        is_text = isinstance(request_id, str)
-        if is_text and request_id in self._numbers:
-            return [self._numbers[request_id]]
-        # A text that is a number is not another name's.
-        return [each for each in as_request_ids([request_id]) if not (is_text and each in self._names)]
+    def ids_of(self, name: Any) -> list[RequestId]:
+        """Id of the open request with this name or number, if any. Raises TypeError for an invalid id."""
+        is_text = isinstance(name, str)
+        if is_text and name in self._ids:
+            return [self._ids[name]]
+        # The number of a named request, given as text, is not that request's name.
+        return [each for each in as_request_ids([name]) if not (is_text and each in self._names)]
 
     def final(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
         """The last output of a request, under its name."""
-        number = RequestId(int(output.request_id))
-        partial = self._partials.pop(number, None)
-        name = self._names.pop(number, None)
+        request_id = RequestId(int(output.request_id))
+        partial = self._partials.pop(request_id, None)
+        name = self._names.pop(request_id, None)
         if name is not None:
-            del self._numbers[name]
+            del self._ids[name]
             output.request_id = name
             if output.vector is not None:
                 vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
@@ -79,28 +79,28 @@ class NamedRequests:
         groups: Mapping[RequestId, SequenceGroup],
         metrics_of: Callable[[SequenceGroup], RequestMetrics | None],
     ) -> list[RequestOutput]:
-        """Outputs of the requests that want them now; `groups` are those that run or wait."""
+        """Partial outputs of the requests that want them; `groups` are the running and waiting ones."""
         outputs = []
-        for number, partial in list(self._partials.items()):
-            group = groups.get(number)
+        for request_id, partial in list(self._partials.items()):
+            group = groups.get(request_id)
             output = partial.partial(group, metrics_of(group)) if group is not None else None
             if output is not None:
-                output.request_id = self._names.get(number, output.request_id)
+                output.request_id = self._names.get(request_id, output.request_id)
                 outputs.append(output)
         return outputs
 
 
 @explain_keywords()
-@speaks_keywords
+@explain_in_keywords
 class LLMEngine(Engine):
-    """An engine with vLLM's names, as `from_engine_args` starts it and as an `LLM` has it (`llm.llm_engine`).
+    """Engine with vLLM's methods, started by `from_engine_args` or by an `LLM` (`llm.llm_engine`).
 
-    Under torchrun every rank of a replica makes the same calls, in the same order; or one rank alone makes them, while
-    the others are in `follow`. `add_request` and `abort_request` may come from any thread while another steps.
+    Under torchrun every rank of a replica makes the same calls, in the same order; or one rank makes them, while the
+    others are in `follow`. Any thread may call `add_request` and `abort_request` while another one steps.
     """
 
     def __new__(cls, *given: Any, **_: Any) -> Self:
-        """`LLMEngine(llm.llm_engine)` is that engine."""
+        """`LLMEngine(llm.llm_engine)` returns that engine."""
         return given[0] if given and isinstance(given[0], cls) else super().__new__(cls)
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -111,19 +111,19 @@ class LLMEngine(Engine):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:
-        """Start an engine. What vLLM's method takes besides (usage_context, stat_loggers) is without effect.
+        """Start an engine. Further arguments of vLLM's method (usage_context, stat_loggers) have no effect.
 
-        Raises what `LLM(**vars(engine_args))` raises. `shutdown` gives back memory and groups, and so does forgetting
-        the engine.
+        Raises the errors of `LLM(**vars(engine_args))`. `shutdown` releases memory and groups, as does the garbage
+        collection of the engine.
         """
         engine = start_engine(read_run(run_config(vars(engine_args))), engine_class=cls)
         weakref.finalize(engine, engine.life.release, is_closed=False)
         return engine
 
-    if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """For names that are not here only."""
+            """Called for missing attributes."""
             raise AttributeError(f"LLMEngine has no attribute {name!r}{hint(name, dir(self), ENGINE_ABSENT)}")
 
     def add_request(
@@ -142,16 +142,16 @@ class LLMEngine(Engine):
         index: int | None = None,
         **others: Any,
     ) -> str | RequestId:
-        """Queue a request; its outputs have `request_id`. Its random numbers, where it has no seed, are named by the
-        order of requests. `params.output_kind` says whether `step` gives outputs of it before it ends. With
-        PoolingParams, in a run that pools, `step` gives a PoolingRequestOutput, as `LLM.encode` does. `arrival_time`,
-        in seconds since the epoch, is for its metrics; `prompt_text` is its output's `prompt`.
+        """Queue a request, whose outputs have `request_id`. Without a seed, its position among the requests names its
+        random stream. `params.output_kind` selects partial outputs from `step`. With PoolingParams, in a pooling run,
+        `step` returns a PoolingRequestOutput, as `LLM.encode` does. `arrival_time`, in seconds since the epoch, is for
+        its metrics; `prompt_text` is its output's `prompt`.
 
-        `add_request(token_ids, params)` queues a request without a name: its number is returned, and `custom_id` or
-        `index` names its random numbers as they do a job's row.
+        `add_request(token_ids, params)` queues a request without a name and returns its number; `custom_id` or `index`
+        name its random stream, as for the rows of a job.
 
-        Returns `request_id`. Raises ValueError for a request that could never be answered, for a name that a request
-        has which has not ended, and for arguments that ask for what is not here; TypeError for what is no request.
+        Returns `request_id`. Raises ValueError for a request that cannot be answered, for the name of an open request,
+        and for unsupported arguments; TypeError for an invalid type.
         """
         check_request_extras(trace_headers, others)
         check_extras(1, lora_request, [priority], tokenization_kwargs)
@@ -163,25 +163,25 @@ class LLMEngine(Engine):
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
         if custom_id is not None or index is not None:
-            raise ValueError("custom_id and index are of requests without a name: leave them out, or give a seed")
+            raise ValueError("custom_id and index are for requests without a name: leave them out, or give a seed")
         if not isinstance(params, PoolingParams):
             check_sampling(params)
-        is_cut = params.truncate_prompt_tokens is not None
-        encoded = encode_prompt(prompt, self.need_tokenizer, None if is_cut else self.limits.check_text)
+        is_truncated = params.truncate_prompt_tokens is not None
+        encoded = encode_prompt(prompt, self.need_tokenizer, None if is_truncated else self.limits.check_text)
         if encoded.error is not None:
             raise ValueError(encoded.error)
-        # A request may end before the thread that added it has noted its name.
+        # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
             if self._named.has(request_id):
-                raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
+                raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
             text = encoded.text if prompt_text is None else prompt_text
             if isinstance(params, PoolingParams):
                 number = self._add_pooled(encoded, params, text)
             else:
                 number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text)
-                self._named.watch(number, params, text)
+                self._named.track(number, params, text)
             if arrival_time is not None:
-                self.requests.times.arrived(number, float(arrival_time))
+                self.requests.times.set_arrival(number, float(arrival_time))
             self._named.add(request_id, number)
         return request_id
 
@@ -193,7 +193,7 @@ class LLMEngine(Engine):
             )
         with self.calls.lock:
             number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index)
-            self._named.watch(number, sampling, None)
+            self._named.track(number, sampling, None)
         return number
 
     def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None) -> RequestId:
@@ -201,27 +201,27 @@ class LLMEngine(Engine):
         apply_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
-        assert config is not None, "of a run that pools"
-        assert encoded.pooling is not None, "as it was taken"
+        assert config is not None, "checked by apply_pooling"
+        assert encoded.pooling is not None, "set by apply_pooling"
         token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
         self.requests.check(token_ids, sampling, encoded.pooling)
         return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
-        """End requests at the next step; what they have so far comes back with finish reason "abort". A name that no
-        request has, or has no more, is not an error. `internal` is vLLM's and without effect.
+        """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an
+        open request are ignored. `internal` is accepted for vLLM and has no effect.
 
-        Requests without a name are ended by their number, or by what their outputs have. Raises TypeError for what is
-        no id, and none is ended then.
+        Requests without a name are ended by their number, or the `request_id` of their outputs. Raises TypeError for an
+        invalid id, before any request is ended.
         """
         is_one = isinstance(request_ids, str | bytes | bytearray) or not isinstance(request_ids, Iterable)
         given: Any = [request_ids] if is_one else request_ids
-        numbers = [number for each in given for number in self._named.numbers_of(each)]
+        numbers = [number for each in given for number in self._named.ids_of(each)]
         self.requests.abort(numbers)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:  # type: ignore[override]  # see there
-        """One step: the requests that ended in it, and those with new tokens that want outputs before. A row that was
-        pooled and has a name comes as a PoolingRequestOutput.
+        """Run one step; returns the outputs of the requests that ended in it, and the partial outputs of those with new
+        tokens that want them. A pooled request with a name has a PoolingRequestOutput.
         """
         outputs: list[Any] = super().step()
         return outputs
@@ -232,24 +232,24 @@ class LLMEngine(Engine):
             return [*outputs, *self._named.partial_outputs(self.scheduler.queues.groups, self.requests.metrics)]
 
     def close_followers(self) -> None:
-        """Rank 0 only: the other ranks return from `follow`, and the engine goes on, with calls that all ranks make or
-        with another `follow`. Raises RuntimeError while requests are unanswered, saying how many.
+        """Rank 0 only: end the `follow` loops of the other ranks. The engine can be used further, with calls of all
+        ranks or another `follow`. Raises RuntimeError while requests are unanswered, with their number.
         """
         with self.calls.inside("close_followers", is_alone=True):
             self.requests.check_idle_or_asleep()
             self.end_round()
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that were added and have not ended."""
+        """Number of requests that were added and have not ended."""
         return self.requests.num_unfinished
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Tasks of rows: "generate", or of a model that pools those it does (`PoolingConfig.tasks`)."""
+        """Tasks of rows: "generate", or `PoolingConfig.tasks` of a pooling model."""
         pooling = self.limits.pooling
         return ("generate",) if pooling is None else pooling.tasks
 
     def get_tokenizer(self) -> Any:
-        """As `LLM.get_tokenizer`."""
+        """Same as `LLM.get_tokenizer`."""
         return self._script_tokenizer
 
     @cached_property
@@ -257,13 +257,13 @@ class LLMEngine(Engine):
         return script_tokenizer(self.need_tokenizer(), self.resolved.model_folder)
 
     def get_metrics(self) -> list[Metric]:
-        """As `LLM.get_metrics`."""
+        """Same as `LLM.get_metrics`."""
         return engine_metrics(self.scheduler)
 
     @property
     def model_executor(self) -> Executor:
-        """The executor. Where its worker is in this process,
-        `model_executor.driver_worker.model_runner.model.load_weights(pairs)` takes new weights.
+        """The executor. With a worker in this process,
+        `model_executor.driver_worker.model_runner.model.load_weights(pairs)` loads new weights.
         """
         return self.executor
 
@@ -273,38 +273,38 @@ class LLMEngine(Engine):
         return EngineModelConfig(self.resolved, getattr(torch, self.resolved.dtype))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `Changes.reset_prefix_cache`; returns True. The host tier is reset with or without `reset_connector`."""
+        """Same as `Changes.reset_prefix_cache`; returns True. `reset_connector` has no effect."""
         self.changes.reset_prefix_cache(reset_running_requests)
         return True
 
     def set_weight_version(self, version: int) -> None:
-        """As `LLM.set_weight_version`."""
+        """Same as `LLM.set_weight_version`."""
         self.changes.set_weight_version(version)
 
     def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
-        """As `Changes.worker_event`."""
+        """Same as `Changes.worker_event`."""
         return self.changes.worker_event(name, payload, then, self.run_step)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """As `LLM.sleep`."""
+        """Same as `LLM.sleep`."""
         self.changes.sleep(level, mode, self.run_step)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLM.wake_up`."""
+        """Same as `LLM.wake_up`."""
         self.changes.wake_up(tags, self.run_step)
 
     def is_sleeping(self) -> bool:
-        """Whether anything sleeps."""
+        """Whether weights or cache are asleep."""
         return self.executor.is_sleeping
 
     def reset_mm_cache(self) -> None:
-        """Nothing: models of text have no other inputs."""
+        """No effect: text models have no multimodal cache."""
 
     def reset_encoder_cache(self) -> None:
-        """Nothing, as `reset_mm_cache`."""
+        """No effect: text models have no encoder cache."""
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """As `LLM.apply_model`."""
+        """Same as `LLM.apply_model`."""
         return self.changes.apply_model(func)
 
     def collective_rpc(
@@ -314,7 +314,7 @@ class LLMEngine(Engine):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As `LLM.collective_rpc`."""
+        """Same as `LLM.collective_rpc`."""
         with self.calls.inside("collective_rpc"):
             self.life.check_not_closed()
             return self.executor.collective_rpc(method, timeout, args, kwargs)

@@ -1,6 +1,6 @@
-"""Beam search by single steps: of each beam the likeliest next tokens, of all of these the likeliest beams.
+"""Beam search by single steps: each beam is extended by its top-k next tokens, and the best extensions are kept.
 
-Knows no engine: it says which prompts to compute and takes what came of them.
+Independent of the engine: it returns the prompts to compute and is given their outputs.
 """
 
 import math
@@ -13,17 +13,28 @@ from spmd_worker.base.names import explain_keywords
 from spmd_worker.replica.sequence.outputs import RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
 
-_NO_FORM: Final = "beams are not held to a form: generate with structured_outputs, or leave it out"
+_NO_GRAMMAR: Final = "beams are not constrained: use generate with structured_outputs, or leave it out"
+
+
+def _positive(value: Any) -> int | None:
+    number = plain_int(value)
+    return None if number is None or not 1 <= number < 2**63 else number
+
+
+def _finite(value: Any) -> float | None:
+    number = plain_float(value)
+    return None if number is None or not math.isfinite(number) else number
 
 
 @explain_keywords()
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """`beam_width` beams of at most `max_tokens` tokens. A beam's score is its log-probability divided by its length,
-    prompt included and an end-of-sequence token not, to the power of `length_penalty`.
+    """Parameters of `LLM.beam_search`: `beam_width` beams of at most `max_tokens` tokens. The score of a beam is its
+    log-probability divided by its length, with the prompt and without an end-of-sequence token, to the power of
+    `length_penalty`.
 
-    `skip_special_tokens` is of the beams' text. `include_stop_str_in_output` is vLLM's and without effect: beams have
-    all their tokens. `temperature` is 0; `structured_outputs` and `watermarking` may ask for nothing.
+    `skip_special_tokens` applies to the beams' text. `include_stop_str_in_output` is accepted for vLLM and has no
+    effect: beams have all their tokens. `temperature` is 0; `structured_outputs` and `watermarking` are not supported.
     """
 
     beam_width: int
@@ -37,37 +48,33 @@ class BeamSearchParams:
     watermarking: Any = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming key, value and rule."""
+        """Raises ValueError that names key, value and rule."""
+        kinds: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+            (_positive, "an integer, 1 or more", ("beam_width", "max_tokens")),
+            (_finite, "a finite number", ("temperature", "length_penalty")),
+            (plain_bool, "true or false", ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")),
+        )
+        for plain, rule, names in kinds:
+            for name in names:
+                value = plain(getattr(self, name))
+                if value is None:
+                    raise ValueError(f"{name}={shown(getattr(self, name))} must be {rule}")
+                object.__setattr__(self, name, value)
         most = MAX_LOGPROBS // 2
-        for name in ("beam_width", "max_tokens"):
-            value = plain_int(getattr(self, name))
-            if value is None or not 1 <= value < 2**63:
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be a whole number, 1 or more")
-            object.__setattr__(self, name, value)
-        for name in ("temperature", "length_penalty"):
-            number = plain_float(getattr(self, name))
-            if number is None or not math.isfinite(number):
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be a finite number")
-            object.__setattr__(self, name, number)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            flag = plain_bool(getattr(self, name))
-            if flag is None:
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false")
-            object.__setattr__(self, name, flag)
         if self.beam_width > most:
             raise ValueError(f"beam_width={self.beam_width} must be at most {most}")
         if self.temperature:
-            raise ValueError(f"temperature={self.temperature} must be 0: beams are the likeliest, not sampled")
-        for name, reason in (("structured_outputs", _NO_FORM), ("watermarking", REFUSED["watermarking"])):
+            raise ValueError(f"temperature={self.temperature} must be 0: beams are not sampled")
+        for name, reason in (("structured_outputs", _NO_GRAMMAR), ("watermarking", REFUSED["watermarking"])):
             value = getattr(self, name)
             if asks(value):
-                raise ValueError(f"{name}={shown(value)} is refused: {reason}")
+                raise ValueError(f"{name}={shown(value)} is rejected: {reason}")
             object.__setattr__(self, name, None)
 
     @property
     def step_params(self) -> SamplingParams:
-        """What each beam is asked for: one token's log-probabilities. Of each beam as many as all beams may need when
-        that many of them end.
+        """Parameters of each beam's step: one token and its top log-probabilities, enough to refill all beams if
+        `beam_width` of them end.
         """
         return SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=2 * self.beam_width, ignore_eos=True, detokenize=False
@@ -76,9 +83,7 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """A beam: `tokens` of prompt and output, `logprobs` of the output's; `text` is that of all tokens, "" without a
-    tokenizer.
-    """
+    """A beam: `tokens` of prompt and output, `logprobs` of the output; `text` of all tokens, "" without a tokenizer."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -106,11 +111,11 @@ class BeamSearch:
         self._ended: list[BeamSearchSequence] = []
 
     def prompts(self, max_model_len: int) -> list[dict[str, Any]]:
-        """What is to be computed next: nothing where every beam has ended, or is as long as can be."""
+        """The prompts to compute next; none if every beam has ended or has the maximum length."""
         return [{"prompt_token_ids": beam.tokens} for beam in self._beams if len(beam.tokens) < max_model_len]
 
     def advance(self, outputs: Sequence[RequestOutput]) -> None:
-        """`outputs` of `prompts`, in their order."""
+        """Extend the beams by the outputs of `prompts`, in their order."""
         extended: list[BeamSearchSequence] = []
         for beam, output in zip(self._beams, outputs, strict=True):
             (completion,) = output.outputs
@@ -129,11 +134,11 @@ class BeamSearch:
         self._beams = self._best(extended)
 
     def best(self) -> list[BeamSearchSequence]:
-        """Of those that ended and those that are cut off now."""
+        """The best of the beams that ended and of those that end now, by length."""
         return self._best([*self._ended, *[replace(beam, finish_reason="length") for beam in self._beams]])
 
     def _best(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        # Sorting is stable: equal ones stay in the order of beams and of token ids.
+        # Sorting is stable: equal beams keep the order of their parents and token ids.
         return sorted(beams, key=self._score, reverse=True)[: self._params.beam_width]
 
     def _score(self, beam: BeamSearchSequence) -> float:

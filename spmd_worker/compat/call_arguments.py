@@ -1,4 +1,4 @@
-"""Arguments of calls of `LLM` and `LLMEngine` that vLLM has and that may ask for nothing here."""
+"""vLLM's arguments of calls of `LLM` and `LLMEngine` that are accepted here only with neutral values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -6,8 +6,8 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.names import hint
 
-_OF_REQUESTS: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
-"""More arguments of vLLM's `add_request`."""
+_UNSUPPORTED: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
+"""Further arguments of vLLM's `add_request`."""
 _NAMED: Final = (
     *("request_id", "prompt", "params", "arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"),
     *("priority", "prompt_text", "custom_id", "index"),
@@ -15,33 +15,35 @@ _NAMED: Final = (
 
 
 def check_request_extras(trace_headers: Any, others: Mapping[str, Any]) -> None:
-    """Raise ValueError for what asks for something, TypeError for an argument that nobody knows."""
+    """Raise ValueError for an argument with an effect, TypeError for an unknown one."""
     for name in others:
-        if name not in _OF_REQUESTS:
+        if name not in _UNSUPPORTED:
             raise TypeError(f"LLMEngine.add_request has no keyword {name}{hint(name, _NAMED)}")
     for name, value in {"trace_headers": trace_headers, **others}.items():
         if value:
-            raise ValueError(f"{name}={str(value)[:80]} is refused: a request is a prompt and its parameters")
+            raise ValueError(
+                f"{name}={str(value)[:80]} is rejected: a request is a prompt and its parameters; leave it out"
+            )
 
 
 def check_extras(
     num_prompts: int, lora_request: Any, priority: Any = None, tokenization: Any = None, mm_processor: Any = None
 ) -> None:
-    """Raise ValueError for what asks for something, naming it and the way out."""
+    """Raise ValueError for an argument with an effect, naming it and the alternative."""
     if tokenization:
         raise ValueError(
-            f"tokenization_kwargs={str(tokenization)[:80]} is refused: give prompt_token_ids, encoded as you like, or "
+            f"tokenization_kwargs={str(tokenization)[:80]} is rejected: give prompt_token_ids, encoded as you like, or "
             f"truncate_prompt_tokens of SamplingParams"
         )
     if mm_processor:
         raise ValueError(
-            f"mm_processor_kwargs={str(mm_processor)[:80]} is refused: models of text have no other inputs"
+            f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: text models have no such inputs; leave it out"
         )
     adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
     if any(each is not None for each in adapters):
         raise ValueError(
-            f"lora_request={str(lora_request)[:80]} is refused: there are no adapters; merge it into the checkpoint "
-            f"(PEFT's merge_and_unload)"
+            f"lora_request={str(lora_request)[:80]} is rejected: adapters are not supported; merge it into the "
+            f"checkpoint (PEFT's merge_and_unload)"
         )
     if priority is None:
         return
@@ -54,4 +56,6 @@ def check_extras(
             f"priority={shown(priority)} must be a number, or a list of {num_prompts}, one for each prompt"
         )
     if any(numbers):
-        raise ValueError("priority is refused: prompts are served first come, first served; leave it out or give zeros")
+        raise ValueError(
+            "priority is rejected: prompts are served first come, first served; leave it out or give zeros"
+        )

@@ -1,5 +1,5 @@
-"""A conversation as `LLM.chat` takes it -> the prompt's text: content parts, tools, templates of the caller's, and the
-last message continued; and an answer's text -> the message that goes on with it.
+"""Renders the conversations of `LLM.chat` (content parts, tools, custom templates, a continued last message), and
+parses answers into assistant messages.
 """
 
 import logging
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.config.plain_values import asks
+from spmd_worker.base.config.plain_values import asks, shown
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
@@ -26,16 +26,15 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHOWN: Final = 80
 _MARK: Final = "\ue0f1\ue0f2"
-"""Ends the message that is continued, while it is rendered. A space goes behind it, to see whether it is kept."""
+"""End of the continued message while it is rendered. A space is appended, to detect templates that strip it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How conversations become prompts. `template` None is the model folder's; else a name of one of its, or a text.
-    `content_format` string makes one string of a list of text parts, openai a list of every string, auto what the
-    template takes. `keeps_contents`: they are the template's business.
+    """Options of rendering. `template` is None for the model folder's, else the name of one of its templates, or a
+    text. `content_format` string joins text parts, openai makes lists of parts, auto does what the template reads;
+    `keeps_contents` passes contents unchanged.
     """
 
     template: str | None = None
@@ -49,13 +48,13 @@ class ChatOptions:
     keeps_contents: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be together, TypeError for what is of another type."""
+        """Raises ValueError for conflicting or invalid values, TypeError for invalid types."""
         for name in ("add_generation_prompt", "continue_final_message"):
             # Templates see plain values only.
             object.__setattr__(self, name, asks(getattr(self, name)))
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
-                "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins "
+                "continue_final_message=True continues the last message, but add_generation_prompt=True begins "
                 "another: pass add_generation_prompt=False with it"
             )
         if self.content_format not in FORMATS:
@@ -73,7 +72,7 @@ class ChatOptions:
 
 
 def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenizer: Tokenizer) -> str:
-    """The prompt's text; encode it with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
+    """Text of the prompt, to be encoded with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
     prepared = [_prepared(index, message, options) for index, message in enumerate(messages)]
     if options.continue_final_message:
         _mark_end(prepared)
@@ -85,17 +84,15 @@ def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenize
     return _before_mark(text) if options.continue_final_message else text
 
 
-def say_what_is_dropped(options: ChatOptions, tokenizer: Tokenizer) -> None:
-    """Log that the template that is in use does not read the tools, once a call."""
+def warn_unread_tools(options: ChatOptions, tokenizer: Tokenizer) -> None:
+    """Log a warning if the template does not read the tools, once per call."""
     if options.tools and not _chat_format(options, tokenizer).takes_tools:
-        logger.warning(
-            "the chat template does not read tools: the model does not hear of them", extra=SAME_ON_EVERY_RANK
-        )
+        logger.warning("the chat template does not read tools: the model does not see them", extra=SAME_ON_EVERY_RANK)
 
 
 def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
-    """The form of the answers to a prompt; None where they are free. Raises ValueError for a `tool_choice` that cannot
-    be, and for tools that are none of OpenAI's or that the template does not read where one is given.
+    """Grammar that constrains the answers to a prompt; None without one. Raises ValueError for an invalid
+    `tool_choice`, and, with one, for tools that are not OpenAI's or that the template does not read.
     """
     if options.tool_choice is None:
         return None
@@ -109,7 +106,7 @@ def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> Stru
 def answer_messages(
     output: RequestOutput, options: ChatOptions, tokenizer: Tokenizer, sampling: SamplingParams
 ) -> list[dict[str, Any]]:
-    """The message of each completion, in OpenAI's shape. Raises ValueError for what is no tool of OpenAI's."""
+    """Assistant message of each completion, as in OpenAI's API. Raises ValueError for tools that are not OpenAI's."""
     request, chat_format = _request(options), _chat_format(options, tokenizer)
     is_open = prompt_opens_reasoning(chat_format, output.prompt or "")
     reader = AnswerReader(chat_format, request, is_open, tokenizer)
@@ -126,15 +123,15 @@ def _request(options: ChatOptions) -> ChatRequest | None:
 
 
 def _chat_format(options: ChatOptions, tokenizer: Tokenizer) -> ChatFormat:
-    """By the template that is in use."""
+    """Format of tool calls and reasoning, given or detected from the template."""
     template = options.template
     source = tokenizer.chat_template_source if template is None else tokenizer.chat_templates.source(template)
     return chat_format_of(options.model.tool_call_format, options.model.reasoning_format, source)
 
 
 def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
-    """A template's text, from the file of it or as it is, or the name of one of the folder's: what holds a brace or a
-    line end is no name. Raises ConfigError for a file that is not there.
+    """Load a chat template: the text (anything with a brace or newline), the name of one of the folder's templates, or
+    the content of a file. Raises ConfigError for a missing file.
     """
     if given is None:
         return None
@@ -145,12 +142,11 @@ def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
         return Path(text).read_text(encoding="utf-8")
     except OSError as error:
         why = error.strerror
-    except ValueError as error:  # of a name that no file has, and of text that is no UTF-8
+    except ValueError as error:  # an invalid file name, or text that is not UTF-8
         why = str(error)
-    shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
     raise ConfigError(
-        f"chat_template={shown!r} is neither a template's text nor a file of one, nor the name of one of the model "
-        f"folder's ({', '.join(names) or 'none'}): {why}"
+        f"chat_template={shown(text)} is neither a template's text nor a file, nor the name of one of the model "
+        f"folder's templates ({', '.join(names) or 'none'}): {why}"
     )
 
 
@@ -167,7 +163,7 @@ def _prepared(index: int, message: Any, options: ChatOptions) -> dict[str, Any]:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
-    """Put the mark behind the text of the last message."""
+    """Append the mark to the text of the last message."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = f"{content}{_MARK} "
@@ -175,18 +171,17 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     parts = [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content or ()]
     texts = [part for part in parts if isinstance(part.get("text"), str)]
     if not texts:
-        raise ChatTemplateError("continue_final_message=True, and the last message has no content to go on with")
+        raise ChatTemplateError("continue_final_message=True, but the last message has no content to continue")
     texts[-1]["text"] += f"{_MARK} "
     messages[-1]["content"] = parts
 
 
 def _before_mark(text: str) -> str:
-    """What stands before the mark: without the spaces at its end where the template strips its messages."""
-    place = text.rfind(_MARK)
-    if place < 0:
+    """Text before the mark, without trailing spaces if the template strips its messages."""
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
         raise ChatTemplateError(
-            "continue_final_message=True, and the chat template does not write the last message: pass "
+            "continue_final_message=True, but the chat template does not write the last message: pass "
             "continue_final_message=False"
         )
-    keeps_spaces = text.startswith(f"{_MARK} ", place)
-    return text[:place] if keeps_spaces else text[:place].rstrip()
+    return before if after.startswith(" ") else before.rstrip()

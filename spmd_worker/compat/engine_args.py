@@ -1,6 +1,4 @@
-"""The arguments of `LLM(...)`, with vLLM's names, as the configuration that a command line makes; and `EngineArgs`,
-which holds them until then.
-"""
+"""Arguments of `LLM(...)`, with vLLM's names: their conversion to a configuration, and `EngineArgs`, their record."""
 
 import inspect
 import json
@@ -15,25 +13,25 @@ from spmd_worker.base.config.options import checked_value, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.names import hint
-from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, own_arguments
+from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, resolve_keywords
 from spmd_worker.compat.llm_keywords import LLMKeywords
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 _VLLM_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition_penalty")
-"""What a model's generation_config.json could say of sampling parameters."""
+"""Sampling parameters that a model's generation_config.json may set."""
 
 
 def run_config(arguments: Mapping[str, Any]) -> RunConfig:
-    """The configuration that `LLM(**arguments)` runs; None keeps the configuration's default. Raises ConfigError,
-    naming the key as a command line has it, the value and the rule; TypeError for a keyword that nobody knows.
+    """The configuration of `LLM(**arguments)`; None selects the default of the configuration. Raises ConfigError, which
+    names the key of the command line, the value and the rule; TypeError for an unknown keyword.
     """
     model = arguments.get("model")
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     model = os.path.expanduser(model) if isinstance(model, str) else model
-    own = own_arguments({name: value for name, value in arguments.items() if name != "model"}, model)
-    # Checked before it is compared, here already.
+    own = resolve_keywords({name: value for name, value in arguments.items() if name != "model"}, model)
+    # Validated here, because it is compared here.
     max_num_seqs = checked_value("scheduler.max_num_seqs", own.get("max_num_seqs"), int | None)
     if max_num_seqs is not None and own.get("max_num_batched_tokens") is None:
         own["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
@@ -47,7 +45,7 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
 
 
 def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:
-    """Defaults of prompts without parameters, where they are not those of the model folder's generation_config.json."""
+    """Default sampling parameters that override the model folder's generation_config.json."""
     if source not in (None, "auto", "vllm"):
         raise ConfigError(
             f"generation_config={source!r} must be auto (the model folder's generation_config.json) or vllm (vLLM's "
@@ -66,14 +64,14 @@ def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ConfigError(
-            f"override_generation_config has {unknown[0]!r}, which is no default of rows here: give "
-            f"{', '.join(known)}, max_new_tokens or do_sample"
+            f"override_generation_config has the unsupported key {unknown[0]!r}: give {', '.join(known)}, "
+            f"max_new_tokens or do_sample"
         )
     return SamplingConfig(**{**values, **given})
 
 
-def with_own_keywords(init: _Function) -> _Function:
-    """A constructor whose signature, as `help` and `inspect` read it, names every keyword that has an effect."""
+def with_keyword_signature(init: _Function) -> _Function:
+    """Decorator: sets the signature that `help` and `inspect` show, with every keyword that has an effect."""
     own = [row for row in KEYWORDS.values() if row.effect in (Effect.SAME, Effect.OURS)]
     first, model, *_, rest = inspect.signature(init).parameters.values()
     parameters = [first, model, *(_parameter(row, inspect.Parameter.KEYWORD_ONLY) for row in own)]
@@ -101,13 +99,8 @@ def _cli_value(text: str) -> Any:
         return None if text == "None" else text
 
 
-def _help(row: Keyword) -> str:
-    words = row.effect.value + (f": {row.words}" if row.words else "")
-    return words.replace("%", "%%")
-
-
 def _with_fields(made: Any) -> Any:
-    """A dataclass with `model` and every keyword of the table, so that scripts can list them and take them apart."""
+    """Class decorator: makes a dataclass with the fields `model` and every keyword of the table."""
     made.__annotations__ = {"model": str, **{row.name: row.annotation for row in KEYWORDS.values()}}
     for row in KEYWORDS.values():
         setattr(made, row.name, row.default)
@@ -124,36 +117,36 @@ _NOT_HERE: Final = {"create_engine_config": _BY_CLASSMETHOD, "create_model_confi
 @_with_fields
 class EngineArgs:
     """The arguments of `LLM(...)` as fields, for `LLM(**vars(args))`, `LLM.from_engine_args` and
-    `LLMEngine.from_engine_args`. Fields may be set until then, and are checked then.
+    `LLMEngine.from_engine_args`, which validate them.
     """
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Give a parser an option for each argument: `--tensor-parallel-size 2`, `--enforce-eager`, `--dtype half`.
-        Values are read as JSON where they are JSON, else as text. What is parsed is for `LLM(**vars(...))`.
+        """Add an option for each argument: `--tensor-parallel-size 2`, `--enforce-eager`, `--dtype half`. Values are
+        parsed as JSON if possible, else as text. The result is for `LLM(**vars(...))`.
         """
         parser.add_argument("--model", type=str, default=None)
         for row in KEYWORDS.values():
             names = [*_SHORT_OPTIONS.get(row.name, ()), f"--{row.name.replace('_', '-')}"]
-            if isinstance(row.default, bool):
-                parser.add_argument(*names, action=BooleanOptionalAction, default=row.default, help=_help(row))
-            else:
-                parser.add_argument(*names, type=_cli_value, default=row.default, help=_help(row))
+            words = row.effect.value + (f": {row.words}" if row.words else "")
+            is_flag = isinstance(row.default, bool)
+            kind: dict[str, Any] = {"action": BooleanOptionalAction} if is_flag else {"type": _cli_value}
+            parser.add_argument(*names, default=row.default, help=words.replace("%", "%%"), **kind)
         return parser
 
     @classmethod
     def from_cli_args(cls, parsed: Namespace) -> "EngineArgs":
-        """Of what such a parser has read; options of the caller's own are left aside."""
+        """Make the record from the result of such a parser; the caller's other options are ignored."""
         return cls(**{name: getattr(parsed, name) for name in ("model", *KEYWORDS)})
 
-    if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """For names that are not here only."""
+            """Called for missing attributes."""
             raise AttributeError(f"EngineArgs has no attribute {name!r}{hint(name, KEYWORDS, _NOT_HERE)}")
 
     def __init__(self, model: str | Path, **arguments: Unpack[LLMKeywords]) -> None:
-        """Raises TypeError for a keyword that nobody knows, naming the nearest."""
-        own_arguments(dict.fromkeys(arguments), model)
+        """Raises TypeError for an unknown keyword, naming the nearest."""
+        resolve_keywords(dict.fromkeys(arguments), model)
         defaults = {row.name: row.default for row in KEYWORDS.values()}
         vars(self).update({"model": model, **defaults, **arguments})

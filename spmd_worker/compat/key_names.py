@@ -1,7 +1,6 @@
-"""Errors that speak of keys of the configuration, in the words of who wrote `LLM(...)`: its keywords.
+"""Translates configuration keys in errors into the keywords of `LLM(...)`, for callers of `LLM`.
 
-Checks are made once, for a command line and for `LLM`, and name keys as a command line has them; here is what each key
-is called in a call.
+Checks are shared between command line and `LLM`, and name the keys of a command line.
 """
 
 import inspect
@@ -18,36 +17,32 @@ from spmd_worker.compat.keywords import KEYWORDS, Effect, is_given
 
 _Made = TypeVar("_Made", bound=type)
 
-_OF_ROWS: Final = "sampling"
 _PYTHONIC: Final = {"true": "True", "false": "False", "null": "None"}
-
-
-# Arguments of `LLM(...)`, and of `chat` and `chat_messages`.
-_ARGUMENTS: Final = {
-    "model.path": "model",
-    "model.tool_call_format": "tool_call_format",
-    "model.reasoning_format": "reasoning_format",
+_ARGUMENTS: Final = {f"model.{name}": name for name in ("tool_call_format", "reasoning_format")} | {
+    "model.path": "model"
 }
+"""Arguments of `chat` and `chat_messages`, and of `LLM(...)`, that are not in the table of keywords."""
 
 
 def _name_of(key: Key) -> str:
-    """The keyword of `LLM`, or words where there is none."""
-    without = f"override_generation_config[{key.field!r}]" if key.group == _OF_ROWS else f"the configured {key.field}"
+    """The keyword of `LLM`, or a description of a key without one."""
+    is_default = key.group == "sampling"
+    without = f"override_generation_config[{key.field!r}]" if is_default else f"the configured {key.field}"
     return key.keyword or _ARGUMENTS.get(key.name, without)
 
 
 KEY_NAMES: Final[Mapping[str, str]] = {key.name: _name_of(key) for key in keys_of(RunConfig).values() if key.group}
-"""Key of the configuration -> its name in a call. Keys without a group have the same name in both."""
+"""Configuration key -> its name in a call. Keys without a group have the same name in both."""
 _KEYS: Final = "|".join(map(re.escape, KEY_NAMES))
 _KEY: Final = re.compile(rf"(?<![\w/.-])({_KEYS})(?![\w/])(?!\.\w)(=(?:true|false|null)\b)?")
 _VLLM_NAMES: Final = {
     key.keyword: key.option.vllm_names[0] for key in keys_of(RunConfig).values() if len(key.option.vllm_names) == 1
 }
-"""Our keyword -> vLLM's for it where it has one, which an error uses unless ours was given."""
+"""Our keyword -> vLLM's only name for it, which errors use unless ours was given."""
 
 
 def with_keyword_names(text: str, given: Iterable[str] = ()) -> str:
-    """`text` with keywords of `LLM` for keys, and Python's values; `given` are keywords that the caller gave."""
+    """`text` with keywords of `LLM` and Python's values instead of keys; `given` are the keywords of the call."""
     names = {row.ours: row.name for row in map(KEYWORDS.get, given) if row is not None and row.effect is Effect.RENAMED}
     ours = dict.fromkeys(given)
 
@@ -56,23 +51,27 @@ def with_keyword_names(text: str, given: Iterable[str] = ()) -> str:
         name = name if name in ours else names.get(name, _VLLM_NAMES.get(name, name))
         return name + (f"={_PYTHONIC[found[2][1:]]}" if found[2] else "")
 
-    spoken = _KEY.sub(keyword, text)
-    return text if spoken == text else re.sub(r"\bnull\b", "None", spoken).replace("true or false", "True or False")
+    translated = _KEY.sub(keyword, text)
+    return (
+        text
+        if translated == text
+        else re.sub(r"\bnull\b", "None", translated).replace("true or false", "True or False")
+    )
 
 
-def speaks_keywords(made: _Made) -> _Made:
-    """A class whose public methods raise errors, and return outputs with errors, in the words of `with_keyword_names`."""
+def explain_in_keywords(made: _Made) -> _Made:
+    """Class decorator: applies `with_keyword_names` to the errors that public methods raise or return in outputs."""
     for name, method in list(vars(made).items()):
         if name != "__init__" and name.startswith("_"):
             continue
         if isinstance(method, classmethod):
-            setattr(made, name, classmethod(_spoken(method.__func__)))
+            setattr(made, name, classmethod(_translated(method.__func__)))
         elif inspect.isfunction(method):
-            setattr(made, name, _spoken(method))
+            setattr(made, name, _translated(method))
     return made
 
 
-def _spoken(method: Callable[..., Any]) -> Callable[..., Any]:
+def _translated(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         given = [name for name, value in kwargs.items() if value is not None]
@@ -82,7 +81,9 @@ def _spoken(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = method(*args, **kwargs)
         except (SpmdError, ValueError, TypeError, RuntimeError) as error:
-            error.args = tuple(with_keyword_names(each, given) if isinstance(each, str) else each for each in error.args)
+            error.args = tuple(
+                with_keyword_names(each, given) if isinstance(each, str) else each for each in error.args
+            )
             reasons = getattr(error, "reasons", None)
             if isinstance(reasons, dict):
                 reasons.update({index: with_keyword_names(each) for index, each in reasons.items()})

@@ -1,9 +1,9 @@
-"""Every keyword of vLLM's `LLM(...)` and `EngineArgs(...)`, of 0.32 and of older releases that scripts still name: what
-it does here. Data, and `own_arguments`, which reads it.
+"""Table of every keyword of vLLM's `LLM(...)` and `EngineArgs(...)`, of 0.32 and of older releases that scripts still
+name, with its effect here; `resolve_keywords` applies it.
 
-A keyword means the same here, has another name here, is without effect, or is refused with the reason and the way out.
-A refused keyword takes the values that ask for nothing. Keywords that set a key of the configuration, vLLM's and ours,
-come from the key's record in the schema; the others stand here. Whether a value is right is checked where it is used.
+A keyword has the same meaning here, another name here, no effect, or is rejected with the reason and the alternative. A
+rejected keyword accepts neutral values. Keywords that set a key of the configuration, vLLM's and ours, come from the
+schema of the key; the others are listed here. Values are validated where they are used.
 """
 
 import difflib
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.options import Key, keys_of
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 
@@ -23,22 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 class Effect(Enum):
-    """Effect of a keyword of vLLM's here; the values are words for people."""
+    """Effect of a keyword here; the values are shown in docs and help texts."""
 
     SAME = "the same"
     RENAMED = "another name here"
-    NONE = "without effect"
-    REFUSED = "refused"
+    NONE = "no effect"
+    REJECTED = "rejected"
     OURS = "only here"
 
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """One row of the table. `words` are its meaning, why it is without effect, or the reason and the way out.
+    """One row of the table. `words` are its meaning, why it has no effect, or why it is rejected and the alternative.
 
-    `default` is what is passed on when nothing is given. `ours` is the name here. `values` are values of vLLM's under
-    the names that they have here. `neutral` are values of a refused keyword, besides `default` and what is empty, that
-    ask for nothing. `annotation` is its type in a signature.
+    `ours` is the name here. `values` maps values of vLLM's to ours. `neutral` are values of a rejected keyword, besides
+    `default` and empty ones, that are accepted. `annotation` is its type in a signature.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Keyword:
 
 
 def keywords_of(key: Key) -> Iterator[Keyword]:
-    """Rows of a key of the configuration: its keyword, and vLLM's other names for it."""
+    """Rows of a configuration key: its keyword, and vLLM's other names for it."""
     option, ours = key.option, key.keyword
     if ours is None:
         return
@@ -90,20 +90,20 @@ _OF_LLM: Final = (
         annotation=str | Path | None,
     ),
 )
-"""Keywords that are no key of the configuration."""
+"""Keywords without a configuration key."""
 
 _WITHOUT_EFFECT: Final = {
-    "code from a model folder is never run: the families in the README need none, and a folder of another "
-    "architecture is refused by name": "trust_remote_code=false",
-    "the tokenizer is the model's, and no code is read": "code_revision tokenizer_revision",
-    "downloads use what huggingface_hub reads: HF_TOKEN, HF_HOME, HF_HUB_CACHE": "hf_token download_dir",
+    "code from a model folder is never executed: the families in the README need none, and a folder of another "
+    "architecture is rejected by name": "trust_remote_code=false",
+    "the tokenizer is the model's, and no code is loaded": "code_revision tokenizer_revision",
+    "downloads use the environment of huggingface_hub: HF_TOKEN, HF_HOME, HF_HUB_CACHE": "hf_token download_dir",
     "this name is for servers": "served_model_name",
-    "CUDA graphs are recorded for sizes of our own, where there are some, and nothing is compiled": (
+    "CUDA graphs are captured for our own sizes, and nothing is compiled": (
         "max_seq_len_to_capture=8192 cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size "
         "compilation_config optimization_level performance_mode ir_op_priority cudagraph_metrics=false "
         "jit_monitor_mode jit_monitor_verbose=false sleep_mode_offload_cudagraph=false"
     ),
-    "kernels and exchanges are chosen by the device, with the same result bit for bit": (
+    "the device selects kernels and collectives, with bit-identical results": (
         "disable_custom_all_reduce=false attention_backend attention_config kernel_config linear_backend "
         "moe_backend all2all_backend disable_cascade_attn=false use_fp64_gumbel=false enable_flashinfer_autotune "
         "enable_bf16x3_router_gemm enable_batch_sharded_sampling gdn_prefill_backend kda_prefill_backend "
@@ -111,7 +111,7 @@ _WITHOUT_EFFECT: Final = {
         "disable_nccl_for_dp_synchronization data_parallel_backend=mp dcp_comm_backend dcp_q_replicate "
         "dcp_kv_cache_interleave_size=1 cp_kv_cache_interleave_size=1 kv_sharing_fast_prefill=false"
     ),
-    "steps are planned another way, and an answer does not depend on the plan": (
+    "steps are scheduled in another way, and answers do not depend on the schedule": (
         "max_num_partial_prefills=1 max_long_partial_prefills=1 long_prefill_token_threshold=0 "
         "long_prefill_token_threshold_adaptive=false max_num_active_seqs max_num_scheduled_tokens "
         "scheduler_delay_factor=0.0 scheduler_reserve_full_isl=true prefill_schedule_interval=1 watermark "
@@ -120,43 +120,41 @@ _WITHOUT_EFFECT: Final = {
         "max_num_queued_tokens enable_dbo=false ubatch_size=0 dbo_decode_token_threshold=32 "
         "dbo_prefill_token_threshold=512 dp_sync_interval=1"
     ),
-    "cached blocks are found by a digest of all that they depend on": (
+    "cached blocks are found by a digest of everything that they depend on": (
         "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit"
     ),
-    "there is one way to read safetensors, in parallel and without a copy": (
+    "safetensors are always read in parallel and without a copy": (
         "max_parallel_loading_workers safetensors_load_strategy safetensors_prefetch_num_threads "
         "safetensors_prefetch_block_size ignore_patterns use_tqdm_on_load=true pt_load_map_location=cpu "
         "config_format=auto"
     ),
-    "prompts may come as token ids whether or not there is a tokenizer; `detokenize=False` switches text off": (
+    "prompts may be token ids with or without a tokenizer; `detokenize=False` disables text": (
         "skip_tokenizer_init=false"
     ),
-    "a job measures itself: `get_metrics`, `llm_engine.watch_steps`, `start_profile(folder)`": (
+    "use our own statistics: `get_metrics`, `llm_engine.watch_steps`, `start_profile(folder)`": (
         "disable_log_stats=true aggregate_engine_logging=false show_hidden_metrics_for_version "
         "custom_histogram_buckets otlp_traces_endpoint collect_detailed_traces kv_cache_metrics=false "
         "kv_cache_metrics_sample per_request_spec_decode_metrics=none enable_layerwise_nvtx_tracing=false "
         "enable_mfu_metrics=false enable_logging_iteration_details=false enable_mm_processor_stats=false "
         "profiler_config shutdown_timeout=0 fail_on_environ_validation=false tokens_only=false"
     ),
-    "Python's logging says what is shown and where: set up the logger `spmd_worker`": (
-        "logging_config log_level log_config_file"
-    ),
-    "torchrun's environment says which rank this is and where the others are": (
+    "Python's logging is used: configure the logger `spmd_worker`": ("logging_config log_level log_config_file"),
+    "ranks and addresses come from torchrun's environment": (
         "master_addr master_port node_rank=0 nnodes=1 data_parallel_address data_parallel_rpc_port "
         "ray_workers_use_nsight=false"
     ),
-    "ranks of a node share its cores out by themselves": (
+    "the ranks of a node divide its cores themselves": (
         "numa_bind=false numa_bind_nodes numa_bind_cpus renderer_num_workers=1 tokenizer_pool_size=0 "
         "tokenizer_pool_type tokenizer_pool_extra_config"
     ),
-    "without adapters (`enable_lora`) nothing asks for it": (
+    "an option of adapters (`enable_lora`), which are not supported": (
         "max_loras=1 max_lora_rank=16 max_cpu_loras lora_dtype=auto max_lora_cls_labels lora_target_modules "
         "lora_extra_vocab_size=256 long_lora_scaling_factors fully_sharded_loras=false enable_lora_bias=false "
         "default_mm_loras enable_tower_connector_lora=false specialize_active_lora=false "
         "enable_mixed_moe_lora_format=false enable_moe_shared_loras=false max_prompt_adapters=1 "
         "max_prompt_adapter_token=0"
     ),
-    "models of text have no other inputs": (
+    "text models have no multimodal inputs": (
         "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb=4 mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb=128 mm_encoder_tp_mode=weights "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
@@ -166,98 +164,97 @@ _WITHOUT_EFFECT: Final = {
         "disable_chunked_mm_input=false enable_multimodal_encoder_data_parallel=false allowed_local_media_path= "
         "allowed_media_domains ec_manager_config enable_shm_tensor_arena=false"
     ),
-    "the families that run here have no layers of this kind": (
+    "the supported families have no layers of this kind": (
         "mamba_config mamba_cache_dtype=auto mamba_ssm_cache_dtype=auto mamba_block_size mamba_cache_mode=none "
         "enable_mamba_shared_prefix_checkpoint=false mamba_backend mamba_ssu_algorithm "
         "enable_mamba_cache_stochastic_rounding=false mamba_cache_philox_rounds=0 replayssm_buffer_len "
         "use_replayssm engram_config swa_bounded_replay=true"
     ),
-    "experts stay where expert_placement puts them, once each, and a rank reads its own alone": (
+    "expert_placement is static, without replicas, and a rank reads only its own experts": (
         "eplb_config enable_eplb=false enable_ep_weight_filter=false enable_elastic_ep=false "
         "elastic_ep_max_dp_size num_redundant_experts=0 eplb_window_size=1000 eplb_step_interval=3000 "
         "eplb_log_balancedness=false"
     ),
-    "a row asks for constrained decoding (structured_outputs), and one engine does it": (
+    "a row requests constrained decoding (structured_outputs), for which there is one backend": (
         "structured_outputs_config reasoning_parser= reasoning_parser_plugin reasoning_config "
         "guided_decoding_backend guided_decoding_disable_fallback guided_decoding_disable_any_whitespace "
         "guided_decoding_disable_additional_properties logits_processor_pattern"
     ),
-    "an option of what is refused by its own keyword": (
+    "an option of a feature whose own keyword is rejected": (
         "offload_backend=auto offload_group_size=0 offload_num_in_group=1 offload_prefetch_step=1 offload_params "
         "cpu_offload_params kv_offloading_backend speculative_disable_mqa_scorer=false "
         "speculative_disable_by_batch_size disable_logprobs_during_spec_decoding "
         "allow_deprecated_quantization=false calculate_kv_scales=false kv_cache_dtype_skip_layers "
         "fault_tolerance_config io_processor_plugin"
     ),
-    "every engine can sleep and wake up: nothing has to be prepared for it": "enable_sleep_mode=false",
+    "every engine can sleep and wake up": "enable_sleep_mode=false",
     "an option of vLLM's own allocator or weight transfer": "enable_cumem_allocator enable_nccl_comm_suspend=false",
     "`weight_transfer_config` names a transport of vLLM's servers": "weight_transfer_config",
     "read by platforms of vLLM's": "additional_config override_neuron_config",
     "`logprobs` has its own limit, `-1` asks for all": "max_logprobs=20",
 }
-"""Reason -> names, with vLLM's default where that is not None."""
+"""Reason -> names, with vLLM's default unless it is None."""
 
-_REFUSED: Final = {
-    "what the checkpoint's own config.json says is read, and weights run dequantised: leave it out": (
-        "quantization_config"
-    ),
+_REJECTED: Final = {
+    "config.json of the checkpoint defines it, and weights run dequantised: leave it out": ("quantization_config"),
     "the cache has the model's dtype: leave it out": "kv_cache_dtype=auto",
-    "there is no speculative decoding: leave it out, answers are the same": (
+    "speculative decoding is not supported: leave it out, answers are the same": (
         "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
     ),
-    "there are no adapters: merge them into the checkpoint (PEFT's merge_and_unload) and leave it out": (
+    "adapters are not supported: merge them into the checkpoint (PEFT's merge_and_unload) and leave it out": (
         "enable_lora=false enable_prompt_adapter=false qlora_adapter_name_or_path"
     ),
-    "ranks must agree on every logit and a log must replay it, which code of the caller's cannot promise: use "
+    "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
-    "config.json says what the model is: edit it and leave this out": (
+    "config.json defines the model: edit it and leave this out": (
         "hf_overrides rope_scaling rope_theta hf_config_path"
     ),
-    "config.json says which layers look back how far: edit it and leave this out": "disable_sliding_window=false",
+    "config.json defines the attention windows: edit it and leave this out": "disable_sliding_window=false",
     "model classes are those of this package: leave it out": "model_impl=auto|vllm model_class_overrides",
     "config and weights are read from one folder, `model`: leave it out": "model_weights=",
-    "runner says whether tokens or vectors are given: leave it out": "task=auto|generate",
-    'runner="pooling" does what the folder is for; classifier_from_token makes a classifier: leave it out': (
+    "runner selects generation or pooling: leave it out": "task=auto|generate",
+    'runner="pooling" runs the task of the folder; classifier_from_token makes a classifier: leave it out': (
         "convert=auto|none"
     ),
-    "the folder's files say how rows are pooled, or pooling_type: leave it out": "pooler_config override_pooler_config",
-    "models give text, vectors or scores here: leave it out": "diffusion_config",
+    "the folder's files or pooling_type define the pooling: leave it out": "pooler_config override_pooler_config",
+    "models produce text, vectors or scores here: leave it out": "diffusion_config",
     "the model folder's tokenizer.json is read: leave it out, or put the tokenizer's files into the model folder": (
         "tokenizer"
     ),
     "tokenizer.json is read by the tokenizers library: leave it out": "tokenizer_mode=auto|hf",
     "rows are served first come, first served: leave it out": "scheduling_policy=fcfs",
     "every rank runs this package's scheduler: leave it out": "scheduler_cls",
-    "sizes of the cache are numbers of blocks, the same on every rank: give num_blocks, or gpu_memory_utilization": (
+    "the cache has the same number of blocks on every rank: give num_blocks, or gpu_memory_utilization": (
         "kv_cache_memory_bytes"
     ),
     "give host_tier_gib, GiB of host memory of each rank": "kv_offloading_size=null|0",
-    "weights are on the device whole: leave it out, or use more ranks": "cpu_offload_gb=0",
+    "all weights are on the device: leave it out, or use more ranks": "cpu_offload_gb=0",
     "ranks are divided by tensor_parallel_size, pipeline_parallel_size and data_parallel_size: leave it out": (
         "prefill_context_parallel_size=1 decode_context_parallel_size=1"
     ),
-    "replicas are made by data_parallel_size, or by a world of more ranks than one engine needs: leave it out": (
+    "data_parallel_size, or a world of more ranks than one engine needs, makes replicas: leave it out": (
         "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_hybrid_lb=false "
         "data_parallel_external_lb=false data_parallel_multi_port_external_lb=false"
     ),
     "a rank has the device of its LOCAL_RANK: set CUDA_VISIBLE_DEVICES instead": "device_ids",
-    "which experts a token met is not returned: leave it out": "enable_return_routed_experts=false aux_output_config",
+    "routed experts are not returned: leave it out": "enable_return_routed_experts=false aux_output_config",
     "answers are not watermarked: leave it out": "watermark_config",
-    "after level 2 all weights are loaded again: leave it out, or sleep at level 1, which keeps them": (
+    "after level 2 all weights must be loaded again: leave it out, or sleep at level 1, which keeps them": (
         "sleep_preserve_parameter_names"
     ),
-    "it is not returned: with top_k 0, top_p 1 and min_p 0 every token is kept, so that none is needed": (
+    "it is not returned: with top_k 0, top_p 1 and min_p 0 every token is kept, so that no mask is needed": (
         "return_sampling_mask=false"
     ),
     "prompts are text or token ids: leave it out": "enable_prompt_embeds=false enable_mm_embeds=false",
-    "models of text have no encoder: leave it out": "mm_encoder_only=false",
-    "one engine hands nothing to another: leave it out": "kv_transfer_config kv_events_config ec_transfer_config",
-    "a failure of one rank ends all, and a job resumes: leave it out": "enable_fault_tolerance=false",
+    "text models have no multimodal encoder: leave it out": "mm_encoder_only=false",
+    "engines exchange nothing: leave it out": "kv_transfer_config kv_events_config ec_transfer_config",
+    "a failure of one rank ends all ranks, and a job resumes: leave it out": "enable_fault_tolerance=false",
     "`spmd-worker-replay` replays a run's step log: leave it out": "enable_trace_replay=false",
-    "there is one loader, without settings: leave it out": "model_loader_extra_config",
+    "the only loader has no settings: leave it out": "model_loader_extra_config",
     "attention is computed in the model's dtype: leave it out": "override_attention_dtype",
 }
-"""Reason and way out -> names, with values that ask for nothing, vLLM's default first; so do None and what is empty."""
+"""Reason and alternative -> names, with neutral values, vLLM's default first; None and empty values are neutral, too.
+"""
 
 
 def _listed(effect: Effect, table: Mapping[str, str]) -> Iterator[Keyword]:
@@ -279,49 +276,64 @@ _ROWS: Final = (
     *(row for key in keys_of(RunConfig).values() for row in keywords_of(key)),
     *_OF_LLM,
     *_listed(Effect.NONE, _WITHOUT_EFFECT),
-    *_listed(Effect.REFUSED, _REFUSED),
+    *_listed(Effect.REJECTED, _REJECTED),
 )
 
 KEYWORDS: Final[Mapping[str, Keyword]] = {row.name: row for row in _ROWS}
-"""The table by vLLM's names, `model` aside."""
+"""The table by vLLM's names, without `model`."""
 
-_MAX_SHOWN: Final = 80
-_said: dict[str, None] = {}
+_logged: set[str] = set()
 
 
-def own_arguments(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """`LLM`'s own keywords and values for a call's keywords. What is without effect is logged once a process, at debug
+def resolve_keywords(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Our keywords and values for the keywords of a call. Keywords without effect are logged once per process, at debug
     level.
 
-    Raises TypeError for a keyword that nobody knows, naming the nearest; ConfigError for what is refused and for two
-    names of one keyword with different values.
+    Raises TypeError for an unknown keyword, naming the nearest; ConfigError for a rejected value and for two names of
+    one keyword with different values.
     """
     own: dict[str, Any] = {}
     for name, value in given.items():
         row = KEYWORDS.get(name)
         if row is None:
-            raise TypeError(_unknown(name))
+            nearest = difflib.get_close_matches(name, KEYWORDS, n=1)
+            hint = f": did you mean {nearest[0]}?" if nearest else ": docs/vllm.md lists the known ones"
+            raise TypeError(f"LLM has no keyword {name}{hint}")
         plain = _plain(value)
         if row.effect is Effect.NONE:
-            _say_once(row, plain)
-        elif row.effect is Effect.REFUSED:
-            _check_neutral(row, plain, model)
+            if name not in _logged and is_given(row, plain):
+                _logged.add(name)
+                logger.debug("LLM: %s=%s has no effect here: %s", name, shown(plain), row.words)
+        elif row.effect is Effect.REJECTED:
+            is_model = name == "tokenizer" and str(plain) == str(model)
+            if not (is_empty(plain) or is_model or any(_equals(plain, each) for each in (row.default, *row.neutral))):
+                raise ConfigError(f"{name}={shown(plain)} is rejected: {row.words}")
         elif row.effect is not Effect.RENAMED:
-            own.setdefault(name, _translated(row, plain))
+            is_key = plain is None or isinstance(plain, str) or type(plain) is int
+            own.setdefault(name, row.values.get(plain, plain) if is_key else plain)
     for row in KEYWORDS.values():
-        if row.effect is Effect.RENAMED and given.get(row.name) is not None:
-            _set_renamed(own, row, given[row.name])
+        value = given.get(row.name)
+        if row.effect is Effect.RENAMED and value is not None:
+            known = own.get(row.ours)
+            if is_given(KEYWORDS[row.ours], known) and known != value:
+                names = f"{row.name}={value!r} and {row.ours}={known!r}"
+                raise ConfigError(f"{names} are one setting here: give {row.ours} alone")
+            own[row.ours] = value
     return own
 
 
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, KEYWORDS, n=1)
-    hint = f": did you mean {nearest[0]}?" if nearest else ": docs/vllm.md lists those there are"
-    return f"LLM has no keyword {name}{hint}"
+def is_given(row: Keyword, value: Any) -> bool:
+    """Whether a value differs from the default, which `EngineArgs` passes on, too."""
+    return value is not None and not _equals(value, row.default)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is None or an empty string or container."""
+    return value is None or (isinstance(value, str | list | tuple | dict | set | frozenset) and not value)
 
 
 def _plain(value: Any) -> Any:
-    """A dtype of torch and a member of an enumeration as text, a class as its qualified name."""
+    """A torch dtype or an enumeration's member as text, a class as its qualified name."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, type):
@@ -330,45 +342,9 @@ def _plain(value: Any) -> Any:
     return text.removeprefix("torch.") if text.startswith("torch.") else value
 
 
-def _translated(row: Keyword, value: Any) -> Any:
-    is_key = value is None or isinstance(value, str) or type(value) is int
-    return row.values.get(value, value) if is_key else value
-
-
-def is_given(row: Keyword, value: Any) -> bool:
-    """Whether a value asks for more than the default, which `EngineArgs` passes on too."""
-    return value is not None and not _equals(value, row.default)
-
-
-def _set_renamed(own: dict[str, Any], row: Keyword, value: Any) -> None:
-    known = own.get(row.ours)
-    if is_given(KEYWORDS[row.ours], known) and known != value:
-        raise ConfigError(f"{row.name}={value!r} and {row.ours}={known!r} are one setting here: give {row.ours} alone")
-    own[row.ours] = value
-
-
-def _say_once(row: Keyword, value: Any) -> None:
-    if row.name in _said or not is_given(row, value):
-        return
-    _said[row.name] = None
-    logger.debug("LLM: %s=%s is without effect here: %s", row.name, _short(value), row.words)
-
-
-def _check_neutral(row: Keyword, value: Any, model: Any) -> None:
-    is_empty = value is None or (isinstance(value, str | list | tuple | dict | set | frozenset) and not value)
-    is_model = row.name == "tokenizer" and str(value) == str(model)
-    if not (is_empty or is_model or any(_equals(value, each) for each in (row.default, *row.neutral))):
-        raise ConfigError(f"{row.name}={_short(value)} is refused: {row.words}")
-
-
 def _equals(value: Any, other: Any) -> bool:
-    """Of plain values only: what an array or a config object calls equal is its own business. True is not 1."""
+    """Equality of plain values only: an array's or a config object's may raise. True does not equal 1."""
     if isinstance(value, bool) or isinstance(other, bool):
         return value is other
     plain = str | int | float
     return isinstance(value, plain) and isinstance(other, plain) and value == other
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

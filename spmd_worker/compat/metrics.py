@@ -1,4 +1,4 @@
-"""An engine's counts under the names that vLLM's `LLM.get_metrics()` gives them."""
+"""An engine's counters and gauges, under the names of vLLM's `LLM.get_metrics()`."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number and its name. `labels` are empty: there is one engine."""
+    """A named value. `labels` are empty: there is one engine."""
 
     name: str
     value: float
@@ -16,16 +16,16 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Only grows; `value` is a whole number."""
+    """An integer that only grows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """Goes up and down."""
+    """A value that rises and falls."""
 
 
 def engine_metrics(scheduler: Scheduler) -> list[Metric]:
-    """Counts since the engine's start, and how full it is now."""
+    """Counters since the start of the engine, and current gauges."""
     counters, cache = scheduler.counters, scheduler.cache
     return [
         Gauge("vllm:num_requests_running", len(scheduler.running)),

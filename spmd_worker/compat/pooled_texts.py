@@ -1,11 +1,11 @@
-"""A text, or a pair of texts, of a run that pools -> its token ids, as sentence-transformers makes them: behind the
-folder's prompt, or as messages that the chat template writes.
+"""Encodes a text, or a pair, of a pooling run as sentence-transformers does: after the folder's prompt, or as messages
+rendered with the chat template.
 """
 
 import json
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, Final
+from itertools import takewhile
+from operator import eq
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from spmd_worker.base.errors import ChatTemplateError
@@ -14,21 +14,21 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PAIR_ROLES: Final = ("query", "document")
 _PROBES: Final = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
-"""A pair, and one with another text of each role."""
+"""A pair, and pairs with another text of each role."""
 _FILLERS: Final = ("0", "1 2 3 4")
 """Texts without a token in common."""
 _PARTS: Final = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
-"""By one of these in a template sentence-transformers knows that it takes contents as lists of parts."""
+"""Markers by which sentence-transformers detects a template that reads contents as lists of parts."""
 
 _CHECKED: Final[WeakKeyDictionary[Tokenizer, dict[TextForm, str]]] = WeakKeyDictionary()
-"""Why pairs cannot be written by a tokenizer's template, "" where they can: three renderings are made to find out."""
+"""Roles whose messages a tokenizer's template ignores, or ""; cached, because the check renders it three times."""
 
 
 def encode_pooled_text(
     form: TextForm, tokenizer: Tokenizer, first: str, second: str | None, max_tokens: int | None
 ) -> tuple[list[int], int | None]:
-    """As `Tokenizer.encode_inside`; of messages all tokens are of the first text. Raises ValueError for texts that the
-    template cannot write.
+    """`Tokenizer.encode_inside` of texts with the folder's prompt; all tokens of messages count to the first text.
+    Raises ValueError for texts that the template cannot render.
     """
     if not form.message_format:
         return tokenizer.encode_inside(form.prompt + first, second, max_tokens)
@@ -38,7 +38,7 @@ def encode_pooled_text(
             _check_pairs(form, tokenizer)
         token_ids = _encode(form, tokenizer, texts)
         if max_tokens is not None and len(token_ids) > max_tokens:
-            token_ids = _cut(form, tokenizer, token_ids, len(texts), max_tokens)
+            token_ids = _truncate(form, tokenizer, token_ids, len(texts), max_tokens)
     except ChatTemplateError as error:
         raise ValueError(str(error)) from None
     return token_ids, len(token_ids)
@@ -49,27 +49,21 @@ def _encode(form: TextForm, tokenizer: Tokenizer, texts: tuple[str, ...]) -> lis
 
 
 def _render(form: TextForm, tokenizer: Tokenizer, texts: tuple[str, ...]) -> str:
-    message = partial(_message, _has_parts(form, tokenizer))
-    messages = [message("system", form.prompt)] if form.prompt else []
-    roles = ("user",) if len(texts) == 1 else _PAIR_ROLES
-    messages += [message(role, text) for role, text in zip(roles, texts, strict=True)]
+    source = tokenizer.chat_template_source or ""
+    has_parts = form.message_format == "structured"
+    if form.message_format == "auto":
+        has_parts = not source or any(each in source for each in _PARTS)
+    contents = [("system", form.prompt)] if form.prompt else []
+    contents += zip(("user",) if len(texts) == 1 else _PAIR_ROLES, texts, strict=True)
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text} for role, text in contents
+    ]
     variables = json.loads(form.template_variables)
     return tokenizer.apply_chat_template(messages, variables.pop("add_generation_prompt", False), variables)
 
 
-def _message(has_parts: bool, role: str, text: str) -> Mapping[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
-
-
-def _has_parts(form: TextForm, tokenizer: Tokenizer) -> bool:
-    if form.message_format != "auto":
-        return form.message_format == "structured"
-    source = tokenizer.chat_template_source or ""
-    return not source or any(each in source for each in _PARTS)
-
-
 def _check_pairs(form: TextForm, tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a template that writes the same for other texts."""
+    """Raise ValueError for a template that ignores one of the texts."""
     known = _CHECKED.setdefault(tokenizer, {})
     if form not in known:
         plain, *others = [_render(form, tokenizer, each) for each in _PROBES]
@@ -77,21 +71,17 @@ def _check_pairs(form: TextForm, tokenizer: Tokenizer) -> None:
         known[form] = " and ".join(lost)
     if known[form]:
         raise ValueError(
-            f"the chat template writes nothing of messages of the role {known[form]}, as which texts of a pair come: "
+            f"the chat template ignores messages of the role {known[form]}, in which the texts of a pair are sent: "
             f"give the folder a chat_template.jinja that writes messages of the roles {' and '.join(_PAIR_ROLES)}"
         )
 
 
-def _cut(form: TextForm, tokenizer: Tokenizer, token_ids: list[int], num_texts: int, max_tokens: int) -> list[int]:
-    """The first tokens, the last of them replaced by those with which the template ends."""
+def _truncate(form: TextForm, tokenizer: Tokenizer, token_ids: list[int], num_texts: int, max_tokens: int) -> list[int]:
+    """The first tokens, the last of them replaced by the template's suffix."""
     kept = token_ids[:max_tokens]
     if not form.restores_suffix:
         return kept
     first, second = [_encode(form, tokenizer, (filler,) * num_texts) for filler in _FILLERS]
-    num_equal = 0
-    for one, other in zip(reversed(first), reversed(second)):
-        if one != other:
-            break
-        num_equal += 1
+    num_equal = sum(takewhile(bool, map(eq, reversed(first), reversed(second))))
     num_equal = 0 if num_equal == min(len(first), len(second)) else min(num_equal, max_tokens)
     return [*kept[: max_tokens - num_equal], *first[len(first) - num_equal :]]

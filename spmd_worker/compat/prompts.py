@@ -1,4 +1,4 @@
-"""The forms in which a prompt may come -> token ids."""
+"""Prompts in all accepted forms, encoded as token ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from typing import Any, Final, NotRequired, TypedDict
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
@@ -19,14 +20,14 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
 class TextPrompt(TypedDict):
-    """A prompt of text, as vLLM names it: a dict."""
+    """vLLM's name of a text prompt, a dict."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt of token ids, as vLLM names it: a dict. `prompt` is the text that they are, which the output repeats."""
+    """vLLM's name of a prompt of token ids, a dict. `prompt` is their text, which the output repeats."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -34,85 +35,70 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | TextPrompt | TokensPrompt
-"""As vLLM names it."""
+"""vLLM's name."""
 CheckText = Callable[..., None]
-"""As `RequestLimits.check_text`: of a text, or of two that are encoded together, before they are."""
+"""`RequestLimits.check_text`, called before texts are encoded."""
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 _EMPTY_KEYS: Final = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids")
-"""More keys of vLLM's, which may ask for nothing."""
+"""Further keys of vLLM's, accepted if empty."""
 _SALT_KEY: Final = "cache_salt"
 
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """Two texts that are encoded as one prompt, as the tokenizer encodes a pair."""
+    """Two texts encoded as one prompt, by the tokenizer's rule for pairs."""
 
     first: str
     second: str
 
 
+@dataclass(slots=True)
 class Encoded:
-    """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters. `pooling` is as
-    `taken_pooling` leaves it, None for a prompt that is answered. `is_ids`: it came as ids, and `text` is what the
-    caller says that they are. Of a `pair`, `num_first_tokens` are the first text's. `form` is what the prompt itself
-    asks of its answers, None where they are free. `cache_salt` None is that of the parameters.
+    """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
+    caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised
+    (`taken_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
+    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters.
     """
 
-    __slots__ = (
-        *("cache_salt", "error", "form", "is_ids", "num_first_tokens", "pair", "pooling", "rope_regime", "text"),
-        "token_ids",
-    )
-
-    def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
-        self.text, self.token_ids, self.error = text, token_ids, error
-        self.is_ids = False
-        self.rope_regime: int | None = None
-        self.pooling: PoolingParams | None = None
-        self.pair: TextPair | None = None
-        self.num_first_tokens: int | None = None
-        self.form: StructuredOutputsParams | None = None
-        self.cache_salt: str | None = None
+    text: str | None
+    token_ids: tuple[int, ...]
+    error: str | None = None
+    is_ids: bool = False
+    rope_regime: int | None = None
+    pooling: PoolingParams | None = None
+    pair: TextPair | None = None
+    num_first_tokens: int | None = None
+    form: StructuredOutputsParams | None = None
+    cache_salt: str | None = None
 
     def salted(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the prompt's salt. Raises ValueError for what is none."""
+        """The parameters with the prompt's salt. Raises ValueError for an invalid salt."""
         return params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
 
 
 def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None = None) -> Encoded:
-    """`need_tokenizer` raises ConfigError where there is none; it is asked for text only. `check_text` None is of a
-    prompt that will be cut: any length fits.
+    """Encode a prompt, or a TextPair. `need_tokenizer` is called for text only, and raises ConfigError if there is no
+    tokenizer. `check_text` is None for a prompt that will be truncated.
     """
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, need_tokenizer, check_text)
-    if isinstance(prompt, TextPair):
-        return encode_prompt(prompt, need_tokenizer, check_text)
+    pair = prompt if isinstance(prompt, TextPair) else None
     text = plain_text(prompt)
-    if text is None:
+    if pair is None and text is None:
         return _encode_ids(prompt)
+    encoded = Encoded(text, (), pair=pair)
     try:
         tokenizer = need_tokenizer()
         if check_text is not None:
-            check_text(tokenizer, text)
-        return Encoded(text, tuple(tokenizer.encode(text)))
-    except (ConfigError, ValueError) as error:
-        return Encoded(text, (), str(error))
-
-
-def encode_prompt(
-    pair: TextPair, need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None = None
-) -> Encoded:
-    """As `encode_prompt`, of two texts."""
-    encoded = Encoded(None, ())
-    try:
-        tokenizer = need_tokenizer()
-        if check_text is not None:
-            check_text(tokenizer, pair.first, pair.second)
-        token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
-        encoded.token_ids = tuple(token_ids)
+            check_text(tokenizer, *((text,) if pair is None else (pair.first, pair.second)))
+        if pair is None:
+            encoded.token_ids = tuple(tokenizer.encode(text or ""))
+        else:
+            token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
+            encoded.token_ids = tuple(token_ids)
     except (ConfigError, ValueError) as error:
         encoded.error = str(error)
-    encoded.pair = pair
     return encoded
 
 
@@ -123,42 +109,30 @@ def apply_pooling(
     max_model_len: int,
     need_tokenizer: Callable[[], Tokenizer],
 ) -> None:
-    """Give a prompt its `pooling`, and cut it as `params` say. Raises ValueError for what this run does not do, and for
-    a length that leaves an encoder's text no token.
+    """Set a prompt's `pooling`, and truncate it as `params` say. Raises ValueError for an unsupported task, and for a
+    length that leaves no token of an encoder's text.
     """
-    encoded.pooling = taken_pooling(params, config)
-    assert config is not None, "of a run that pools"
-    length = params.truncate_prompt_tokens
+    encoded.pooling = pooling = taken_pooling(params, config)
+    assert config is not None, "checked by taken_pooling"
+    length, pair = params.truncate_prompt_tokens, encoded.pair
     most = max_model_len if length == -1 else length
-    is_text = (encoded.text is not None and not encoded.is_ids) or encoded.pair is not None
+    is_text = (encoded.text is not None and not encoded.is_ids) or pair is not None
     if is_text and ((most is not None and config.encodes_inside) or config.text.changes_texts):
-        _encode_again(encoded, config, most, need_tokenizer)
+        if encoded.error is None:
+            # Again, with the folder's prompt or messages, and at most `most` tokens.
+            first, second = (encoded.text or "", None) if pair is None else (pair.first, pair.second)
+            token_ids, encoded.num_first_tokens = encode_pooled_text(config.text, need_tokenizer(), first, second, most)
+            encoded.token_ids = tuple(token_ids)
     else:
-        whole, encoded.token_ids = encoded.token_ids, truncated_row(encoded.token_ids, length, max_model_len)
-        _count_first(encoded, len(whole) - len(encoded.token_ids))
-    if encoded.pair is not None and encoded.error is None and config.gives_token_types:
+        num_tokens, encoded.token_ids = len(encoded.token_ids), truncated_row(encoded.token_ids, length, max_model_len)
+        num_dropped = num_tokens - len(encoded.token_ids)
+        # Ids are truncated from the left, where the caller has counted those of the first text.
+        if num_dropped and pooling.num_first_tokens is not None:
+            encoded.pooling = replace(pooling, num_first_tokens=max(0, pooling.num_first_tokens - num_dropped))
+    if pair is not None and encoded.error is None and config.gives_token_types:
         if encoded.num_first_tokens is None:
-            raise ValueError("the tokenizer gives token types in an order that no model here takes")
+            raise ValueError("the tokenizer's order of token types is not supported by any model here")
         encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)
-
-
-def _encode_again(
-    encoded: Encoded, config: PoolingConfig, most: int | None, need_tokenizer: Callable[[], Tokenizer]
-) -> None:
-    """As the folder has its texts, and no more than `most` tokens."""
-    if encoded.error is not None:
-        return
-    pair = encoded.pair
-    first, second = (encoded.text or "", None) if pair is None else (pair.first, pair.second)
-    token_ids, encoded.num_first_tokens = encode_pooled_text(config.text, need_tokenizer(), first, second, most)
-    encoded.token_ids = tuple(token_ids)
-
-
-def _count_first(encoded: Encoded, num_dropped: int) -> None:
-    """Ids lose their beginning, where those of the first text are that the caller has counted."""
-    pooling = encoded.pooling
-    if num_dropped and pooling is not None and pooling.num_first_tokens is not None:
-        encoded.pooling = replace(pooling, num_first_tokens=max(0, pooling.num_first_tokens - num_dropped))
 
 
 def _encode_mapping(
@@ -169,9 +143,8 @@ def _encode_mapping(
         salted = _encode_mapping(plain, need_tokenizer, check_text)
         salted.cache_salt = prompt[_SALT_KEY]
         return salted
-    unknown = [
-        str(key) for key in prompt if key not in _PROMPT_KEYS and (key not in _EMPTY_KEYS or not _is_empty(prompt[key]))
-    ]
+    given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
+    unknown = [str(key) for key in given if key not in _PROMPT_KEYS]
     if unknown:
         return Encoded(
             None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
@@ -183,10 +156,6 @@ def _encode_mapping(
     if isinstance(prompt.get("prompt"), str):
         return encode_prompt(prompt["prompt"], need_tokenizer, check_text)
     return Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def _encode_ids(token_ids: Any) -> Encoded:

@@ -1,7 +1,6 @@
-"""The tokenizer that `LLM.get_tokenizer()` hands out: transformers' own where it is installed, else ours with the names
-that scripts use.
+"""The tokenizer of `LLM.get_tokenizer()`: transformers' own if it is installed, else ours under transformers' names.
 
-The engine itself encodes and decodes with `tokenizer/`, whose ids are the same.
+The engine itself encodes and decodes with `tokenizer/`, with the same ids.
 """
 
 import logging
@@ -18,31 +17,30 @@ logger = logging.getLogger(__name__)
 
 
 def script_tokenizer(own: Tokenizer, model_folder: Path) -> Any:
-    """Nothing is downloaded, no code of the folder is executed, and nothing in it is random."""
+    """The tokenizer for scripts. Nothing is downloaded, no code of the folder is executed, and nothing is random."""
     if own.is_isolated:
-        logger.info("the tokenizer of %s is of no known form, so ours, with limits, is handed out", model_folder)
+        logger.info("the format of the tokenizer of %s is unknown, so ours, with limits, is used", model_folder)
         return PlainTokenizer(own)
     try:
         from transformers import AutoTokenizer
 
         found: Any = AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False)
-        if (getattr(found, "sp_model_kwargs", None) or {}).get("enable_sampling"):
-            logger.info("sp_model_kwargs.enable_sampling of %s is for training, so ours is handed out", model_folder)
-            return PlainTokenizer(own)
-        if (backend := getattr(found, "backend_tokenizer", None)) is not None:
-            switch_off_sampling(backend)
-        return found
+        if not (getattr(found, "sp_model_kwargs", None) or {}).get("enable_sampling"):
+            if (backend := getattr(found, "backend_tokenizer", None)) is not None:
+                switch_off_sampling(backend)
+            return found
+        logger.info("sp_model_kwargs.enable_sampling of %s is for training, so our tokenizer is used", model_folder)
     except ImportError:
-        return PlainTokenizer(own)
-    except (OSError, ValueError, KeyError) as error:  # a folder whose tokenizer needs code, or files that are not there
-        logger.info("transformers cannot open the tokenizer of %s, so ours is handed out: %s", model_folder, error)
-        return PlainTokenizer(own)
+        pass
+    except (OSError, ValueError, KeyError) as error:  # a tokenizer that needs code, or missing files
+        logger.info("transformers cannot open the tokenizer of %s, so ours is used: %s", model_folder, error)
+    return PlainTokenizer(own)
 
 
 class PlainTokenizer:
     """Our tokenizer under transformers' names, for scripts that encode, decode and render prompts.
 
-    `bos_token`, `eos_token`, `pad_token`, `unk_token` and their ids are None where the folder names none.
+    `bos_token`, `eos_token`, `pad_token`, `unk_token` and their ids are None if the folder does not define them.
     """
 
     is_fast = True
@@ -61,7 +59,7 @@ class PlainTokenizer:
         return self._own.vocab_size
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
-        """`input_ids` and `attention_mask`, of one text or of each of several."""
+        """`input_ids` and `attention_mask` of one text, or lists of them."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -75,13 +73,13 @@ class PlainTokenizer:
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The template's source, those of several by name, None where the folder has none."""
+        """The template's source, a dict of several by name, or None."""
         sources = self._own.chat_templates.sources
         return sources.get(DEFAULT) if sources.keys() <= {DEFAULT} else dict(sources)
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Those that the folder names, each once."""
+        """The folder's special tokens, without duplicates."""
         return list(dict.fromkeys(self._own.special_tokens.values()))
 
     @property
@@ -95,11 +93,11 @@ class PlainTokenizer:
         return self._own.vocabulary()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Same as `Tokenizer.encode`."""
         return self._own.encode(text, add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of one id or of several; as transformers has it, special tokens are kept unless asked."""
+        """Text of one id or of several; as in transformers, special tokens are kept by default."""
         return self._own.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
@@ -107,11 +105,11 @@ class PlainTokenizer:
         return [self.decode(each, skip_special_tokens) for each in sequences]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """One id or a list; None where there is no such token."""
+        """One id or a list; None for an unknown token."""
         return self._own.token_id(tokens) if isinstance(tokens, str) else [self._own.token_id(each) for each in tokens]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """One token, as the vocabulary writes it, or a list; None where there is no such id."""
+        """One token, as in the vocabulary, or a list; None for an unknown id."""
         return self._own.token(ids) if isinstance(ids, int) else [self._own.token(each) for each in ids]
 
     def apply_chat_template(
@@ -125,7 +123,7 @@ class PlainTokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """One conversation's prompt, as ids unless `tokenize` is false. Raises ChatTemplateError and ValueError."""
+        """Prompt of one conversation, as ids unless `tokenize` is False. Raises ChatTemplateError and ValueError."""
         if documents is not None:
             variables["documents"] = documents
         options = ChatOptions(
@@ -134,7 +132,7 @@ class PlainTokenizer:
             continue_final_message=continue_final_message,
             tools=tools,
             variables=variables,
-            # As transformers has it.
+            # As in transformers.
             keeps_contents=True,
         )
         text = render(conversation, options, self._own)

@@ -1,8 +1,8 @@
 """One thread at a time drives an engine; other threads queue events for its next step.
 
-A step reads and writes what no lock guards, and the ranks of an engine make the same calls in the same order, which
-threads would draw by lot. So a call from another thread is an error while one is running. Requests and aborts may come
-from any thread while an engine steps: `lock` is held where they are queued and where a step takes them.
+A step reads and writes state that no lock guards, and the ranks of an engine make the same calls in the same order,
+which threads would make random. So a call from another thread is an error while one is running. Any thread may add and
+abort requests while an engine steps: `lock` is held where they are queued and where a step takes them.
 """
 
 import threading
@@ -14,12 +14,12 @@ from spmd_worker.replica.sequence.events import CommitWeights, Event, ResetPrefi
 
 
 class CallGuard:
-    """Calls of one engine, and the events that this rank raises with its next step; only rank 0's count. A thread that
-    is in a call may make others.
+    """Calls of one engine, and this rank's events for the next step, of which only rank 0's are used. A thread in a
+    call may make nested calls.
     """
 
     def __init__(self) -> None:
-        # A finalizer or a signal's handler may abort a request in the thread that queues one.
+        # Reentrant: a finalizer or a signal handler may abort a request in the thread that queues one.
         self.lock = threading.RLock()
         self.events: list[Event] = []
         self._thread: threading.Thread | None = None
@@ -27,9 +27,8 @@ class CallGuard:
 
     @contextmanager
     def inside(self, call: str, *, is_alone: bool = False) -> Iterator[None]:
-        """A block in which this thread is in `call`, while other threads may queue requests, unless it `is_alone`.
-        Within another call of the same thread the outer one counts. Signals are deferred in it. Raises RuntimeError
-        while another thread is in a call.
+        """Block in which this thread is in `call` and signals are deferred. Other threads may queue requests unless
+        `is_alone`. The outermost of nested calls counts. Raises RuntimeError while another thread is in a call.
         """
         with deferred_signals():
             with self.lock:
@@ -47,8 +46,8 @@ class CallGuard:
 
     @contextmanager
     def queueing(self, call: str) -> Iterator[None]:
-        """A block in which this thread queues requests or aborts, with `lock` held. Raises RuntimeError while another
-        thread is in a call that is alone: it answers what it was given, or needs an engine without requests.
+        """Block in which this thread queues requests or aborts, with `lock` held. Raises RuntimeError while another
+        thread is in an `is_alone` call, which answers its own prompts or needs an engine without requests.
         """
         with self.lock:
             if self._is_alone:
@@ -56,7 +55,7 @@ class CallGuard:
             yield
 
     def queue(self, event: Event) -> None:
-        """Queue an event behind the others."""
+        """Queue an event after the others."""
         with self.lock:
             self.events.append(event)
 
@@ -67,16 +66,16 @@ class CallGuard:
                 self.events.append(ResetPrefixCache())
 
     def queue_commit(self, event: CommitWeights) -> None:
-        """Queue a commit in the place of an earlier one, before the requests that wait to be admitted."""
+        """Queue a commit, in place of an earlier one, before the requests that wait to be admitted."""
         with self.lock:
             for earlier in [each for each in self.events if isinstance(each, CommitWeights)]:
                 self.events.remove(earlier)
             self.events.insert(0, event)
 
     def take(self) -> list[Event]:
-        """All events that are queued, for the step that begins."""
+        """Remove and return all queued events, for the step that begins."""
         with self.lock:
-            # What a finalizer or a signal's handler adds in this thread meanwhile is in one of the two.
+            # An event that a finalizer or a signal handler adds in this thread meanwhile is in one of the two lists.
             taken, self.events = self.events, []
             return taken
 

@@ -1,9 +1,9 @@
 """Changes between two steps: new weights, worker events, sleep, and resets of the prefix cache.
 
-A worker event changes the workers between two steps, prepared on every rank before it is committed on any. Three steps:
-with the first every worker prepares, the second takes the answers up to rank 0, and with the third all commit, or all
-undo when one could not prepare. No later step is in flight on any stage when workers prepare, commit or undo, so all of
-them change between the same two steps.
+A worker event changes the workers between two steps, prepared on every rank before it is committed on any. It takes
+three steps: with the first every worker prepares, the second sends the answers to rank 0, and with the third all
+commit, or all undo if one could not prepare. No later step is in flight on any stage when workers prepare, commit or
+undo, so all of them change between the same two steps.
 """
 
 import logging
@@ -32,7 +32,6 @@ from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, check_mode, 
 
 logger = logging.getLogger(__name__)
 
-
 RunStep = Callable[[], list[SequenceGroup]]
 """`Engine.run_step`: a change of workers takes steps."""
 
@@ -53,20 +52,20 @@ class Changes:
     ) -> None:
         self.weights = weights
         self.ended: list[SequenceGroup] = []
-        """Requests that ended in the steps of a change: the next `step` of the engine hands them out."""
+        """Requests that ended in the steps of a change: the next `step` of the engine returns them."""
         self._executor, self._calls, self._life = executor, calls, life
         self._requests, self._lockstep = requests, lockstep
         self._channel, self._engine_channel = channel, engine_channel
         self.event_problem = ""
-        """Answer of this rank to the worker event that is open: why it could not prepare, "" where it could."""
+        """Answer of this rank to the open worker event: why it could not prepare, or ""."""
         self._open_event: WorkerEvent | None = None
         self._num_events = 0
         self._event_error: WorkerEventError | None = None
         self._event_results: list[Any] = []
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
-        loaded since the last commit are committed: see `commit_weights`, also for what it raises.
+        """Invalidate the prefix cache from the next step on. Running requests continue. Weights that were loaded since
+        the last commit are committed (`commit_weights`, which may raise).
 
         Raises ValueError for `reset_running_requests` while requests are unanswered.
         """
@@ -74,17 +73,17 @@ class Changes:
             self._life.check_not_closed()
             if reset_running_requests and self._requests.has_unfinished:
                 raise ValueError(
-                    f"reset_running_requests={reset_running_requests!r} is refused: {self._requests.num_unfinished} "
-                    f"requests of llm_engine.add_request are not answered yet and go on with what they have; call "
-                    f"llm_engine.step until they are, or leave it out"
+                    f"reset_running_requests={reset_running_requests!r} is rejected: {self._requests.num_unfinished} "
+                    f"requests of llm_engine.add_request are unanswered and keep their cached blocks; call "
+                    f"llm_engine.step until they are answered, or leave it out"
                 )
             if not self.weights.is_held:
                 self.commit_weights()
             self._calls.queue(ResetPrefixCache())
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Results of `func` for the model of each worker of this executor: see `LLM.apply_model`. It may have changed
-        weights, also where it raises: from the next step on no request finds what is in the cache now.
+        """Results of `func` for the model of each worker of this executor (`LLM.apply_model`). It may have changed
+        weights, even if it raises: the prefix cache is invalidated from the next step on.
         """
         with self._calls.inside("apply_model"):
             self._life.check_not_closed()
@@ -94,21 +93,21 @@ class Changes:
                 self._calls.queue_reset()
 
     def set_weight_version(self, version: int) -> None:
-        """The weights are others than before: from the next step on nothing computed with the old ones is found.
+        """Set the version of the weights, from the next step on: cached blocks of another version are not used.
 
-        Raises TypeError for what is no whole number, ValueError for one that does not fit 64 bits.
+        Raises TypeError unless it is an integer, ValueError unless it fits 64 bits.
         """
         with self._calls.inside("set_weight_version"):
             self._life.check_not_closed()
             self._calls.queue(SetWeightVersion(version))
 
     def commit_weights(self, *, is_partial: bool = False) -> None:
-        """The loaded weights are complete, or meant to be a part where `is_partial`: nothing that was cached before is
-        found, and the next step compares with the other ranks. Does nothing where nothing was loaded.
+        """Commit the loaded weights, all of them unless `is_partial`: the prefix cache is invalidated, and the next
+        step compares them with the other ranks. Does nothing if none were loaded.
 
-        Every rank calls this, or what calls it: `step`, `reset_prefix_cache`. Raises MissingWeightsError that lists
-        what was not loaded, and CheckpointError for a head that differs from the embedding it is tied to; nothing can
-        be computed until it is loaded.
+        Every rank calls this, directly or by `step` or `reset_prefix_cache`. Raises MissingWeightsError that lists
+        missing weights, and CheckpointError for a head that differs from the embedding it is tied to; nothing can
+        be computed until they are loaded.
         """
         event = self.weights.commit(is_partial=is_partial)
         if event is not None:
@@ -117,42 +116,44 @@ class Changes:
                 logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
     def complete_weights(self) -> None:
-        """As `commit_weights`, before something that needs weights that are complete. Raises RuntimeError, too, while
-        an update that was begun has not ended (`WeightUpdates.hold`).
+        """`commit_weights` before a call that needs complete weights. Raises RuntimeError, too, during an update that
+        the caller has begun (`WeightUpdates.hold`).
         """
         self.weights.check_not_held()
         self.commit_weights()
 
     def worker_event(self, name: str, payload: Any, then: Sequence[Event], run_step: RunStep) -> list[Any]:
-        """Change every worker between the same two steps, or none: all call their `prepare_NAME(payload)`, and when all
-        of them could, `commit_NAME` (`WorkerBase` says what these may do). Takes three steps, in which requests go on.
-        `then` are events of the scheduler that take effect with the commit: no step runs between the two.
+        """Change every worker between the same two steps, or none: all call `prepare_NAME(payload)`, and if all of them
+        could, `commit_NAME` (`WorkerBase` says what these may do). Takes three steps, in which requests continue.
+        `then` are scheduler events that take effect with the commit: no step runs between the two.
 
-        Returns what the commits of this rank's executor returned, in rank order. Raises WorkerEventError, on every rank
-        that calls this, with the words of the lowest rank that refused. Ranks in `follow` take part unasked; with
-        several replicas every rank of each calls this.
+        Returns the results of the commits of this rank's executor, in rank order. Raises WorkerEventError, on every
+        rank that calls this, with the text of the lowest rank that could not prepare. Ranks in `follow` take part
+        without a call; with several replicas every rank of each calls this.
         """
         self._life.check_open()
         given = tuple(then)
         for event in given:
             if not isinstance(event, CommittedWith):
-                raise TypeError(f"then has {event!r}: give ResetPrefixCache, SetWeightVersion or CommitWeights events")
+                raise TypeError(
+                    f"then contains {event!r}: give ResetPrefixCache, SetWeightVersion or CommitWeights events"
+                )
         with self._calls.inside("worker_event"):
             self.complete_weights()
             return self.run_worker_event(name, payload, given, run_step)
 
     def sleep(self, level: int, mode: str, run_step: RunStep) -> None:
-        """See `LLM.sleep`."""
+        """`LLM.sleep` on this replica."""
         with self._calls.inside("sleep", is_alone=True):
             check_mode(mode)
             self._requests.check_idle_or_asleep()
             if checked_level(level) == 1:
                 self.commit_weights()
-            # Cached blocks go with their memory, and so do transfers of theirs that have not ended.
+            # Cached blocks are lost with their memory, as are their unfinished transfers.
             self.run_worker_event(SLEEP, level, [ResetPrefixCache()], run_step)
 
     def wake_up(self, tags: Sequence[str] | None, run_step: RunStep) -> None:
-        """See `LLM.wake_up`."""
+        """`LLM.wake_up` on this replica."""
         with self._calls.inside("wake_up", is_alone=True):
             self._requests.check_idle_or_asleep()
             waking = [tag for tag in checked_tags(tags) if tag in self._executor.sleeping_tags]
@@ -162,11 +163,13 @@ class Changes:
                 self.run_worker_event(WAKE_UP, waking, (), run_step)
 
     def run_worker_event(self, name: str, payload: Any, then: Sequence[Event], run_step: RunStep) -> list[Any]:
-        """As `worker_event`, in a call that has checked `then` and the weights. Raises ValueError for what can name no
-        method, TypeError for what cannot cross processes.
+        """`worker_event` in a call that has checked `then` and the weights. Raises ValueError for a name that is not an
+        identifier, TypeError for a payload that cannot cross processes.
         """
         if not (isinstance(name, str) and name.isidentifier()):
-            raise ValueError(f"worker event {name!r}: give the NAME of workers' methods prepare_NAME and commit_NAME")
+            raise ValueError(
+                f"worker event {name!r}: give the NAME of the workers' methods prepare_NAME and commit_NAME"
+            )
         if self._open_event is not None:
             open_name = self._open_event.name
             raise RuntimeError(f"worker event {open_name!r} was interrupted: close this LLM and make a new one")
@@ -174,8 +177,8 @@ class Changes:
         self._calls.queue(event)
         self.ended += run_step()
         if self._open_event is None:
-            raise RuntimeError(f"rank 0 has not called worker_event({name!r}): every rank makes the same calls")
-        # Its answers are those to the event.
+            raise RuntimeError(f"rank 0 has not called worker_event({name!r}): every rank must make the same calls")
+        # This step's answers are those to the event.
         self.ended += run_step()
         problem = self._lockstep.event_problem
         if self._engine_channel.size > self._channel.size:
@@ -191,13 +194,13 @@ class Changes:
         return self._event_results
 
     def apply(self, event: WorkerEvent | EndWorkerEvent) -> None:
-        """Have the workers of this rank's executor do what a step brought. An exception of a commit is for good."""
+        """Apply an agreed event to the workers of this rank's executor. An exception of a commit is fatal."""
         if isinstance(event, WorkerEvent):
             assert self._open_event is None, (self._open_event, event)
-            # A rank that did not raise it counts it too.
+            # Counted on ranks that did not raise it, too.
             self._open_event, self._num_events = event, event.number
             problem = self._executor.prepare_event(event.name, decode_value(event.payload))
-            # It goes over the wire, where half of a surrogate pair has no form.
+            # It is sent as UTF-8, which cannot encode a lone surrogate.
             self.event_problem = problem.encode("utf-8", "replace").decode()
             return
         before = self._open_event

@@ -1,18 +1,19 @@
-"""Tokens in, tokens out: the engine that every rank runs a replica of.
+"""The engine, tokens in and tokens out, of which every rank runs a replica.
 
-One step is three calls, all in one direction: `schedule`, `agree`, `execute_model`; then what was sampled goes back
-into the scheduler. Rank 0's requests and aborts become events of the next message; what other ranks ask for is ignored,
-because only rank 0 touches the outside world.
+One step is three calls, all in one direction: `schedule`, `agree`, `execute_model`; then the sampled ids go back into
+the scheduler. Rank 0's requests and aborts become events of the next message; those of other ranks are ignored, because
+only rank 0 talks to the outside world.
 
 A pipeline of d stages has d steps in flight: the ranks agree on a step at the same time, and stage s executes it s
-steps later, so that all stages compute at once. What a step sampled, and its events, are applied d - 1 steps later, on
-all ranks between the same two steps; at once where no request waits for what is in flight, and where workers change
-after a step (`changes.py`).
+steps later, so that all stages compute at once. The sampled ids and the events of a step are applied d - 1 steps later,
+on all ranks between the same two steps; at once if no request waits for a step in flight, or if workers change after a
+step (`changes.py`).
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError
@@ -28,6 +29,7 @@ from spmd_worker.engine.life import Life, State
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.requests import Requests
 from spmd_worker.engine.step_recorder import StepRecorder
+from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.lockstep import NO_IDS, AgreedStep, Lockstep, StepReport
@@ -53,16 +55,15 @@ from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
-"""Environment: 1 checks queues, tables, pools and index against each other after every step. Slow; changes nothing."""
+"""Environment variable: 1 checks queues, tables, pools and index against each other after every step. Slow."""
 
 
 @explain_keywords()
 class Engine:
-    """Use `start_engine`, which makes the parts. Every rank of a replica makes the same calls of `step`, in the same
-    order.
+    """Use `start_engine`, which starts the parts. Every rank of a replica calls `step` in the same order.
 
-    One thread at a time is in a call that drives the engine; requests may be added and aborted in any thread while
-    another one steps. Anything else is a RuntimeError that names both threads and calls (`CallGuard`).
+    One thread at a time is in a call that drives the engine; any thread may add and abort requests while another one
+    steps. Anything else is a RuntimeError that names both threads and calls (`CallGuard`).
     """
 
     def __init__(
@@ -73,41 +74,45 @@ class Engine:
         engine_channel: ControlChannel,
         lockstep: Lockstep,
         scheduler: Scheduler,
-        pipeline: StepPipeline,
         watchdog: Watchdog | None,
-        times: StepTimes,
-        calls: CallGuard,
-        life: Life,
-        requests: Requests,
-        changes: Changes,
     ) -> None:
         self.resolved, self.executor, self.watchdog = resolved, executor, watchdog
-        self.config, self.tokenizer, self.limits = resolved.config, resolved.tokenizer, requests.limits
+        self.config, self.tokenizer = resolved.config, resolved.tokenizer
         self.default_sampling, self.max_model_len = resolved.default_sampling, resolved.max_model_len
         self.channel, self.engine_channel = channel, engine_channel
-        self.lockstep, self.scheduler, self.times = lockstep, scheduler, times
-        self.calls, self.life, self.requests, self.changes = calls, life, requests, changes
-        self._in_flight = pipeline
+        self.lockstep, self.scheduler = lockstep, scheduler
+        self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
+        self.calls = CallGuard()
+        self.life = Life(executor, lockstep, (channel, engine_channel), watchdog, self.times.heartbeat)
+        self.requests = Requests(resolved, self.calls, self.life)
+        self.limits = self.requests.limits
+        weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
+        self.changes = Changes(
+            executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
+        )
+        parallel = resolved.config.parallel
+        stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._in_flight = StepPipeline(executor, channel, *stages)
         self._sampled = NO_IDS
         self._mask_checksums: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
-        self._on_step: Callable[[StepPlan, StepResult], None] | None = None
+        self._on_step: Callable[[StepPlan], None] | None = None
         self._interruption: Interruption | None = None
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank's requests count: each replica has one such rank."""
+        """Whether this rank's requests are answered: true on one rank of each replica."""
         return self.channel.rank == 0
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank speaks for all replicas."""
+        """Whether this rank is the first of all replicas."""
         return self.engine_channel.rank == 0
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine takes no more calls."""
+        """Whether the engine is closed to further calls."""
         return self.life.is_closed
 
     @property
@@ -122,25 +127,26 @@ class Engine:
         return self.tokenizer
 
     def watch_steps(self, write: Callable[[StepStats], None]) -> None:
-        """Have every step from now on described to `write`."""
+        """Call `write` with the statistics of every step from now on."""
         if not callable(write):
-            raise TypeError(f"{write!r} cannot be called: give a function of StepStats")
+            raise TypeError(f"watch_steps({write!r}): give a function of StepStats")
         recorder = StepRecorder(self.scheduler, self.times)
-        self._on_step = lambda plan, result: write(recorder.record(plan, result))
+        self._on_step = lambda plan: write(recorder.record(plan))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do here."""
+        """Whether this rank has requests whose last output `step` has not returned."""
         return self.requests.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """One step. Returns the requests that ended in it, in plan order. Raises RuntimeError while anything sleeps."""
+        """Run one step; returns the outputs of the requests that ended in it, in plan order. Raises RuntimeError while
+        weights or cache are asleep.
+        """
         requests, changes = self.requests, self.changes
         with self.calls.inside("step"):
             self.life.check_not_closed()
             if requests.kept_outputs is None:
                 self.life.check_awake()
-                self._commit_before_step()
-                changes.ended += self.run_step()
+                changes.ended += self._complete_and_run_step()
                 ended, changes.ended = changes.ended, []
                 requests.kept_outputs = self._outputs_of(ended)
             if self._interruption is None:
@@ -153,20 +159,20 @@ class Engine:
         return [self.requests.finish(group) for group in ended]
 
     def run_step(self) -> list[SequenceGroup]:
-        """One step, of any call; returns the requests that ended in it, in plan order. Raises ReplicaDivergedError or
-        RankFailedError, naming the culprit, where another rank is the cause of an error.
+        """Run one step of any call; returns the requests that ended in it, in plan order. Raises ReplicaDivergedError
+        or RankFailedError, naming the rank, if another rank is the cause of an error.
         """
         self.life.check_not_failed()
         if self._interruption is not None:
-            self._interruption.look()
+            self._interruption.check_signals()
         self.life.begin_step()
         try:
             ended = self._run_step()
         except Exception as error:  # reported to the other ranks, which may be waiting for this one, then raised again
-            explained = self.life.explain(error)
-            if explained is error:
+            diagnosed = self.life.diagnose(error)
+            if diagnosed is error:
                 raise
-            raise explained from error
+            raise diagnosed from error
         self.life.end_step()
         return ended
 
@@ -184,7 +190,7 @@ class Engine:
             self._mask_checksums,
             self._finished_transfers,
             self.changes.event_problem,
-            "" if self._interruption is None else self._interruption.own_text,
+            "" if self._interruption is None else self._interruption.error_text,
             events,
         )
         agreed = self.lockstep.agree(plan, report)
@@ -201,19 +207,19 @@ class Engine:
         return ended
 
     def _interrupt_events(self) -> list[Event]:
-        """On rank 0, once: the end of the call that it is in, because a signal's handler raised here or elsewhere."""
+        """Events that end the current call, once, on rank 0, after a signal handler raised on any rank."""
         call = self._interruption
-        if call is None or call.has_begun or not self.is_leader:
+        if call is None or call.is_sent or not self.is_leader:
             return []
-        raised = (self.channel.rank, call.own_text) if call.own is not None else call.wanted
+        raised = (self.channel.rank, call.error_text) if call.error is not None else call.requested_error
         raised = self.lockstep.take_interrupt() or raised
         if raised is None:
             return []
-        call.has_begun = True
+        call.is_sent = True
         return [*map(Abort, self.requests.open_ids), Interrupt(*raised)]
 
     def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
-        """The oldest step in flight has ended: apply what it sampled, then its events."""
+        """Apply the sampled ids of the oldest step in flight, which has ended, then its events."""
         self.times.end("execute")
         self._sampled = self._sampled.joined(SampledIds(result.token_ids, result.num_token_ids))
         self._mask_checksums += result.mask_checksums
@@ -224,7 +230,7 @@ class Engine:
             self.scheduler.check_integrity()
         self.times.end("apply")
         if self._on_step is not None:
-            self._on_step(step.plan, result)
+            self._on_step(step.plan)
         return ended
 
     def _apply_event(self, event: Event) -> SequenceGroup | None:
@@ -234,7 +240,7 @@ class Engine:
             self.life.set_after_step(State.ROUND_OVER)
         elif isinstance(event, Interrupt):
             if self._interruption is not None:
-                self._interruption.agreed = (event.rank, event.error)
+                self._interruption.agreed_error = (event.rank, event.error)
         elif isinstance(event, Admit):
             self.requests.count(event.request)
         elif isinstance(event, WorkerEvent | EndWorkerEvent):
@@ -242,19 +248,20 @@ class Engine:
             self.changes.apply(event)
         return self.scheduler.handle(event)
 
-    def _commit_before_step(self) -> None:
-        """Before a step that may compute."""
+    def _complete_and_run_step(self) -> list[SequenceGroup]:
+        """Run a step that may compute, with complete weights."""
         self.life.check_not_failed()
         self.changes.complete_weights()
+        return self.run_step()
 
     @contextmanager
     def interruptible(self) -> Iterator[Interruption]:
-        """A block of steps that answer one call. What a signal's handler raises in it, on any rank of the replica,
-        aborts what is open, on all of them in the same step. The caller then calls `Interruption.check`, or has more
-        replicas to agree with.
+        """Block of steps that answer one call. An exception of a signal handler on any rank of the replica aborts all
+        open requests, on all ranks in the same step. The caller then calls `Interruption.check`, after the exchange
+        with the other replicas if there are any.
         """
         self._interruption = Interruption()
-        # Of a rank that reported it with the last step of the call before, and raised it there.
+        # Discard the error of a rank that reported it with the last step of the previous call, and raised it there.
         self.lockstep.take_interrupt()
         try:
             yield self._interruption
@@ -262,13 +269,12 @@ class Engine:
             self._interruption = None
 
     def follow(self) -> None:
-        """Run steps until rank 0 calls `close_followers`: the loop of a rank that has no requests of its own. Where
-        Ctrl-C has ended it, call it again: then it returns at once if that was its last step.
+        """Run steps until rank 0 calls `close_followers`: the loop of a rank without requests of its own. Call it again
+        after Ctrl-C has ended it; it returns at once if that was its last step.
         """
         with self.calls.inside("follow", is_alone=True):
             while not self.life.has_round_ended:
-                self._commit_before_step()
-                self.run_step()
+                self._complete_and_run_step()
                 deliver_signals()
             self.life.begin_round()
 
@@ -277,17 +283,13 @@ class Engine:
         with self.calls.inside("close_followers", is_alone=True):
             self.calls.queue(Close())
             while not self.is_closed:
-                self._commit_before_step()
-                self.run_step()
+                self._complete_and_run_step()
 
     def follow_round(self) -> None:
-        """Run steps until the leader ends the round, or closes: for ranks that do not know which requests their replica
-        has.
-        """
+        """Run steps until the leader ends the round or closes, on a rank that does not know its replica's requests."""
         self.life.begin_round()
         while not self.life.has_round_ended:
-            self._commit_before_step()
-            self.run_step()
+            self._complete_and_run_step()
         self.life.begin_round()
 
     def end_round(self) -> None:
@@ -296,8 +298,8 @@ class Engine:
         self.follow_round()
 
     def shutdown(self) -> None:
-        """Give back memory and groups. Idempotent; every rank calls it. A forked process gives back nothing."""
-        # Calls of the parent's threads, and the lock that one of them may hold, have no end in a forked process.
+        """Release memory and process groups. Idempotent; every rank calls it. No effect in a forked process."""
+        # Calls of the parent's threads, and the lock that one of them may hold, never end in a forked process.
         is_own = self.life.is_of_this_process
         with self.calls.inside("close", is_alone=True) if is_own else nullcontext():
             self.life.close()

@@ -1,9 +1,9 @@
-"""An exception of a signal's handler in a call that runs steps: the call ends at a step that all ranks agree on.
+"""Exceptions of signal handlers in a call that runs steps: the call ends at a step that all ranks agree on.
 
 An exception between two bytecodes of a step would leave scheduler and devices in different states for good. So signals
-are deferred (`base/liveness/deferred_signals.py`); before each step a rank looks for them. Rank 0's exception, or
-that of a rank that said so with its answer to the last step, goes down as an `Interrupt` event beside the aborts of
-what is open.
+are deferred (`base/liveness/deferred_signals.py`), and each rank checks for them before each step. Rank 0 sends its own
+exception, or the one that a rank reported with its answer to the last step, as an `Interrupt` event, together with
+aborts of all open requests.
 """
 
 from typing import Final
@@ -15,56 +15,56 @@ _MAX_CHARACTERS: Final = 2000
 
 
 class Interruption:
-    """One call on this rank, and what ends it: `own` is what a handler raised here, `agreed` the rank and the words for
-    which the ranks have ended it.
+    """One call on this rank, and the error that ends it. `error` was raised by a handler here; `agreed_error`, a rank
+    and its text, is the one for which all ranks have ended the call.
     """
 
     def __init__(self) -> None:
-        self.own: BaseException | None = None
-        self.agreed: tuple[int, str] | None = None
-        self.wanted: tuple[int, str] | None = None
-        """On a replica's leader: what another rank or replica wants the call to end for."""
-        self.has_begun = False
-        """On a replica's leader: whether the event has gone down."""
+        self.error: BaseException | None = None
+        self.agreed_error: tuple[int, str] | None = None
+        self.requested_error: tuple[int, str] | None = None
+        """On a replica's leader: error of another rank or replica for which the call is to end."""
+        self.is_sent = False
+        """On a replica's leader: whether the `Interrupt` event was sent."""
 
     @property
     def is_ending(self) -> bool:
         """Whether this call takes no more work."""
-        return bool(self.own or self.agreed or self.wanted)
+        return bool(self.error or self.agreed_error or self.requested_error)
 
     @property
-    def own_text(self) -> str:
-        """The words for the other ranks; "" where nothing was raised here."""
-        return "" if self.own is None else error_text(self.own)
+    def error_text(self) -> str:
+        """Text of `error` for the other ranks; "" without one."""
+        return "" if self.error is None else error_text(self.error)
 
-    def look(self) -> None:
-        """Between two steps: call the handlers of the signals that came. The first exception counts."""
+    def check_signals(self) -> None:
+        """Call the handlers of deferred signals; call this between two steps. The first exception counts."""
         try:
             deliver_signals()
-        except BaseException as error:  # raised again by `check`, where the call has ended on all ranks
-            self.own = self.own or error
+        except BaseException as error:  # raised again by `check`, once the call has ended on all ranks
+            self.error = self.error or error
 
     def check(self) -> None:
-        """Once nothing is open: raise what this call ended for, if it did. What was raised here too late for the others
-        is raised where they can hear of it, or at the end of the outermost call.
+        """Raise the error that ended this call, if one did; call this once no request is open. An error that was raised
+        here too late for the other ranks is raised at the next exchange, or at the end of the outermost call.
         """
-        if self.own is not None and self.agreed is None:
-            deliver_later(self.own)
-        elif self.own is not None:
-            raise self.own
-        elif self.agreed is not None:
-            raise error_of_rank(*self.agreed, "was interrupted")
+        if self.error is not None and self.agreed_error is None:
+            deliver_later(self.error)
+        elif self.error is not None:
+            raise self.error
+        elif self.agreed_error is not None:
+            raise error_of_rank(*self.agreed_error, "was interrupted")
 
 
 def error_text(error: BaseException) -> str:
-    """The words in which a rank tells the others of its error, which may be any."""
+    """Text of any error for the other ranks."""
     text = f"{type(error).__name__}: {error}"
     return text[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def error_of_rank(rank: int, text: str, what: str) -> BaseException:
-    """The error that other ranks raise for one of `rank`, given as `error_text` has it: KeyboardInterrupt where it was
-    that, so that a host that catches it does so on every rank; else RankFailedError.
+    """The error to raise for an error of another rank, given its `error_text`: KeyboardInterrupt for KeyboardInterrupt,
+    so that a program that catches it does so on every rank; else RankFailedError.
     """
     if text.startswith(f"{KeyboardInterrupt.__name__}:"):
         return KeyboardInterrupt(f"on rank {rank}")

@@ -1,4 +1,4 @@
-"""The life of an engine on this rank: its state, the transitions between states, the errors they give, and the end."""
+"""Lifecycle of an engine on this rank: states, transitions, their errors, and shutdown."""
 
 import os
 import threading
@@ -19,11 +19,11 @@ class State(Enum):
     """States of an engine. CLOSED is the last one; RETIRED and FAILED lead only there."""
 
     OPEN = "between two steps"
-    ASLEEP = "between two steps, with weights or cache asleep: OPEN of an executor that sleeps"
+    ASLEEP = "between two steps, with weights or cache asleep: OPEN with a sleeping executor"
     ROUND_OVER = "between two steps: the leader has ended the round that this rank follows"
     IN_STEP = "in a step; an exception that leaves one here has failed the engine"
     FAILED = "failed in a step or in an exchange: scheduler and devices of the ranks differ for good"
-    RETIRED = "closed; executor and watchdog belong to the engine that goes on with them"
+    RETIRED = "closed; executor and watchdog belong to the engine that continues with them"
     CLOSED = "closed"
 
 
@@ -36,7 +36,7 @@ _NEXT: Final = {
     State.RETIRED: (State.CLOSED,),
     State.CLOSED: (),
 }
-"""Transitions. ASLEEP is no state of its own here: workers fall asleep and wake up within a step."""
+"""Transitions. ASLEEP is derived: workers fall asleep and wake up within a step."""
 
 _ERRORS: Final = {
     State.ASLEEP: "this LLM is asleep ({tags}): call wake_up() before anything is computed",
@@ -46,7 +46,7 @@ _ERRORS: Final = {
 
 
 class Life:
-    """State and end of one engine, without a reference to it: a finalizer releases what a forgotten engine had."""
+    """State of one engine, and the release of its resources. Holds no reference to the engine: a finalizer uses it."""
 
     def __init__(
         self,
@@ -61,43 +61,43 @@ class Life:
         self._watchdog, self._heartbeat = watchdog, heartbeat
         self._state = self._after_step = State.OPEN
         self._owner = os.getpid()
-        # The executor must not hold the engine: the memory of a forgotten engine is free at once.
+        # The executor must not reference the engine, whose memory is to be freed with its last reference.
         self._executor_has_failed = threading.Event()
         executor.register_failure_callback(self._executor_has_failed.set)
 
     @property
     def state(self) -> State:
-        """The state now."""
+        """Current state."""
         return State.ASLEEP if self._state is State.OPEN and self._executor.is_sleeping else self._state
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine takes no more calls."""
+        """Whether the engine is closed to further calls."""
         return self._state in (State.CLOSED, State.RETIRED)
 
     @property
     def is_closing(self) -> bool:
-        """Whether the engine will be closed when the step ends that it is in."""
+        """Whether the current step closes the engine."""
         return self._after_step is State.CLOSED
 
     @property
     def has_round_ended(self) -> bool:
-        """Whether a rank that follows has nothing more to follow."""
+        """Whether the `follow` loop of this rank ends."""
         return self.is_closed or self._state is State.ROUND_OVER
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether the engine was made in this process; a forked one has a copy of all this."""
+        """Whether the engine was made in this process, not in the parent that forked it."""
         return os.getpid() == self._owner
 
     def check_not_closed(self) -> None:
-        """Raise RuntimeError for an engine that was closed."""
+        """Raise RuntimeError for a closed engine."""
         if self.is_closed:
             raise RuntimeError(_ERRORS[State.CLOSED])
 
     def check_not_failed(self) -> None:
-        """Raise RuntimeError after a step or an exchange that failed, and the executor's error for a worker that ended
-        between two steps, which would be missed in the next.
+        """Raise RuntimeError after a failed step or exchange, and the executor's error if a worker ended between two
+        steps, which the next one would wait for.
         """
         has_failed = self._state in (State.IN_STEP, State.FAILED)
         if self._executor_has_failed.is_set() and not has_failed:
@@ -106,39 +106,39 @@ class Life:
             raise RuntimeError(_ERRORS[State.FAILED])
 
     def check_open(self) -> None:
-        """Raise RuntimeError for an engine that was closed, or failed in a step or between two."""
+        """Raise RuntimeError for an engine that is closed or has failed."""
         self.check_not_closed()
         self.check_not_failed()
 
     def check_awake(self) -> None:
-        """Raise RuntimeError for an engine of which something sleeps."""
+        """Raise RuntimeError while weights or cache are asleep."""
         if self._executor.is_sleeping:
             raise RuntimeError(_ERRORS[State.ASLEEP].format(tags=" and ".join(self._executor.sleeping_tags)))
 
     def begin_step(self) -> None:
-        """A step begins. Call `check_not_failed` before."""
+        """Enter a step. Call `check_not_failed` first."""
         self._enter(State.IN_STEP)
         self._after_step = State.OPEN
 
     def set_after_step(self, state: State) -> None:
-        """The step that the engine is in leads to CLOSED or ROUND_OVER."""
+        """Set the state after the current step: CLOSED or ROUND_OVER."""
         self._after_step = state
 
     def end_step(self) -> None:
-        """The step has ended well."""
-        # A function of the host that is called in a step may close the engine.
+        """Leave a step that succeeded."""
+        # A callback that the step calls may close the engine.
         if not self.is_closed:
             self._enter(self._after_step)
         self._heartbeat.enter(BETWEEN_STEPS)
 
     def begin_round(self) -> None:
-        """Forget the end of the last round, and of a `follow` that was interrupted in its last step."""
+        """Leave ROUND_OVER: after a round, or a `follow` that was interrupted in its last step."""
         if self._state is State.ROUND_OVER:
             self._enter(State.OPEN)
 
-    def explain(self, error: Exception) -> BaseException:
-        """Report an error in a step, or in an exchange of all ranks, to the other ranks. Returns what to raise: where
-        another rank is the cause, an error that names it. The engine has failed.
+    def diagnose(self, error: Exception) -> BaseException:
+        """Report an error in a step or an exchange of all ranks to the other ranks; the engine has failed. Returns the
+        error to raise, which names another rank if that is the cause.
         """
         self._fail()
         known: Exception = error
@@ -150,37 +150,37 @@ class Life:
 
     @contextmanager
     def exchanging(self, earlier: BaseException | None = None) -> Iterator[None]:
-        """A block in which all ranks send each other something outside a step. An error there is raised as `explain`
-        has it, from an `earlier` one of this rank where there is one. After it, and after Ctrl-C, the engine has
-        failed: the next message of the others is not the one that this rank's next call would wait for.
+        """Block of an exchange between all ranks outside a step. An error in it is raised as `diagnose` returns it,
+        from an `earlier` one of this rank if given. After an error, Ctrl-C included, the engine has failed: the next
+        message of the others is not the one that this rank's next call would wait for.
         """
         try:
             yield
         except Exception as error:
-            raise self.explain(error) from (earlier or error)
+            raise self.diagnose(error) from (earlier or error)
         except BaseException:
             self._fail()
             raise
 
     def report(self, error: BaseException) -> None:
-        """Report an error outside a step to the ranks of this replica, which wait for the next one."""
+        """Report an error outside a step to the ranks of this replica, which wait for the next step."""
         if self._state not in (State.IN_STEP, State.FAILED):
             self._lockstep.explain(error)
 
     def retire(self) -> None:
-        """Close, and leave executor and watchdog to the engine that goes on with them."""
+        """Close, and leave executor and watchdog to the engine that continues with them."""
         self._enter(State.RETIRED)
         self._close_channels()
 
     def close(self) -> None:
-        """Close, and release what the engine has. Idempotent."""
+        """Close and release all resources. Idempotent."""
         if self._state is not State.CLOSED:
             self._enter(State.CLOSED)
         self.release()
 
     def release(self, *, is_closed: bool = True) -> None:
-        """Give back memory and groups. Idempotent. `is_closed` false: the interpreter ends, or nobody holds the engine
-        any more. Does nothing in a forked process: what it gave back would be its parent's.
+        """Release memory and process groups. Idempotent. `is_closed` is False if the interpreter ends, or the engine
+        was garbage collected. No effect in a forked process, whose resources are its parent's.
         """
         if not self.is_of_this_process:
             return

@@ -1,12 +1,11 @@
-"""Outputs of requests that have not ended: all of them so far, or what is new since the last.
+"""Outputs of running requests: cumulative, or the difference to the previous one.
 
-What is shown of a text never changes afterwards: a character that is not whole, and what may become the beginning of a
-stop string, are held back.
+Text that was returned never changes: incomplete characters and possible beginnings of stop strings are held back.
 """
 
 from dataclasses import dataclass, field, replace
 
-from spmd_worker.engine.outputs import completion_output, spelled_logprobs, token_texts
+from spmd_worker.engine.outputs import completion_output, logprobs_with_text, token_texts
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
@@ -16,8 +15,8 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(slots=True)
 class _Shown:
-    """Of one sequence: how much its last outputs had, its text as far as it is certain, and its log-probabilities with
-    their tokens' text. What is decoded and spelled once is kept: a step costs what is new in it.
+    """State of one sequence: the size of its previous output, its final text so far, and its log-probabilities with
+    text. Each token is decoded once: a step costs as much as its new tokens.
     """
 
     decoder: IncrementalDecoder | None = None
@@ -31,7 +30,7 @@ class _Shown:
 
 @dataclass(slots=True)
 class PartialOutputs:
-    """Of one request, of `kind`; `prompt` is the text that was encoded, if there was any."""
+    """Partial outputs of one request, of `kind`; `prompt` is the text that was encoded, if any."""
 
     kind: RequestOutputKind
     prompt: str | None
@@ -39,7 +38,7 @@ class PartialOutputs:
     _shown: dict[int, _Shown] = field(default_factory=dict)
 
     def partial(self, group: SequenceGroup, metrics: RequestMetrics | None) -> RequestOutput | None:
-        """The group now, if it has new tokens; None for samples that are only ranked at the end."""
+        """Output of the group so far; None without new tokens, or if its samples are ranked at the end."""
         if group.request.sampling.is_ranked:
             return None
         completions = [self._partial(sequence) for sequence in group.sequences]
@@ -59,13 +58,13 @@ class PartialOutputs:
         )
 
     def final(self, output: RequestOutput) -> RequestOutput:
-        """The last output of the request: with `kind` delta, what was not shown yet of each completion."""
+        """The last output of the request; with `kind` delta, the rest of each completion."""
         if self.kind is not RequestOutputKind.DELTA:
             return output
         return replace(output, outputs=[self._rest(each) for each in output.outputs])
 
     def _partial(self, sequence: Sequence) -> CompletionOutput | None:
-        """None where nothing is new."""
+        """Output of a sequence; None without new tokens."""
         shown = self._shown.setdefault(sequence.sample_index, _Shown())
         if len(sequence.output_token_ids) == shown.num_tokens:
             return None
@@ -78,10 +77,8 @@ class PartialOutputs:
     def _cumulative(self, sequence: Sequence) -> CompletionOutput:
         has_failed = sequence.finish_reason in (FinishReason.ERROR, FinishReason.FORM_ERROR)
         text = None if sequence.finish_reason and not has_failed else self._certain_text(sequence)
-        completion = completion_output(
-            sequence.sample_index, sequence, self.tokenizer, text, self._spelled_logprobs(sequence)
-        )
-        # The request's error, when its other samples have ended, is the only end that is told.
+        completion = completion_output(sequence.sample_index, sequence, self.tokenizer, text, self._logprobs(sequence))
+        # The error is reported once, with the request's last output.
         return replace(completion, finish_reason=None) if has_failed else completion
 
     def _rest(self, completion: CompletionOutput) -> CompletionOutput:
@@ -95,19 +92,19 @@ class PartialOutputs:
             logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
         )
 
-    def _spelled_logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:
+    def _logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:
         if sequence.request.sampling.logprobs is None:
             return None
         shown = self._shown.setdefault(sequence.sample_index, _Shown())
-        spelled = shown.logprobs
         shown.token_texts = shown.token_texts or token_texts(sequence, self.tokenizer)
         is_last = sequence.finish_reason is not None
-        spelled += spelled_logprobs(sequence.logprobs[len(spelled) :], shown.token_texts, is_last=is_last)
-        # An output is its reader's, who may be in another thread.
-        return [dict(each) for each in spelled]
+        new = sequence.logprobs[len(shown.logprobs) :]
+        shown.logprobs += logprobs_with_text(new, shown.token_texts, is_last=is_last)
+        # Copies: the caller owns an output, maybe in another thread.
+        return [dict(each) for each in shown.logprobs]
 
     def _certain_text(self, sequence: Sequence) -> str:
-        """What the text of a running sequence begins with, however it goes on."""
+        """Beginning of the text of a running sequence that no later token changes."""
         sampling = sequence.request.sampling
         if self.tokenizer is None or not sampling.detokenize:
             return ""

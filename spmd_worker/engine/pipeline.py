@@ -1,9 +1,7 @@
-"""The steps that are agreed on and not taken in yet: one, as many as a pipeline has stages, or two where steps are
-decided ahead.
+"""Steps in flight: agreed on, results not yet applied. One, one per pipeline stage, or two with async scheduling.
 
 Every rank agrees on a step at the same time; the ranks of stage s execute it s steps later, so that all stages compute
-at once. With one stage a step is executed at once, and where steps are decided ahead its ids are read when the next one
-has been launched.
+at once. With one stage a step is executed at once; with async scheduling its ids are read after the next launch.
 """
 
 from collections import deque
@@ -19,7 +17,7 @@ from spmd_worker.replica.sequence.step import StepResult
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """`result` is what this rank's executor makes of the step, None until it begins."""
+    """`result` is that of this rank's executor, None until it begins the step."""
 
     agreed: AgreedStep
     is_expected: bool = False
@@ -27,38 +25,42 @@ class _StepInFlight:
 
 
 class StepPipeline:
-    """Call `add` for each step, and `take_oldest` while `is_full`, or to leave nothing in flight."""
+    """Call `add` for each step, and `take_oldest` while `is_full` or to drain the pipeline."""
 
     def __init__(self, executor: Executor, channel: ControlChannel, num_shards: int, num_stages: int) -> None:
         self._executor, self._channel = executor, channel
-        self._most_steps = executor.max_concurrent_batches
+        self._max_steps = executor.max_concurrent_batches
         self._steps: deque[_StepInFlight] = deque()
-        # An executor of all stages hands every step on at once.
+        # An executor of all stages executes every step at once.
         has_own_stage = num_stages > 1 and channel.size > 1
         self._stage = channel.rank // num_shards if has_own_stage else 0
-        # The replica's first rank that samples: of the last stage.
+        # The first rank of the last stage, which samples.
         self._sampling_rank = (num_stages - 1) * num_shards if has_own_stage else 0
 
     def __len__(self) -> int:
-        """Steps in flight."""
+        """Number of steps in flight."""
         return len(self._steps)
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest must be taken before another is added."""
-        return len(self._steps) == self._most_steps
+        """Whether the oldest step must be taken before another is added."""
+        return len(self._steps) == self._max_steps
 
     def add(self, agreed: AgreedStep) -> None:
-        """Every rank's next step. Executes the one whose turn it is on this rank's stage, if there is one."""
+        """Add the next step, on every rank, and execute the one that is due on this rank's stage, if any."""
         assert not self.is_full, agreed.plan.step
         self._steps.append(_StepInFlight(agreed))
         if 0 < self._stage <= len(self._steps):
-            self._expect(self._steps[-self._stage])
+            expected = self._steps[-self._stage]
+            # Receive the previous stage's hidden states while this rank computes the step before.
+            if not expected.is_expected and expected.agreed.plan.has_rows:
+                expected.is_expected = True
+                self._executor.collective_rpc("expect_step", args=(expected.agreed.plan.num_tokens,))
         if self._stage < len(self._steps):
             self._execute(self._steps[-1 - self._stage])
 
     def take_oldest(self) -> tuple[AgreedStep, StepResult]:
-        """The oldest step and what all its ranks made of it, waiting for it."""
+        """Wait for the oldest step and remove it; returns it with its result, the same on all ranks of the replica."""
         step = self._steps.popleft()
         plan = step.agreed.plan
         if step.result is None:
@@ -67,20 +69,14 @@ class StepPipeline:
         assert result is not None, plan.step
         return step.agreed, self._shared(result) if self._sampling_rank and plan.has_rows else result
 
-    def _expect(self, step: _StepInFlight) -> None:
-        """What the stage before sends of this step may come while this rank computes the step before."""
-        if not step.is_expected and step.agreed.plan.has_rows:
-            step.is_expected = True
-            self._executor.collective_rpc("expect_step", args=(step.agreed.plan.num_tokens,))
-
     def _execute(self, step: _StepInFlight) -> None:
-        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._most_steps > 1)
+        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._max_steps > 1)
 
     def _shared(self, result: StepResult) -> StepResult:
-        """What the last stage sampled, on every rank."""
+        """Broadcast the result of the last stage, which sampled, to every rank."""
         is_source = self._channel.rank == self._sampling_rank
         payload = self._channel.broadcast(encode_result(result) if is_source else None, self._sampling_rank)
         shared = decode_result(payload)
-        # A rank of the last stage made masks of its own.
+        # A rank of the last stage has made its own masks.
         own_masks = result.mask_checksums or shared.mask_checksums
         return replace(shared, finished_transfers=result.finished_transfers, mask_checksums=own_masks)

@@ -1,4 +1,4 @@
-"""Requests of an engine on this rank: their numbers, limits, prompts and times, from admission to output."""
+"""Requests of an engine on this rank: ids, limits, prompts and times, from admission to output."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ from spmd_worker.resolved import ResolvedRun
 
 
 class Requests:
-    """Requests that were added here. Only rank 0's are answered: other ranks count the requests of its events.
+    """Requests added on this rank. Only rank 0's are answered: other ranks count the requests of its events.
 
-    `add`, `admit` and `abort` may be called in any thread while another one steps.
+    Any thread may call `add`, `admit` and `abort` while another one steps.
     """
 
     def __init__(self, resolved: ResolvedRun, calls: CallGuard, life: Life) -> None:
@@ -39,43 +39,40 @@ class Requests:
         )
         self.num_requests = 0
         self.num_calls = 0
-        """Lists of prompts that were given to the engine: the same on every rank."""
+        """Number of calls with a list of prompts: the same on every rank."""
         self.num_unnamed = 0
-        """Requests with neither custom id nor index."""
+        """Number of requests with neither custom id nor index."""
         self.times = RequestTimes()
         self.kept_outputs: list[Any] | None = None
-        """Outputs of a step after which a signal's handler raised: the next call of `step` gives them, without a step,
-        because the other ranks have got theirs.
+        """Outputs of a step after which a signal handler raised: the next call of `step` returns them without a step,
+        because the other ranks have already returned theirs.
         """
         self._resolved, self._tokenizer, self._calls, self._life = resolved, tokenizer, calls, life
         self._prompts: dict[RequestId, str | None] = {}
-        self._last_taken = (resolved.default_sampling, resolved.default_sampling)
+        self._last_normalised = (resolved.default_sampling, resolved.default_sampling)
 
     @property
     def open_ids(self) -> tuple[RequestId, ...]:
-        """Requests that have not ended, in the order in which they were added."""
+        """Ids of the requests that have not ended, in the order of their addition."""
         return tuple(self._prompts)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added here and not answered yet."""
-        kept = self.kept_outputs or []
-        return len(self._prompts) + len([output for output in kept if output.finished])
+        """Number of requests added here and not answered yet."""
+        return len(self._prompts) + sum(bool(output.finished) for output in self.kept_outputs or ())
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has anything to do or to hand out here."""
+        """Whether this rank has requests whose last output was not returned."""
         return bool(self._prompts or self.kept_outputs)
 
     def check_idle(self) -> None:
-        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, awake, nothing
-        waiting.
-        """
+        """Raise RuntimeError unless the engine is open, awake and without requests."""
         self.check_idle_or_asleep()
         self._life.check_awake()
 
     def check_idle_or_asleep(self) -> None:
-        """As `check_idle`; something may sleep."""
+        """Raise RuntimeError unless the engine is open and without requests."""
         self._life.check_open()
         if self.has_unfinished:
             raise RuntimeError(
@@ -86,11 +83,9 @@ class Requests:
     def check(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
     ) -> None:
-        """Raise ValueError for a request that could never be answered, TypeError for what is none. Needs no other
-        rank.
-        """
+        """Raise ValueError for a request that cannot be answered, TypeError for an invalid type. Local to this rank."""
         self.limits.check(prompt_token_ids, sampling, pooling)
-        self._taken(sampling)
+        self._normalised(sampling)
 
     def add(
         self,
@@ -101,7 +96,7 @@ class Requests:
         custom_id: str | None = None,
         index: int | None = None,
     ) -> RequestId:
-        """Check a request, raising ValueError or TypeError as `check` does, and queue it (`admit`)."""
+        """Check a request, with the errors of `check`, and queue it (`admit`)."""
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
@@ -122,9 +117,10 @@ class Requests:
         rope_regime: int | None = None,
         pooling: PoolingParams | None = None,
     ) -> RequestId:
-        """Queue a request that `check` let pass for the next step. `custom_id`, else `index` in call number `call`,
-        else the order of requests that have neither names its randomness. `rope_regime` None is its own. `pooling` is
-        as `taken_pooling` leaves it, with the `sampling` of `pooled_sampling`.
+        """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
+        `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
+        from its length and parameters. `pooling` is normalised (`taken_pooling`), with the `sampling` of
+        `pooled_sampling`.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
@@ -137,7 +133,7 @@ class Requests:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
-            request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime, pooling)
+            request = Request(request_id, tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling)
             self.num_requests += 1
             self._prompts[request_id] = prompt
             self.times.add(request_id)
@@ -145,17 +141,17 @@ class Requests:
             return request_id
 
     def rope_regime(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
-        """`ModelConfig.rope_regime` of a row with these parameters."""
+        """`ModelConfig.rope_regime` for a row with these parameters."""
         max_model_len = self._resolved.max_model_len
         most = min(num_prompt_tokens + (sampling.max_tokens or max_model_len), max_model_len)
-        # Nothing is computed with the last token that is sampled.
+        # The last sampled token is not computed.
         return self._resolved.model_config.rope_regime(num_prompt_tokens, max(most - 1, num_prompt_tokens))
 
     def abort(self, request_ids: str | int | Iterable[str | int]) -> None:
-        """End one request or several at the next step; each output so far comes back with finish reason "abort".
+        """End requests at the next step; their outputs so far are returned with finish reason "abort".
 
-        Ids are what `add` returned or what outputs have; one of no unfinished request is not an error. Raises
-        TypeError for what is no id, and none is ended then.
+        Ids are the results of `add` or the `request_id` of outputs; those without an unfinished request are ignored.
+        Raises TypeError for an invalid id, before any request is ended.
         """
         numbers = as_request_ids(request_ids)
         with self._calls.queueing("abort_request"):
@@ -164,14 +160,12 @@ class Requests:
                     self._calls.queue(Abort(number))
 
     def count(self, request: Request) -> None:
-        """Requests that this rank did not add itself have their numbers too."""
+        """Count a request of rank 0, so that ids are the same on every rank."""
         with self._calls.lock:
             self.num_requests = max(self.num_requests, request.request_id + 1)
 
-    def continue_from(self, num_requests: int, num_calls: int, num_unnamed: int) -> None:
-        """Go on counting where the engine ended in whose place this one stands, the same on every rank: no number names
-        two things.
-        """
+    def restore_counts(self, num_requests: int, num_calls: int, num_unnamed: int) -> None:
+        """Continue the counts of the engine that this one replaces, the same on every rank: ids stay unique."""
         self.num_requests, self.num_calls, self.num_unnamed = num_requests, num_calls, num_unnamed
 
     def metrics(self, group: SequenceGroup) -> RequestMetrics | None:
@@ -180,46 +174,46 @@ class Requests:
         return self.times.read(group.request.request_id, num_output_tokens)
 
     def finish(self, group: SequenceGroup) -> RequestOutput:
-        """The output of a request that has ended."""
+        """Output of a request that has ended."""
         request_id, metrics = group.request.request_id, self.metrics(group)
         self.times.forget(request_id)
         return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
 
-    def _taken(self, sampling: SamplingParams) -> SamplingParams:
-        """Rows often share their parameters: the last ones are remembered."""
-        # Read and set once each: `check` may be called in several threads.
-        last = self._last_taken
+    def _normalised(self, sampling: SamplingParams) -> SamplingParams:
+        """Normalise parameters; the last result is cached, because rows often share their parameters."""
+        # Read and set once each: several threads may call `check`.
+        last = self._last_normalised
         if sampling is not last[0]:
             frozen = sampling.frozen()
-            last = self._last_taken = (frozen, taken_params(frozen, self._tokenizer, self.limits.vocab_size))
+            last = self._last_normalised = (frozen, taken_params(frozen, self._tokenizer, self.limits.vocab_size))
         return last[1]
 
 
 class RequestTimes:
-    """Arrival, beginning and end of each request on this rank, for `RequestOutput.metrics`. Decides nothing."""
+    """Times of each request on this rank, for `RequestOutput.metrics`. No decision depends on them."""
 
     def __init__(self) -> None:
         self._metrics: dict[RequestId, RequestMetrics] = {}
 
     def add(self, request_id: RequestId) -> None:
-        """A request was queued now."""
+        """Record that a request was queued."""
         self._metrics[request_id] = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
 
-    def arrived(self, request_id: RequestId, arrival_time: float) -> None:
-        """A request that was added had come before: at `arrival_time`, in seconds since the epoch."""
+    def set_arrival(self, request_id: RequestId, arrival_time: float) -> None:
+        """Set an earlier time of arrival, in seconds since the epoch."""
         metrics = self._metrics.get(request_id)
         if metrics is not None:
             metrics.arrival_time = arrival_time
 
     def begin(self, plan: StepPlan) -> None:
-        """A step was planned now. What is new in it is in `groups`: a step that only decodes costs nothing here."""
+        """Record that a step was planned. Only its `groups`, which a decode step has none of, are looked at."""
         for group in plan.groups:
             metrics = self._metrics.get(group.request_id)
             if metrics is not None and not metrics.scheduled_ts:
                 metrics.scheduled_ts = time.monotonic()
 
     def end(self, plan: StepPlan) -> None:
-        """The step has sampled now."""
+        """Record that the step has sampled."""
         for group in plan.groups:
             metrics = self._metrics.get(group.request_id)
             if metrics is None or metrics.first_token_ts:
@@ -229,7 +223,7 @@ class RequestTimes:
                 metrics.first_token_latency = time.time() - metrics.arrival_time
 
     def read(self, request_id: RequestId, num_output_tokens: int) -> RequestMetrics | None:
-        """What is known of a request whose last tokens have come now; None for one that was not added here."""
+        """Metrics of a request whose last tokens were sampled now; None for one that was not added here."""
         metrics = self._metrics.get(request_id)
         if metrics is None:
             return None
@@ -237,5 +231,5 @@ class RequestTimes:
         return replace(metrics, num_generation_tokens=num_output_tokens, last_token_ts=last_token_ts)
 
     def forget(self, request_id: RequestId) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         self._metrics.pop(request_id, None)

@@ -1,13 +1,13 @@
-"""Starting an engine: every rank builds its replica, and what must be the same everywhere is compared first.
+"""Start of an engine: every rank builds its replica, after the ranks have compared everything that must be equal.
 
-Configuration, code and model first, then files and memory phase by phase, each agreed on by all ranks, so that one
-rank's failure is every rank's error and nobody is waited for in vain.
+Configuration, code and model come first, then files and memory phase by phase, each agreed on by all ranks, so that the
+failure of one rank is an error on every rank and no rank waits in vain.
 """
 
 import json
 import platform
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -23,15 +23,8 @@ from spmd_worker.base.errors import ConfigError, RankFailedError
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
-from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.version import code_fingerprint
-from spmd_worker.engine.call_guard import CallGuard
-from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.engine import Engine
-from spmd_worker.engine.life import Life
-from spmd_worker.engine.pipeline import StepPipeline
-from spmd_worker.engine.requests import Requests
-from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.ranks.communicator import single_group
@@ -54,15 +47,14 @@ from spmd_worker.worker.memory.estimate import block_copy_tokens
 from spmd_worker.worker.memory.plan import check_cache_setting
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
-"""Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
-
+"""Free blocks that admission leaves for each running sequence (`docs/decisions.md`)."""
 
 _Engine = TypeVar("_Engine", bound=Engine)
 
 
 def read_run(config: RunConfig) -> ResolvedRun:
-    """What this process computes with, its files read once; nothing is started. Raises ConfigError, ModelConfigError
-    or TokenizerError for what cannot run.
+    """Resolve a configuration for this process; reads the model's files once and starts nothing. Raises ConfigError,
+    ModelConfigError or TokenizerError for an unsupported run.
     """
     leave_to_rank_0(read_rank_environment().rank)
     resolved = resolve_run(config, device_type(config.device))
@@ -78,10 +70,9 @@ def start_engine(
 ) -> _Engine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 
-    `resolved` is from `read_run`. `watchdog` is the program's own, and started; without one the engine has one for as
-    long as it lives. `engine_class` is the class of what is returned.
+    `resolved` is from `read_run`. `watchdog` is the program's own, already started; the engine makes one otherwise.
 
-    Raises ConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the same on every rank,
+    Raises ConfigError before it waits for other ranks; RanksDisagreeError and RankFailedError, the same on every rank,
     once the groups exist.
     """
     executor_config = resolved.config.executor
@@ -95,16 +86,16 @@ def start_engine(
         is_on_gpu = resolved.device_type == "cuda"
         watchdog = watch_guest(environment, num_ranks, executor_config.timeout_s, spins=is_on_gpu)
         watchdog.start()
-    return _start_together(resolved, executor, watchdog, executor.start, engine_class)
+    return _start(resolved, executor, watchdog, executor.start, engine_class)
 
 
 def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
-    """The engine that goes on in its place, over ranks divided in another way, with nothing in its caches.
+    """Replace the engine by one of another layout over the same processes, with empty caches.
 
-    Under a launcher the ranks stay as many as they are; `multiproc` starts and ends processes. Everything that a start
-    agrees on is agreed on anew, numbers of blocks too. Requests and calls go on being numbered; counters begin anew.
-    Every rank of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for a layout
-    that cannot run here, with everything as it was; any later failure is for good.
+    Under a launcher the number of ranks is fixed; `multiproc` starts and ends processes. The ranks repeat all
+    agreements of a start, numbers of blocks included. Ids of requests and calls continue; counters restart. Every rank
+    of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for an unsupported
+    layout, with the engine unchanged; any later failure is fatal.
     """
     engine.requests.check_idle()
     executor, watchdog = engine.executor, engine.watchdog
@@ -114,26 +105,19 @@ def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
     executor.check_layout(resolved.layout)
     engine.life.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
-    restarted = _start_together(resolved, executor, watchdog, set_up, type(engine))
-    # Replicas have counted by themselves.
-    counts = (engine.requests.num_requests, engine.requests.num_unnamed)
-    num_requests, num_unnamed = (
-        -least for least in restarted.engine_channel.minimum(tuple(-count for count in counts))
-    )
-    restarted.requests.continue_from(num_requests, engine.requests.num_calls, num_unnamed)
+    restarted = _start(resolved, executor, watchdog, set_up, type(engine))
+    # Each replica has its own counts: continue from their maximum.
+    least = restarted.engine_channel.minimum((-engine.requests.num_requests, -engine.requests.num_unnamed))
+    restarted.requests.restore_counts(-least[0], engine.requests.num_calls, -least[1])
     return restarted
 
 
-def _start_together(
-    resolved: ResolvedRun,
-    executor: Executor,
-    watchdog: Watchdog,
-    set_up: Callable[[], None],
-    engine_class: type[_Engine],
-) -> _Engine:
+@contextmanager
+def _diagnosed(watchdog: Watchdog) -> Iterator[None]:
+    """Block whose errors are reported to the other ranks, which may wait for this one, and name their cause."""
     try:
-        return _start(resolved, executor, watchdog, set_up, engine_class)
-    except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
+        yield
+    except BaseException as error:
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
         if not watchdog.watched.exits:
@@ -151,87 +135,39 @@ def _start(
     engine_class: type[_Engine],
 ) -> _Engine:
     config = resolved.config
-    # Step 0 once more where an engine goes on: a start may take any time.
-    watchdog.heartbeat.enter("joining the other ranks", 0)
-    set_up()
-    channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
-    engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
-    try:
-        watchdog.join_run(check_members(engine_channel, run_secret()))
-        # Ranks of the engine, of any replica, must not share a GPU.
-        gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
-        check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
-        sizes = _load(resolved, executor, channel, engine_channel, watchdog)
-        watchdog.heartbeat.enter("agreeing on the start")
-        scheduler = _new_replica(resolved, sizes)
-        if config.executor.digest_every:
-            _agree_on_computing(channel, engine_channel, executor, scheduler)
-        # The channel last: it starts a thread.
-        lockstep = Lockstep(
-            _open_channel(config, channel, executor.environment),
-            config.executor.digest_every,
-            scheduler.limits.num_in_flight,
-        )
-    except BaseException as error:
-        # Before the groups are taken down, which may take a while.
-        watchdog.fail(error)
-        executor.shutdown()
-        raise
-    watchdog.heartbeat.enter(BETWEEN_STEPS)
-    return new_engine(resolved, executor, channel, engine_channel, lockstep, scheduler, watchdog, engine_class)
-
-
-def new_engine(
-    resolved: ResolvedRun,
-    executor: Executor,
-    channel: ControlChannel,
-    engine_channel: ControlChannel,
-    lockstep: Lockstep,
-    scheduler: Scheduler,
-    watchdog: Watchdog | None,
-    engine_class: type[_Engine],
-) -> _Engine:
-    """An engine of parts that have started: no rank is waited for."""
-    times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
-    life = Life(executor, lockstep, (channel, engine_channel), watchdog, times.heartbeat)
-    calls = CallGuard()
-    requests = Requests(resolved, calls, life)
-    weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
-    changes = Changes(executor, lockstep, channel, engine_channel, calls, life, requests, weights)
-    parallel = resolved.config.parallel
-    pipeline = StepPipeline(executor, channel, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    return engine_class(
-        resolved,
-        executor,
-        channel,
-        engine_channel,
-        lockstep,
-        scheduler,
-        pipeline,
-        watchdog,
-        times,
-        calls,
-        life,
-        requests,
-        changes,
-    )
-
-
-def _agree_on_computing(
-    channel: ControlChannel, engine_channel: ControlChannel, executor: Executor, scheduler: Scheduler
-) -> None:
-    """Blocks and the order of arithmetic: what is only known once the kernels are built and the memory is measured.
-
-    Another replica may have another number of blocks, but must compute the same bits.
-    """
-    cache = {
-        "num_blocks": scheduler.cache.num_blocks,
-        "num_host_blocks": scheduler.cache.num_host_blocks,
-        "block_size": scheduler.cache.block_size,
-    }
-    check_equal("caches", channel.gather(canonical(cache)))
-    arithmetic = executor.reports()[0].arithmetic
-    check_equal("kernels", engine_channel.gather(canonical({"arithmetic": arithmetic})))
+    with _diagnosed(watchdog):
+        # Step 0 again after a restart: a start may take any time.
+        watchdog.heartbeat.enter("joining the other ranks", 0)
+        set_up()
+        channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
+        engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
+        try:
+            watchdog.join_run(check_members(engine_channel, run_secret()))
+            # No two ranks of the engine, of any replica, may share a GPU.
+            gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
+            check_own_gpus([identity for each in gpus for identity in json.loads(each)])
+            sizes = _load(resolved, executor, channel, engine_channel, watchdog)
+            watchdog.heartbeat.enter("agreeing on the start")
+            scheduler = _new_replica(resolved, sizes)
+            if config.executor.digest_every:
+                # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
+                # blocks, but must compute the same bits.
+                names = ("num_blocks", "num_host_blocks", "block_size")
+                check_equal(
+                    "caches", channel.gather(canonical({name: getattr(scheduler.cache, name) for name in names}))
+                )
+                arithmetic = {"arithmetic": executor.reports()[0].arithmetic}
+                check_equal("kernels", engine_channel.gather(canonical(arithmetic)))
+            # The channel last: it starts a thread.
+            step_channel = _open_channel(config, channel, executor.environment)
+            lockstep = Lockstep(step_channel, config.executor.digest_every, scheduler.limits.num_in_flight)
+        except BaseException as error:
+            # Before the groups are closed, which may take a while.
+            watchdog.fail(error)
+            executor.shutdown()
+            raise
+        watchdog.heartbeat.enter(BETWEEN_STEPS)
+        return engine_class(resolved, executor, channel, engine_channel, lockstep, scheduler, watchdog)
 
 
 def _load(
@@ -241,8 +177,8 @@ def _load(
     engine_channel: ControlChannel,
     watchdog: Watchdog,
 ) -> CacheSizes:
-    """Everything that reads files or takes memory, agreed on step by step by all replicas; returns the blocks that
-    every rank of this one has.
+    """Load the model and allocate the cache, each phase agreed on by all replicas; returns the numbers of blocks, the
+    same on every rank of this replica.
     """
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
@@ -263,18 +199,18 @@ def _load(
 
 
 def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
-    """Raise RuntimeError for a device that does not compute, ConfigError for a worker class that cannot do this."""
+    """Raise RuntimeError for a device that does not compute, ConfigError for an unsuitable worker class."""
     executor.check_health()
     config, pooling = resolved.config, resolved.model_config.pooling
     key, task = f"executor.worker_cls={config.executor.worker_cls}", "generate" if pooling is None else pooling.task
     if task not in executor.supported_tasks:
         known = ", ".join(executor.supported_tasks) or "nothing"
         kind = "generates" if pooling is None else "pools"
-        raise ConfigError(f"{key} supports {known} on every rank, and not {task}: name a class that {kind}")
+        raise ConfigError(f"{key} supports {known} on every rank, but not {task}: name a class that {kind}")
     for rank, spec in enumerate(executor.get_kv_cache_specs()):
         if spec.block_size != config.cache.block_size:
             raise ConfigError(
-                f"{key} has blocks of {spec.block_size} tokens on worker {rank}, and cache.block_size is "
+                f"{key} has blocks of {spec.block_size} tokens on worker {rank}, but cache.block_size is "
                 f"{config.cache.block_size}: they must be equal"
             )
 
@@ -308,28 +244,21 @@ def _new_replica(resolved: ResolvedRun, sizes: CacheSizes) -> Scheduler:
 
 
 def package_versions() -> dict[str, str]:
-    """What computes beside this code, and could compute otherwise in another version."""
+    """Versions of Python and of the packages that affect results."""
     versions = {module.__name__: str(module.__version__) for module in (numpy, tokenizers, torch)}
-    # It takes its time to import, and only rows whose answers have a form need it.
-    for name in ("llguidance",):
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+    # Not imported: it is slow to import, and only structured outputs need it.
+    with suppress(metadata.PackageNotFoundError):
+        versions["llguidance"] = metadata.version("llguidance")
     return {"python": platform.python_version(), **versions}
 
 
-def _agree_on_start(
-    channel: ControlChannel,
-    watchdog: Watchdog,
-    resolved: ResolvedRun,
-) -> None:
-    """Configuration, code and model must be the same on every rank; where output goes, and where clients come from, is
-    rank 0's business.
-    """
+def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: ResolvedRun) -> None:
+    """Compare configuration, code and model. Only rank 0 uses the settings of outputs and clients."""
     settings = asdict(resolved.config)
     del settings["job"], settings["serve"]
-    # The memory budget may differ: the number of blocks is agreed on by its minimum.
+    # The memory budget may differ: the ranks agree on the minimum number of blocks.
     del settings["cache"]["gpu_memory_utilization"]
-    # So may folders; what is in the files is compared.
+    # So may folders: the contents of files are compared.
     settings["model"]["path"] = settings["parallel"]["expert_placement"] = None
     value = {
         "config": settings,
@@ -348,25 +277,20 @@ def _agree_on_start(
 
 
 def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path, inside: tuple[str, ...]) -> None:
-    """Ranks that read the same files have the same weights; copies are compared by content, tensor by tensor."""
-    identities = channel.gather(
-        canonical(_together(channel, watchdog, "reading the checkpoint", partial(file_identities, folder, inside)))
-    )
+    """Compare weights: by the identity of files if all ranks read the same ones, else by content, tensor by tensor."""
+    read = partial(_together, channel, watchdog, "reading the checkpoint")
+    identities = channel.gather(canonical(read(partial(file_identities, folder, inside))))
     if len(dict.fromkeys(identities)) == 1:
         return
-    # One rank of those that share files reads them for all.
+    # The first of the ranks that share files reads them for all.
     is_first = identities.index(identities[channel.rank]) == channel.rank
-    digests = _together(
-        channel, watchdog, "reading the checkpoint", partial(tensor_digests, folder, inside) if is_first else dict
-    )
-    gathered = channel.gather(canonical(digests))
+    gathered = channel.gather(canonical(read(partial(tensor_digests, folder, inside) if is_first else dict)))
     check_equal("weights", [gathered[identities.index(identity)] for identity in identities])
 
 
 def _together(channel: ControlChannel, watchdog: Watchdog, phase: str, action: Callable[[], Any]) -> Any:
-    """Run `action` on every rank; if it fails on any, all raise RankFailedError naming the first that did and why."""
-    result: Any = None
-    problem = ""
+    """Run `action` on every rank; if it fails on any, all raise RankFailedError that names the first rank and error."""
+    result, problem = None, ""
     watchdog.heartbeat.enter(phase)
     try:
         result = action()

@@ -1,27 +1,25 @@
-"""How long rank 0 does other things between two steps: the other ranks wait for its next one, and not for ever."""
+"""Maximum time between two steps of rank 0: the other ranks wait for its next step up to `executor.timeout_s`."""
 
 import time
 from typing import Final
 
-_EMPTY_STEPS_A_TIMEOUT: Final = 8
-_TURN_S: Final = 1.0
+_STEPS_PER_TIMEOUT: Final = 8
+_MAX_BUDGET_S: Final = 1.0
 """Rows that take a millisecond each fill the next steps in less."""
 
 
 def max_step_interval_s(timeout_s: float) -> float:
-    """So long after a step comes another, an empty one where there is nothing to compute; `timeout_s` is
-    `executor.timeout_s`.
-    """
-    return timeout_s / _EMPTY_STEPS_A_TIMEOUT
+    """Time after which a step is due, an empty one if there is nothing to compute."""
+    return timeout_s / _STEPS_PER_TIMEOUT
 
 
 class TimeBudget:
-    """The time for what is done between two steps, from now on."""
+    """Time for other work between two steps, from now on."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._end_s = time.monotonic() + min(_TURN_S, max_step_interval_s(timeout_s))
+        self._end_s = time.monotonic() + min(_MAX_BUDGET_S, max_step_interval_s(timeout_s))
 
     @property
     def is_over(self) -> bool:
-        """Whether a step may be due: what is left is done after it."""
+        """Whether a step may be due: the rest of the work is done after it."""
         return time.monotonic() >= self._end_s

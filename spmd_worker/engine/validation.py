@@ -1,8 +1,4 @@
-"""Which requests an engine can answer at all: checked once, before anything is queued, so that one costs the others
-nothing.
-
-Imports no torch, for the reader of rows.
-"""
+"""Validation of requests against the limits of an engine, before they are queued. Imports no torch, for row readers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,19 +18,17 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 _NO_REQUEST: Final = RequestId(-1)
 _MAX_ID_DIGITS: Final = 19
 _SHORT_TEXT: Final = 10_000
-"""Characters that are encoded in a moment."""
-_MOST_CHARACTERS: Final = 1 << 22
-"""Of a text that is encoded, which takes about a second and 200 MiB for each million; as much as a chat template may
-write.
-"""
-_CHARACTERS_A_TOKEN: Final = 16
-"""So many fit a model of any length."""
+"""Characters of a text that is encoded without a check: it takes no time."""
+_MAX_CHARACTERS: Final = 1 << 22
+"""Maximum size of an encoded text, and of a chat template's; a million takes about a second and 200 MiB."""
+_CHARACTERS_PER_TOKEN: Final = 16
+"""Characters per token of the maximum model length that are always encoded."""
 
 
 def as_request_ids(given: Any) -> list[RequestId]:
-    """One request id, or each of an iterable: as a number, as `add_request` returns it, or as text, as outputs have it.
+    """One request id or an iterable of them: numbers as `add_request` returns them, or text as in outputs.
 
-    A text that is no number is the id of no request. Raises TypeError for anything else.
+    A text that is not a number is the id of no request. Raises TypeError for anything else.
     """
     is_several = isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray)
     return [_as_request_id(each) for each in (given if is_several else [given])]
@@ -47,14 +41,14 @@ def _as_request_id(value: Any) -> RequestId:
     number = plain_int(value)
     if number is None:
         raise TypeError(
-            f"{shown(value)} is no request id: give the number that add_request returned, an output's request_id, or "
-            f"several of these in a list"
+            f"{shown(value)} is not a request id: give the number that add_request returned, an output's request_id, "
+            f"or several of these in a list"
         )
     return RequestId(number)
 
 
 class RequestError(ValueError):
-    """A request that could never be answered: the message names what to change, `code` is an error row's."""
+    """A request that cannot be answered: the message says what to change, `code` is the code of an error row."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -63,8 +57,8 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one engine can answer; `max_model_len` counts prompt and output tokens. `grammars` compiles the forms that
-    answers must have; without it there are none to be had. With `pooling` rows are pooled, and none generates.
+    """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
+    which are rejected without it. With `pooling` all rows are pooled.
     """
 
     vocab_size: int
@@ -74,7 +68,7 @@ class RequestLimits:
     pooling: PoolingConfig | None = None
 
     def truncate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Sequence[int]:
-        """What the parameters leave of a prompt (`truncate_prompt_tokens`). Raises TypeError for what is no request."""
+        """Apply `truncate_prompt_tokens` to a prompt. Raises TypeError for an invalid type."""
         check_sampling(sampling)
         if sampling.truncate_prompt_tokens is None:
             return prompt_token_ids
@@ -84,21 +78,19 @@ class RequestLimits:
     def check(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
     ) -> None:
-        """Raise RequestError for what is wrong first, TypeError for what is no request."""
+        """Raise RequestError for the first invalid value, TypeError for an invalid type."""
         check_sampling(sampling)
         self.check_runner(pooling)
-        # An output token needs no place behind a prompt that is only scored or pooled: nothing is computed with it.
-        is_all = pooling is not None or (sampling.prompt_logprobs is not None and sampling.max_tokens == 1)
-        self._check_prompt(self._token_ids(prompt_token_ids), num_output_tokens=0 if is_all else 1)
+        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling)
         sampling.check()
         self._check_sampling(sampling)
 
     def check_text(
         self, tokenizer: Tokenizer, *texts: str, is_cut: bool = False, most: int | None = None, key: str = ""
     ) -> None:
-        """Raise RequestError for texts, which are encoded together, that have too many tokens whatever these are, or
-        too many characters to count them: such are not encoded. With `most` the limit is that one, of the name `key`.
-        `is_cut`: any number of tokens fits.
+        """Raise RequestError for texts, to be encoded together, with a minimum number of tokens above the model's
+        limit, or above `most` of the name `key`, and for texts that are too large to encode. With `is_cut` the prompt
+        will be truncated: any number of tokens fits.
         """
         num_characters = sum(map(len, texts))
         if num_characters <= _SHORT_TEXT:
@@ -108,13 +100,13 @@ class RequestLimits:
             raise self._too_long(f"at least {least}")
         if most is not None and least > most:
             raise RequestError("prompt_too_long", f"the prompt has at least {least} tokens, more than {key}={most}")
-        bound = max(_MOST_CHARACTERS, _CHARACTERS_A_TOKEN * self.max_model_len)
+        bound = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * self.max_model_len)
         if num_characters > bound:
-            message = f"the prompt has {num_characters} characters, and no more than {bound} are encoded: shorten it"
+            message = f"the prompt has {num_characters} characters, more than the limit of {bound}: shorten it"
             raise RequestError("prompt_too_long", message)
 
     def check_runner(self, pooling: PoolingParams | None) -> None:
-        """Raise RequestError for a row that another runner serves."""
+        """Raise RequestError for a row of another runner."""
         try:
             if pooling is not None:
                 check_task(pooling.task or "embed", self.pooling)
@@ -136,7 +128,9 @@ class RequestLimits:
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
 
-    def _check_prompt(self, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
+    def _check_prompt(
+        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, pooling: PoolingParams | None
+    ) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         least, most = min(prompt_token_ids), max(prompt_token_ids)
@@ -145,11 +139,13 @@ class RequestLimits:
             raise RequestError(
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
-        if len(prompt_token_ids) + num_output_tokens > self.max_model_len:
+        # A prompt that is only scored or pooled needs no slot for an output token: it is not computed.
+        is_all = pooling is not None or (sampling.prompt_logprobs is not None and sampling.max_tokens == 1)
+        if len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             raise self._too_long(str(len(prompt_token_ids)))
 
     def _too_long(self, count: str) -> RequestError:
-        held = "the prompt: truncate_prompt_tokens=-1 cuts it, else"
+        held = "the prompt: truncate it with truncate_prompt_tokens=-1,"
         held = held if self.pooling is not None else "the prompt and at least one output token:"
         return RequestError(
             "prompt_too_long",
@@ -165,13 +161,13 @@ class RequestLimits:
             message = "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
             raise RequestError("tokenizer_missing", message)
         if sampling.structured_outputs is not None:
-            self._check_form(sampling.structured_outputs)
+            self._check_grammar(sampling.structured_outputs)
         try:
             sampling.check_vocabulary(self.vocab_size)
         except ValueError as error:
             raise RequestError("token_out_of_vocabulary", str(error)) from None
 
-    def _check_form(self, form: StructuredOutputsParams) -> None:
+    def _check_grammar(self, form: StructuredOutputsParams) -> None:
         if self.grammars is None or not self.has_tokenizer:
             message = "structured_outputs need a tokenizer.json in the model folder: use allowed_token_ids"
             raise RequestError("tokenizer_missing", message)

@@ -1,9 +1,9 @@
-"""New weights as an engine sees them: complete and the same on every rank before a step computes with them.
+"""Commits of new weights: complete and the same on every rank before a step computes with them.
 
-Trainers load tensors straight into each rank's model, as many as a call as they like, and nobody says which is the
-last. So the commit comes with the next call that needs whole weights, on every rank by itself. What was loaded is
-compared with rank 0's in the step's own message, and before that in the exchange of a call that has one. So is in which
-calls of `apply_model` a rank refused what was changed there, as it does by itself.
+Trainers load tensors directly into each rank's model, any number per call, without marking the last. So each rank
+commits by itself in the next call that needs complete weights. Loaded tensors are compared with rank 0's in the
+message of the step, and before that in the exchange of a call that has one. The calls of `apply_model` whose changes a
+rank rejected, which each rank does by itself, are compared in the same way.
 """
 
 import json
@@ -16,34 +16,35 @@ from spmd_worker.base.errors import CheckpointError, MissingWeightsError, RanksD
 from spmd_worker.executor.executor import Executor
 from spmd_worker.replica.sequence.events import CommitWeights, EndWorkerEvent, Event
 
-CHANGES_REFUSED: Final = "changes that apply_model refused"
-"""Stands beside the names of weights: what ranks compare of calls that changed weights on some of them alone."""
+REJECTED_CHANGES: Final = "changes that apply_model rejected"
+"""Key among the weights' names in `uncompared`: the calls of `apply_model` that this rank rejected."""
 
 
 class WeightUpdates:
-    """This rank's part. `num_in_flight` counts the requests that are being answered, while which no weight may change.
-    `is_held`: the caller says when an update ends (`LLM.start_weight_update`)."""
+    """Weight updates of this rank. `num_in_flight` counts the requests in flight, during which no weight may change;
+    `is_held` is set from `LLM.start_weight_update` to its end.
+    """
 
     def __init__(self, executor: Executor, rank: int, num_in_flight: Callable[[], int]) -> None:
         self.is_held = self._is_partial = False
         self.uncompared: dict[str, str] = {}
-        """Digests of what was committed and not compared in a call's exchange yet, by checkpoint name."""
+        """Digests of committed weights not yet compared in the exchange of a call, by checkpoint name."""
         self._executor, self._rank, self._num_in_flight = executor, rank, num_in_flight
         executor.watch_requests(num_in_flight)
         self._agreed_version = 0
         self._digests: dict[str, str] = {}
-        """Of what was committed since rank 0 last said the same, by checkpoint name."""
-        self._is_whole = False
-        """Whether these began with all weights, so that none of before is left."""
+        """Digests of weights committed since the last agreement with rank 0, by checkpoint name."""
+        self._is_complete = False
+        """Whether these include a complete set, so that no older weight is left."""
         self._expected: CommitWeights | None = None
 
     def hold(self, *, is_partial: bool) -> None:
-        """An update begins, which `release` ends. Raises RuntimeError within another."""
+        """Begin an update, which `release` ends. Raises RuntimeError within another."""
         self.check_not_held()
         self.is_held, self._is_partial = True, is_partial
 
     def release(self) -> bool:
-        """Whether the update that ends is partial. Raises RuntimeError where none was begun."""
+        """End the update; returns whether it is partial. Raises RuntimeError without an update."""
         if not self.is_held:
             raise RuntimeError("no weight update was begun: call start_weight_update first")
         self.is_held = False
@@ -51,91 +52,91 @@ class WeightUpdates:
 
     @property
     def has_missing(self) -> bool:
-        """Whether an update is open and not all weights were loaded."""
+        """Whether weights of an open update are missing."""
         return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
 
     def check_not_held(self) -> None:
-        """Raise RuntimeError between the calls that begin and end an update."""
+        """Raise RuntimeError between `hold` and `release`."""
         if self.is_held:
             raise RuntimeError("a weight update was begun: call finish_weight_update before anything is computed")
 
     def commit(self, *, is_partial: bool) -> CommitWeights | None:
-        """End the update that is open, if one is: what to tell the replicas.
+        """Commit the open update, if any; returns the event for the replicas.
 
-        Raises MissingWeightsError for weights that were not loaded, unless `is_partial` and none was dropped,
-        CheckpointError for a head that differs from the embedding it is tied to, and RanksDisagreeError where the
-        workers of this executor were given different ones; the update stays open. Changes
-        that were refused are for the ranks to compare, too: where all have refused them, nothing was changed.
+        Raises MissingWeightsError for missing weights, unless `is_partial` and none was dropped, CheckpointError for a
+        head that differs from the embedding it is tied to, and RanksDisagreeError if the workers of this executor were
+        given different weights; the update stays open. The ranks compare rejected changes, too: if all have rejected
+        them, nothing was changed.
         """
         updates = [update for update in self._executor.get_weight_updates() if update is not None]
         if not updates:
             return None
-        digests, missing, must_be_whole, refused_calls, has_all, head_fault = updates[0]
+        digests, missing, must_be_complete, rejected_calls, has_all, head_fault = updates[0]
         is_open = bool(digests or missing)
         if is_open and self._num_in_flight():
             raise RuntimeError(
-                f"weights were loaded while {self._num_in_flight()} requests were being answered, with neither the old "
-                f"ones nor the new: close this LLM and make a new one"
+                f"weights were loaded while {self._num_in_flight()} requests were in flight, whose answers mix old and "
+                f"new weights: close this LLM and make a new one"
             )
         if any(update != updates[0] for update in updates) or len(updates) != self._executor.num_workers:
             raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
-        if missing and (must_be_whole or not is_partial):
-            raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
+        if missing and (must_be_complete or not is_partial):
+            raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_complete)
         if head_fault:
             self._executor.collective_rpc("reject_weight_update")
             raise CheckpointError(head_fault)
         self._executor.end_weight_update()
-        # Where buffers were left out, what was loaded of them before counts on.
-        is_whole, num_tensors = is_open and has_all, len(digests)
-        self._digests = _with({} if is_whole else self._digests, digests, refused_calls)
-        self._is_whole |= is_whole
-        self.uncompared = _with({} if is_whole else self.uncompared, digests, refused_calls)
-        self._expected = CommitWeights(self._next_version(), num_tensors)
+        # Buffers may be left out: their earlier digests are kept then.
+        is_complete = is_open and has_all
+        self._digests = _merged({} if is_complete else self._digests, digests, rejected_calls)
+        self._is_complete |= is_complete
+        self.uncompared = _merged({} if is_complete else self.uncompared, digests, rejected_calls)
+        self._expected = CommitWeights(self._next_version(), len(digests))
         return self._expected
 
     def _next_version(self) -> int:
-        """Of the weights as they are now. It goes on from a version that all ranks have agreed on, so that an update of
-        which some ranks have committed more tries than others can be made again.
+        """Version of the weights as they are now. It is derived from the last version that all ranks agreed on, so that
+        an update can be repeated even if some ranks have committed more attempts than others.
         """
-        # Whatever was loaded before counts where some of it is left.
-        before = "" if self._is_whole else str(self._agreed_version)
+        # Older weights count if some of them are left.
+        before = "" if self._is_complete else str(self._agreed_version)
         content = json.dumps([before, sorted(self._digests.items())]).encode()
         digest = blake2b(content, digest_size=8, person=b"spmd-weights").digest()
         return int.from_bytes(digest, "little", signed=True)
 
     def check_agreed(self, events: Iterable[Event]) -> None:
-        """Before a step with rank 0's `events` runs. Raises ReplicaDivergedError unless rank 0 commits what this rank
-        has committed since the last step. What is committed with a worker event (`then`) is not compared.
+        """Check rank 0's `events` before the step runs. Raises ReplicaDivergedError unless rank 0 commits the weights
+        that this rank has committed since the last step. Commits of a worker event (`then`) are not compared.
         """
         given = tuple(events)
-        # What comes after the end of a worker event was committed with it, on all ranks: it is no rank's own.
+        # Events after the end of a worker event belong to it: all ranks have agreed on them.
         before = takewhile(lambda event: not isinstance(event, EndWorkerEvent), given)
-        said = next((event for event in before if isinstance(event, CommitWeights)), None)
+        leaders = next((event for event in before if isinstance(event, CommitWeights)), None)
         own, self._expected = self._expected, None
-        if said != own:
+        if leaders != own:
             raise ReplicaDivergedError(
-                f"new weights: {_in_words(said)} on rank 0, {_in_words(own)} on rank {self._rank}; give every rank the "
-                f"same tensors before the same call"
+                f"new weights: {_describe(leaders)} on rank 0, {_describe(own)} on rank {self._rank}; give every rank "
+                f"the same tensors before the same call"
             )
         if own is not None:
-            self._digests, self._is_whole = {}, False
+            self._digests, self._is_complete = {}, False
         for event in given:
             if isinstance(event, CommitWeights):
                 self._agreed_version = event.version
 
 
-def _with(before: dict[str, str], digests: dict[str, str], refused_calls: list[int]) -> dict[str, str]:
-    """What is to be compared after these; a call that was refused stays refused, whatever came of later ones."""
-    found = {**before, **digests}
-    if refused_calls:
-        earlier = [before[CHANGES_REFUSED]] if CHANGES_REFUSED in before else []
-        found[CHANGES_REFUSED] = ", ".join([*earlier, *(f"call {number}" for number in refused_calls)])
-    return found
+def _merged(before: dict[str, str], digests: dict[str, str], rejected_calls: list[int]) -> dict[str, str]:
+    """Digests to compare; a rejected call stays rejected, whatever later calls load."""
+    merged = {**before, **digests}
+    if rejected_calls:
+        earlier = [before[REJECTED_CHANGES]] if REJECTED_CHANGES in before else []
+        merged[REJECTED_CHANGES] = ", ".join([*earlier, *(f"call {number}" for number in rejected_calls)])
+    return merged
 
 
-def _in_words(event: CommitWeights | None) -> str:
+def _describe(event: CommitWeights | None) -> str:
     if event is None:
         return "none"
-    # Nothing was loaded: changes were refused.
-    refused = f" or {CHANGES_REFUSED}" if event.num_tensors == 0 else ""
-    return f"{event.num_tensors} tensors{refused} of version {event.version}"
+    # Without tensors the commit is one of rejected changes.
+    rejected = f" or {REJECTED_CHANGES}" if event.num_tensors == 0 else ""
+    return f"{event.num_tensors} tensors{rejected} of version {event.version}"

@@ -42,9 +42,7 @@ class SwiftEngine(LLMEngine):
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> "SwiftEngine":
-        """`LLMEngine.from_engine_args` for ms-swift's arguments, with log-probabilities as its trainers
-        compute them.
-        """
+        """`LLMEngine.from_engine_args` for ms-swift's arguments, with its trainers' log-probabilities."""
         arguments = {spec.name: getattr(engine_args, spec.name) for spec in fields(engine_args)}
         if arguments.get("logprobs_mode") == "processed_logprobs":
             # From the logits divided by the temperature, also where sampling was truncated: the trainer's own.

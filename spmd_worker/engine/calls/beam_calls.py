@@ -31,54 +31,52 @@ class BeamCalls:
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest continuations of each prompt that beams find, best first.
+        """Beam search: the `beam_width` best continuations of each prompt, best first.
 
-        Each token is a call of `generate` for all beams of all prompts, which finds what they have in common in the
-        prefix cache. `concurrency_limit` is vLLM's and without effect. Raises ValueError for a prompt that cannot be
-        answered, and otherwise what `generate` raises.
+        Each token is a call of `generate` for all beams of all prompts, which share their prefixes in the prefix cache.
+        `concurrency_limit` is accepted for vLLM and has no effect. Raises ValueError for a prompt that cannot be
+        answered, and the errors of `generate`.
         """
         with self._engine.calls.inside("beam_search", is_alone=True):
-            return self._search(prompts, params, lora_request, use_tqdm)
+            engine = self._engine
+            engine.life.check_open()
 
-    def _search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Any, use_tqdm: UseTqdm
-    ) -> list[BeamSearchOutput]:
-        engine = self._engine
-        engine.life.check_open()
+            def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+                check_options(None, False, use_tqdm)
+                engine.requests.check_idle()
+                if not isinstance(params, BeamSearchParams):
+                    raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
+                encoded = self._encoder.encode(prompts)
+                check_extras(len(encoded), lora_request, None)
+                for each in encoded:
+                    if each.error is not None:
+                        raise ValueError(each.error)
+                    if each.cache_salt is not None:
+                        raise ValueError("cache_salt is not supported by beam_search: leave it out")
+                    engine.requests.check(each.token_ids, params.step_params)
+                return [each.token_ids for each in encoded], asdict(params)
 
-        def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
-            check_options(None, False, use_tqdm)
-            engine.requests.check_idle()
-            if not isinstance(params, BeamSearchParams):
-                raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
-            encoded = self._encoder.encode(prompts)
-            check_extras(len(encoded), lora_request, None)
-            for each in encoded:
-                if each.error is not None:
-                    raise ValueError(each.error)
-                if each.cache_salt is not None:
-                    raise ValueError("cache_salt is not supported by beam_search: leave it out")
-                engine.requests.check(each.token_ids, params.step_params)
-            return [each.token_ids for each in encoded], asdict(params)
+            # In `turns()` each rank has its own beams.
+            token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
+            eos_token_ids = engine.resolved.model_config.eos_token_ids
+            searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
+            with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
+                for _ in range(params.max_tokens):
+                    wanted = [search.prompts(engine.max_model_len) for search in searches]
+                    flat = [prompt for each in wanted for prompt in each]
+                    if not flat:
+                        break
+                    outputs = iter(
+                        self._runner.run("generate", partial(self._encoder.encode, flat), params.step_params)
+                    )
+                    for search, beams in zip(searches, wanted):
+                        if beams:
+                            search.advance([without_error(next(outputs)) for _ in beams])
+                    bar.update()
+            return [BeamSearchOutput([self._with_text(beam, params) for beam in search.best()]) for search in searches]
 
-        # In turns each rank has beams of its own.
-        token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
-        eos_token_ids = engine.resolved.model_config.eos_token_ids
-        searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
-        with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
-            for _ in range(params.max_tokens):
-                wanted = [search.prompts(engine.max_model_len) for search in searches]
-                flat = [prompt for each in wanted for prompt in each]
-                if not flat:
-                    break
-                outputs = iter(self._runner.run("generate", partial(self._encoder.encode, flat), params.step_params))
-                for search, prompts_of_it in zip(searches, wanted):
-                    if prompts_of_it:
-                        search.advance([without_error(next(outputs)) for _ in prompts_of_it])
-                bar.update()
-        is_plain = params.skip_special_tokens
-        return [BeamSearchOutput([self._spelled(beam, is_plain) for beam in search.best()]) for search in searches]
-
-    def _spelled(self, beam: BeamSearchSequence, skip_special_tokens: bool) -> BeamSearchSequence:
+    def _with_text(self, beam: BeamSearchSequence, params: BeamSearchParams) -> BeamSearchSequence:
         tokenizer = self._engine.tokenizer
-        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens, skip_special_tokens))
+        return (
+            beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens, params.skip_special_tokens))
+        )

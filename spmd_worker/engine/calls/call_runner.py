@@ -1,14 +1,12 @@
 """Runs a call: encoded prompts -> outputs in the caller's order.
 
-The ranks of the engine compare what each was given, prompts that can never be answered are refused, and the rest is
-answered by this replica or by all of them. With `gather` and in turns the prompts of a call are this rank's own, and so
-are its outputs.
+The ranks of the engine compare their prompts, invalid prompts are rejected, and one or all replicas answer the rest.
+With `gather` and in `turns()` the prompts of a call, and its outputs, are this rank's own.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Literal, get_args
 
 from spmd_worker.base.config.plain_values import plain_bool
@@ -18,8 +16,8 @@ from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import Params, PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import agree_on_prompts
-from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankPrompt, PerRankCalls, answer_own
-from spmd_worker.engine.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
+from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls, answer_per_rank
+from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -34,7 +32,7 @@ _Given = list[tuple[Encoded, SamplingParams]]
 
 
 class CallRunner:
-    """Runs the calls of one engine, one at a time. `replicas` None: it has no other replica."""
+    """Runs the calls of one engine, one at a time. `replicas` is None for an engine of one replica."""
 
     def __init__(self, engine: Engine, replicas: Replicas | None, turns: PerRankCalls, encoder: PromptEncoder) -> None:
         self._engine, self._replicas, self._turns, self._encoder = engine, replicas, turns, encoder
@@ -48,92 +46,73 @@ class CallRunner:
         gather: bool = False,
         use_tqdm: UseTqdm = False,
     ) -> list[RequestOutput]:
-        """`call` is what the user called; where `on_error` is None it has no such argument, and raises. What `encode`
-        raises is this rank's error, and the others hear of it.
+        """Run the user's `call`; with `on_error` None it has no such argument, and raises. An error that `encode`
+        raises is raised on this rank and reported to the others.
         """
         with self._engine.calls.inside(call, is_alone=True):
-            return self._run(call, encode, sampling_params, on_error, gather, use_tqdm)
+            engine, replicas = self._engine, self._replicas
+            # Without an exchange: a rank that cannot continue has no channel, or has caused the others' errors already.
+            engine.life.check_open()
+            if replicas is not None:
+                replicas.check_not_failed()
 
-    def _run(
-        self,
-        call: str,
-        encode: Callable[[], list[Encoded]],
-        sampling_params: Params,
-        on_error: OnError | None,
-        gather: bool,
-        use_tqdm: UseTqdm,
+            def prepare() -> _Given:
+                # Errors in `prepare` reach the other ranks: even a truth value may raise, as a tensor's does.
+                check_options(on_error, gather, use_tqdm)
+                engine.requests.check_idle()
+                engine.changes.complete_weights()
+                encoded, pooling = encode(), engine.limits.pooling
+                params = self._encoder.params(sampling_params, len(encoded))
+                for index, each in enumerate(encoded):
+                    if each.pooling is not None and pooling is not None:
+                        params[index] = pooled_sampling(each.pooling, pooling)
+                    elif each.form is not None and params[index].structured_outputs is not None:
+                        each.error = "structured_outputs and tool_choice both constrain the answer: leave one out"
+                    elif each.form is not None:
+                        params[index] = replace(params[index], structured_outputs=each.form).frozen()
+                    try:
+                        params[index] = each.salted(params[index])
+                    except ValueError as error:
+                        each.error = each.error or str(error)
+                deliver_signals()
+                return list(zip(encoded, params, strict=True))
+
+            if plain_bool(gather) or self._turns.is_open:
+                return self._answer_per_rank(call, prepare, on_error)
+            given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
+            outputs = self._rejected(call, given, on_error)
+            prompts = _accepted(given, outputs)
+            with contextlib.closing(CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
+                outputs |= answer_prompts(engine, replicas, prompts, bar.update)
+            return [outputs[index] for index in range(len(given))]
+
+    def _answer_per_rank(
+        self, call: str, prepare: Callable[[], _Given], on_error: OnError | None
     ) -> list[RequestOutput]:
-        engine, replicas = self._engine, self._replicas
-        # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
-        engine.life.check_open()
-        if replicas is not None:
-            replicas.check_whole()
-
-        def prepare() -> _Given:
-            # Here, where the other ranks hear of it: even whether a value is true may raise, as of a tensor.
-            check_options(on_error, gather, use_tqdm)
-            engine.requests.check_idle()
-            engine.changes.complete_weights()
-            encoded, pooling = encode(), engine.limits.pooling
-            params = self._encoder.params(sampling_params, len(encoded))
-            for index, each in enumerate(encoded):
-                if each.pooling is not None and pooling is not None:
-                    params[index] = pooled_sampling(each.pooling, pooling)
-                elif each.form is not None and params[index].structured_outputs is not None:
-                    each.error = "structured_outputs and tool_choice both say the answer's form: leave one out"
-                elif each.form is not None:
-                    params[index] = replace(params[index], structured_outputs=each.form).frozen()
-                try:
-                    params[index] = each.salted(params[index])
-                except ValueError as error:
-                    each.error = each.error or str(error)
-            deliver_signals()
-            return list(zip(encoded, params, strict=True))
-
-        if plain_bool(gather) or self._turns.is_open:
-            return self._answer_own(call, prepare, on_error)
-        given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
-        number = engine.requests.num_calls
-        outputs = self._refused(call, given, on_error)
-        prompts = [
-            RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime, each.pooling)
-            for index, (each, sampling) in enumerate(given)
-            if index not in outputs
-        ]
-        engine.requests.num_calls += 1
-        answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
-        with contextlib.closing(CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
-            outputs |= answer(prompts, bar.update)
-        return [outputs[index] for index in range(len(given))]
-
-    def _answer_own(self, call: str, prepare: Callable[[], _Given], on_error: OnError | None) -> list[RequestOutput]:
-        """Of prompts that only this rank has."""
+        """Answer prompts that only this rank has."""
         given: _Given = []
         outputs: dict[int, RequestOutput] = {}
-        accepted: list[int] = []
+        accepted: dict[int, CheckedPrompt] = {}
 
-        def prepare_own() -> list[PerRankPrompt]:
+        def prepare_accepted() -> list[CheckedPrompt]:
             given.extend(prepare())
-            outputs.update(self._refused(call, given, on_error))
-            accepted.extend(index for index in range(len(given)) if index not in outputs)
-            return [
-                PerRankPrompt(each.token_ids, sampling, each.rope_regime, each.pooling)
-                for each, sampling in map(given.__getitem__, accepted)
-            ]
+            outputs.update(self._rejected(call, given, on_error))
+            accepted.update(_accepted(given, outputs))
+            return list(accepted.values())
 
         if self._turns.is_open:
-            # What this rank raises here is nobody else's business: it may ask again.
-            answered = self._turns.ask(prepare_own())
+            # An error of this rank's prompts is not reported to the others: it may call again.
+            answered = self._turns.answer(prepare_accepted())
         else:
-            answered = answer_own(self._engine, self._replicas, f"{call}(gather=True)", prepare_own)
-        for index, output in zip(accepted, answered, strict=True):
-            output.request_id, output.prompt = str(index), given[index][0].text
+            answered = answer_per_rank(self._engine, self._replicas, f"{call}(gather=True)", prepare_accepted)
+        for (index, prompt), output in zip(accepted.items(), answered, strict=True):
+            output.request_id, output.prompt = str(index), prompt.text
             outputs[index] = output
         return [outputs[index] for index in range(len(given))]
 
-    def _refused(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
-        """Outputs with errors, by index, of the prompts that can never be answered. Raises PromptsRefusedError where
-        `on_error` says so.
+    def _rejected(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
+        """Error outputs, by index, of the prompts that cannot be answered. Raises PromptsRefusedError for them unless
+        `on_error` is "row".
         """
         outputs = {}
         for index, (each, sampling) in enumerate(given):
@@ -152,15 +131,23 @@ class CallRunner:
         return outputs
 
 
+def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedPrompt]:
+    return {
+        index: CheckedPrompt(each.token_ids, sampling, each.rope_regime, each.pooling, each.text)
+        for index, (each, sampling) in enumerate(given)
+        if index not in rejected
+    }
+
+
 def without_error(output: RequestOutput) -> RequestOutput:
-    """The output. Raises ValueError where it is an error."""
+    """The output itself. Raises ValueError if it is an error."""
     if output.error is not None:
         raise ValueError(output.error)
     return output
 
 
 def check_options(on_error: Any, gather: Any, use_tqdm: Any) -> None:
-    """Raises TypeError or ValueError for what they cannot be."""
+    """Raise TypeError or ValueError for invalid options of a call."""
     if not isinstance(on_error, str | None):
         raise TypeError(f"on_error is a {type(on_error).__name__}: give one of {', '.join(map(repr, _ON_ERROR))}")
     if on_error not in (None, *_ON_ERROR):
@@ -168,4 +155,4 @@ def check_options(on_error: Any, gather: Any, use_tqdm: Any) -> None:
     if plain_bool(gather) is None:
         raise TypeError(f"gather is a {type(gather).__name__}: give True or False")
     if plain_bool(use_tqdm) is None and not callable(use_tqdm):
-        raise TypeError(f"use_tqdm is a {type(use_tqdm).__name__}: give True, False, or what makes the bar")
+        raise TypeError(f"use_tqdm is a {type(use_tqdm).__name__}: give True, False, or a function that makes the bar")

@@ -27,12 +27,12 @@ from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_poo
 _Output = TypeVar("_Output", bound=PoolingRequestOutput[Any])
 
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
-"""For all prompts, for each, or what the model does."""
+"""Parameters of all prompts, of each prompt, or None for the model's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Arguments that every call has. `length` None does not cut prompts."""
+    """Arguments common to all calls. `length` None does not truncate prompts."""
 
     params: GivenParams
     length: int | None
@@ -59,13 +59,13 @@ class PoolingCalls:
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt, in order: what the last stage's hidden states come to by the model folder's
-        `modules.json`, or by `pooling_type`; float32. A row's numbers do not depend on the rows beside it, on chunks,
-        preemption or what was cached.
+        """Embed each prompt, in order: float32 vectors, the last hidden states pooled as the model folder's
+        `modules.json` or `pooling_type` says. A vector does not depend on the other rows of a batch, chunks, preemption
+        or the cache.
 
-        Needs a run that pools: a model folder that is for it, or `runner="pooling"`. `truncate_prompt_tokens` as in
-        `PoolingParams`. `gather`, ranks and prompts that are refused as in `generate`. Raises ValueError for a run or a
-        model that does something else, naming what it does, and for a vector that is not finite.
+        Needs a pooling model, or `runner="pooling"`. `truncate_prompt_tokens` is as in `PoolingParams`; `gather`, ranks
+        and rejected prompts are as in `generate`. Raises ValueError for a run of another task, naming it, and for a
+        non-finite vector.
         """
         given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, gather, use_tqdm)
         return self._pool("embed", "embed", prompts, given, EmbeddingOutput, EmbeddingRequestOutput)
@@ -82,8 +82,8 @@ class PoolingCalls:
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model gives for each prompt, as plain numbers: a vector or scores. `pooling_task` is embed,
-        classify, score or reward; None is what the model does. Otherwise as `embed`.
+        """Pool each prompt: a vector or scores, as plain numbers. `pooling_task` is embed, classify, score or reward;
+        None is the model's task. Otherwise as `embed`.
         """
         given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, gather, use_tqdm)
         return self._pool("encode", pooling_task, prompts, given, PoolingOutput, PoolingRequestOutput)
@@ -98,8 +98,8 @@ class PoolingCalls:
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The scores of each prompt's labels, of a `*ForSequenceClassification`, from its last token: after softmax,
-        sigmoid for one label, or what config.json says; as they are with `use_activation=False`. Otherwise as `embed`.
+        """Classify each prompt: the scores of all labels of a `*ForSequenceClassification`, from the last token, after
+        softmax (sigmoid for one label, or as config.json says); raw with `use_activation=False`. Otherwise as `embed`.
         """
         given = _Arguments(pooling_params, None, lora_request, tokenization_kwargs, gather, use_tqdm)
         return self._pool("classify", "classify", prompts, given, ClassificationOutput, ClassificationRequestOutput)
@@ -114,7 +114,7 @@ class PoolingCalls:
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The reward of each prompt: the score of a model with one label, as it is. Otherwise as `classify`."""
+        """Score each prompt with a reward model: the raw score of its only label. Otherwise as `classify`."""
         given = _Arguments(pooling_params, None, lora_request, tokenization_kwargs, gather, use_tqdm)
         return self._pool("reward", "reward", prompts, given, PoolingOutput, PoolingRequestOutput)
 
@@ -130,9 +130,9 @@ class PoolingCalls:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each of `text_2` goes with its text of `text_1`, or with the only one: the cosine of their vectors,
-        or of a model with one label its score of the second text behind the first. `chat_template` may ask
-        for nothing. Otherwise as `embed`.
+        """Score each text of `text_2` against its text of `text_1`, or the only one: the similarity of their vectors,
+        or the score that a model with one label gives to the pair. `chat_template` is not supported. Otherwise as
+        `embed`.
         """
         given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, False, use_tqdm)
         config = self._engine.limits.pooling
@@ -143,8 +143,8 @@ class PoolingCalls:
             nonlocal num_firsts
             if chat_template:
                 raise ValueError(
-                    f"chat_template={repr(chat_template)[:80]} is refused: two texts are joined as the model's "
-                    f"tokenizer joins them; write them as the template would, and leave it out"
+                    f"chat_template={repr(chat_template)[:80]} is rejected: the model's tokenizer joins the two "
+                    f"texts; render them yourself and leave it out"
                 )
             firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
             num_firsts = len(firsts)
@@ -158,7 +158,7 @@ class PoolingCalls:
                 return [first + second for first, second in both]
             return [*firsts, *seconds]
 
-        if are_pairs:
+        if config is None or are_pairs:
             return self._pool(
                 "score", "score", prompts, given, lambda scores: ScoringOutput(scores[0]), ScoringRequestOutput
             )
@@ -166,8 +166,15 @@ class PoolingCalls:
         both = self._pool("score", "score", prompts, given, PoolingOutput, PoolingRequestOutput)
         firsts, seconds = both[:num_firsts], both[num_firsts:]
         firsts = firsts * len(seconds) if num_firsts == 1 else firsts
-        name = "cosine" if config is None else config.similarity
-        return [_compared(name, first, second) for first, second in zip(firsts, seconds, strict=True)]
+        return [
+            ScoringRequestOutput(
+                first.request_id,
+                ScoringOutput(similarity(config.similarity, first.outputs.data, second.outputs.data)),
+                [*first.prompt_token_ids, *second.prompt_token_ids],
+                first.num_cached_tokens + second.num_cached_tokens,
+            )
+            for first, second in zip(firsts, seconds, strict=True)
+        ]
 
     def _pool(
         self,
@@ -178,46 +185,33 @@ class PoolingCalls:
         make: Callable[[list[float]], Pooled],
         output_class: type[_Output],
     ) -> list[_Output]:
-        """`call` is what the user called; `make` is given each row's vector, or scores, and `output_class` what it
-        makes. What `prompts` raises, where it makes them, is this rank's error, and the others hear of it.
+        """Run the user's `call`: `make` builds the content of an `output_class` from each row's vector or scores. An
+        error that a callable `prompts` raises is raised on this rank and reported to the others.
         """
+        engine = self._engine
 
         def encode() -> list[Encoded]:
             if task is not None:
-                check_task(task, self._engine.limits.pooling)
-            cut = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
-            encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, cut)
+                check_task(task, engine.limits.pooling)
+            truncation = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
+            encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, truncation)
             check_extras(len(encoded), given.lora_request, None, given.tokenization_kwargs)
             for each, params in zip(encoded, _listed(given.params, len(encoded)), strict=True):
-                self._take(each, params, task, given.length)
+                if task is not None and params.task not in (None, task):
+                    raise ValueError(f"pooling_params.task={params.task!r} does not match the call: {task}")
+                wanted = replace(params, task=task or params.task)
+                wanted = wanted if given.length is None else replace(wanted, truncate_prompt_tokens=given.length)
+                apply_pooling(each, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
             return encoded
 
         outputs = self._runner.run(call, encode, None, gather=given.gather, use_tqdm=given.use_tqdm)
         return [_pooled(output, make, output_class) for output in outputs]
 
-    def _take(self, encoded: Encoded, params: PoolingParams, task: str | None, length: int | None) -> None:
-        if task is not None and params.task not in (None, task):
-            raise ValueError(f"pooling_params.task={params.task!r} is not what was called: {task}")
-        engine, wanted = self._engine, replace(params, task=task or params.task)
-        wanted = wanted if length is None else replace(wanted, truncate_prompt_tokens=length)
-        apply_pooling(encoded, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
-
 
 def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled], output_class: type[_Output]) -> _Output:
     vector = without_error(output).vector
-    assert vector is not None, "a row that was pooled to its end has one"
+    assert vector is not None, "a finished row without an error has a vector"
     return output_class(output.request_id, make(vector), output.prompt_token_ids, output.num_cached_tokens)
-
-
-def _compared(
-    name: str, first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
-) -> ScoringRequestOutput:
-    return ScoringRequestOutput(
-        first.request_id,
-        ScoringOutput(similarity(name, first.outputs.data, second.outputs.data)),
-        [*first.prompt_token_ids, *second.prompt_token_ids],
-        first.num_cached_tokens + second.num_cached_tokens,
-    )
 
 
 def _listed(given: GivenParams, count: int) -> list[PoolingParams]:

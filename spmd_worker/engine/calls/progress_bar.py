@@ -1,4 +1,4 @@
-"""Progress bar of a call, tqdm's or the caller's own."""
+"""Progress bar of a call: tqdm's or the caller's."""
 
 import contextlib
 import logging
@@ -13,39 +13,39 @@ logger = logging.getLogger(__name__)
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
-    """Without tqdm's thread, which would go on in the caller's process."""
+    """A bar without tqdm's monitor thread, which would outlive the call."""
 
     monitor_interval = 0
 
 
 class CallBar:
-    """The bar of one call, which the first rank alone has. What a bar of the caller's making raises is logged, and the
-    prompts are answered without it: the other ranks, which have none, are in the middle of the call.
+    """The bar of one call, on the first rank only. An error of the caller's bar is logged and the call continues
+    without it, because the other ranks are in the middle of the call.
     """
 
     def __init__(self, use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> None:
         self._bar: Any = None
         if use_tqdm and is_shown:
             make = use_tqdm if callable(use_tqdm) else _Bar
-            with self._lost_alone():
+            with self._dropped_on_error():
                 self._bar = make(total=num_prompts, desc="prompts", disable=False)
 
     def update(self, count: int = 1) -> None:
-        """`count` more are done."""
+        """Count finished prompts."""
         if self._bar is not None:
-            with self._lost_alone():
+            with self._dropped_on_error():
                 self._bar.update(count)
 
     def close(self) -> None:
-        """The call is over."""
+        """Close the bar at the end of the call."""
         if self._bar is not None:
-            with self._lost_alone():
+            with self._dropped_on_error():
                 self._bar.close()
 
     @contextlib.contextmanager
-    def _lost_alone(self) -> Iterator[None]:
+    def _dropped_on_error(self) -> Iterator[None]:
         try:
             yield
-        except Exception:  # of code that is not ours, in a call that the other ranks are in
+        except Exception:  # the caller's code, in a call that the other ranks are in
             self._bar = None
-            logger.exception("use_tqdm: the bar raised, and the call goes on without it")
+            logger.exception("use_tqdm: the progress bar failed; the call continues without it")

@@ -1,4 +1,4 @@
-"""Calls that answer prompts with tokens, and score tokens that are there: `LLM.generate`, `chat`, `score_tokens`."""
+"""Calls that generate or score tokens: `LLM.generate`, `chat`, `chat_messages` and `score_tokens`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -15,14 +15,14 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
-_NOTHING_BEFORE: Final = (
-    "the prompt has no tokens: nothing comes before the first token of its completion, so that it has no score; "
-    "give at least one, such as the model's bos token"
+_EMPTY_PROMPT: Final = (
+    "the prompt has no tokens, so the first token of its completion has no score: give at least one, such as the "
+    "model's bos token"
 )
 
 
 class PromptCalls:
-    """Methods of `LLM`. `chat_template` is the one that the LLM was given, None for the model folder's."""
+    """Methods of `LLM` for prompts. `chat_template` is that of the LLM, None for the model folder's."""
 
     def __init__(self, engine: Engine, encoder: PromptEncoder, runner: CallRunner, chat_template: str | None) -> None:
         self._engine, self._encoder, self._runner = engine, encoder, runner
@@ -41,23 +41,24 @@ class PromptCalls:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
-        PromptsRefusedError, a ValueError that names all of them, before anything is computed; with `on_error="row"`
-        each of them gets an output with `error` and no completions, and the rest is answered.
+        """Generate completions; returns one output per prompt, in order. Prompts that cannot be answered (too long for
+        the model, ...) raise PromptsRefusedError, a ValueError that names all of them, before anything is computed;
+        with `on_error="row"` each of them gets an output with `error` and no completions, and the others are answered.
 
-        A prompt whose parameters have no `seed` draws by the engine's seed, the number of the call and its index in it:
-        another call draws other numbers, and a program that runs again draws the same ones.
+        Without a `seed`, the engine's seed, the number of the call and the index in it name the random numbers of a
+        prompt: they differ from call to call, and are the same when the program runs again.
 
-        Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
-        RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
-        prompt is answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the
-        engine can be used again. With `gather` every rank passes prompts of its own, as many as it likes or none, and
-        gets their outputs only; prompts that are refused are that rank's error, and no bar is shown. In `turns` every
-        call is one of those, and not every rank needs to make it.
+        Under torchrun every rank of an engine, with all its replicas, must pass the same prompts: RanksDisagreeError
+        names the first difference. Every rank gets every output. An error that one rank raises before any prompt is
+        answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the engine
+        can be used again. With `gather` each rank passes any number of its own prompts and gets only their outputs;
+        rejected prompts are an error of that rank, and no progress bar is shown. In `turns()` every call is such a
+        call, and ranks may differ in their number of calls.
 
-        `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one, and what it
-        raises is logged. Adapters do not exist here and rows are served first come, first served: ValueError for a
-        `lora_request` or a `priority` that asks for anything, and for `tokenization_kwargs` and `mm_processor_kwargs`.
+        `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
+        on the first rank; its errors are logged. LoRA adapters are not supported and rows are served first come, first
+        served: a `lora_request`, a non-zero `priority`, `tokenization_kwargs` and `mm_processor_kwargs` raise
+        ValueError.
         """
 
         def encode() -> list[Encoded]:
@@ -89,17 +90,17 @@ class PromptCalls:
         on_error: OnError = "raise",
         gather: bool = False,
     ) -> list[RequestOutput]:
-        """One conversation or a list of them through the model's chat template; otherwise as `generate`.
+        """Answer one conversation or a list of them, rendered with the chat template, otherwise as `generate`.
 
-        A message's content is a string or a list of text parts; a part that is no text (an image) is that
-        conversation's error. With `chat_template_content_format="auto"` the template gets the form that it takes, with
-        `string` parts are joined by line ends, with `openai` they are kept. `tools` are JSON schemas, which the
-        template writes; arguments of tool calls may be JSON. `tool_choice` is auto, none, required or a named function
-        as in OpenAI's API: an answer that must be a call is held to the model's own call syntax and the function's
-        schema, and `chat_messages` reads it. `tool_call_format` and `reasoning_format` as in `chat_messages`.
-        `chat_template` is another template's text or the name of one of the folder's, `chat_template_kwargs` are more
-        variables for it. `continue_final_message`, with `add_generation_prompt=False`, leaves the last message open,
-        and the answer goes on with it.
+        A message's content is a string or a list of text parts; other parts (images) are an error of that conversation.
+        `chat_template_content_format="auto"` passes content in the form that the template reads; "string" joins parts
+        with newlines, "openai" keeps them. `tools` are JSON schemas for the template; arguments of tool calls may be
+        JSON. `tool_choice` is auto, none, required or a named function as in OpenAI's API: a required call is
+        constrained to the model's tool-call syntax and the function's schema, and `chat_messages` parses it.
+        `tool_call_format` and `reasoning_format` are as in `chat_messages`. `chat_template` is the text of another
+        template or the name of one of the folder's; `chat_template_kwargs` are further variables for it.
+        `continue_final_message`, with `add_generation_prompt=False`, leaves the last message open, for the answer to
+        continue.
         """
 
         def encode() -> list[Encoded]:
@@ -130,12 +131,13 @@ class PromptCalls:
         tool_call_format: str = "auto",
         reasoning_format: str = "auto",
     ) -> list[dict[str, Any]]:
-        """The message of each completion of an output of `chat`, in OpenAI's shape, to be appended to the conversation.
+        """Parse an output of `chat`: one assistant message per completion, as in OpenAI's API, to be appended to the
+        conversation.
 
-        `tools`, `tool_choice` and `sampling_params` are those that `chat` had: with tools, calls in the text become
-        `tool_calls`, and reasoning becomes `reasoning_content`. In which form a model writes them is found in its chat
-        template, or said as in `model.tool_call_format` and `model.reasoning_format`. What is no call stays content.
-        Raises ConfigError for a model folder without a tokenizer, ValueError for tools that are none.
+        `tools`, `tool_choice` and `sampling_params` are those of the call of `chat`: with tools, tool calls in the text
+        become `tool_calls`; reasoning becomes `reasoning_content`. Their formats are detected from the chat template,
+        or given as in `model.tool_call_format` and `model.reasoning_format`. Other text stays content. Raises
+        ConfigError for a model folder without a tokenizer, ValueError for invalid tools.
         """
         tokenizer = self._engine.need_tokenizer()
         model = ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format)
@@ -151,18 +153,18 @@ class PromptCalls:
         gather: bool = False,
         use_tqdm: UseTqdm = False,
     ) -> list[list[float]]:
-        """The log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the tokens before.
+        """Log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the preceding tokens.
 
-        They come from the kernels that sample, with weights as they are now: of what `generate` sampled they are the
-        bits that it reports as `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
-        cut into chunks or preempted then and now (with `logprobs=-1` under tensor parallelism, but for the rounding of
-        a sum). `gather` as in `generate`.
+        They are computed by the kernels that sample, with the current weights. For completions of `generate` they are
+        bit-identical to its `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
+        cut into chunks or preempted in either call (with `logprobs=-1` under tensor parallelism, up to the rounding of
+        a sum). `gather` is as in `generate`.
 
-        `sampling_params` are those that the completions were sampled with. A model with LongRoPE needs them where it
-        depends on their `max_tokens` how positions are turned; nothing else of them counts.
+        `sampling_params` are those with which the completions were sampled. Only a model with LongRoPE needs them, if
+        their `max_tokens` decides on the scaling of positions; they have no other effect.
 
         Raises ValueError, before anything is computed, for a completion or a prompt without tokens, and as `generate`
-        does for what is too long; and for a row whose logits are not finite.
+        for one that is too long; and for a row with non-finite logits.
         """
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         lengths: list[int] = []
@@ -174,16 +176,16 @@ class PromptCalls:
                 raise TypeError(f"completions is a {kind}: give a list of token ids for each prompt")
             if len(listed) != len(completions):
                 raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
-            given = (
-                [None] * len(listed) if sampling_params is None else self._encoder.params(sampling_params, len(listed))
-            )
+            given: Sequence[SamplingParams | None] = [None] * len(listed)
+            if sampling_params is not None:
+                given = self._encoder.params(sampling_params, len(listed))
             joined = []
             for prompt, completion, sampling in zip(listed, completions, given, strict=True):
-                encoded, tokens = self._encoder.encode_one(prompt, is_cut=False), as_token_ids(completion)
+                encoded, tokens = self._encoder.encode_one(prompt, is_truncated=False), as_token_ids(completion)
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
-                error = encoded.error if encoded.error or encoded.token_ids else _NOTHING_BEFORE
+                error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
                 both.cache_salt = encoded.cache_salt
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
@@ -194,7 +196,7 @@ class PromptCalls:
         return [_last_logprobs(without_error(output), length) for output, length in zip(outputs, lengths, strict=True)]
 
     def _scored_regime(self, num_prompt_tokens: int, num_tokens: int, sampling: SamplingParams | None) -> int:
-        """The rope regime in which a completion was sampled. Raises ValueError where that cannot be told."""
+        """RoPE regime in which a completion was sampled. Raises ValueError if it is ambiguous."""
         if sampling is not None:
             return self._engine.requests.rope_regime(num_prompt_tokens, sampling)
         least, most = (
@@ -210,8 +212,8 @@ class PromptCalls:
 
 
 def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
-    """Of the last tokens of a prompt."""
-    assert output.prompt_logprobs is not None, "they were asked for"
+    """Log-probabilities of the last tokens of a prompt."""
+    assert output.prompt_logprobs is not None, "requested by score_tokens"
     tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
     found = [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
     assert len(found) == count, (len(found), count)

@@ -1,4 +1,4 @@
-"""Prompts and conversations of a call, as a script passes them -> token ids, and parameters of each."""
+"""Encodes the prompts and conversations of a call, and gives each its sampling parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
-from spmd_worker.compat.chat import ChatOptions, answer_form, render, say_what_is_dropped
+from spmd_worker.compat.chat import ChatOptions, answer_form, render, warn_unread_tools
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""For all prompts, for each, or those that the model's folder advises."""
+"""Parameters of all prompts, of each prompt, or None for the model's defaults."""
 
 
 class PromptEncoder:
@@ -23,30 +23,32 @@ class PromptEncoder:
         self._engine = engine
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
-        """Encode one prompt or a list of them. `params` are those of all or a list of each prompt's: they say whether
-        it is cut. Raises TypeError for what is no prompt.
+        """Encode one prompt or a list of prompts; `params`, of all or of each, say whether they are truncated. Raises
+        TypeError for an invalid type.
         """
-        return [self.encode_one(each, _is_cut(params, index)) for index, each in enumerate(as_list(prompts))]
+        return [self.encode_one(each, _is_truncated(params, index)) for index, each in enumerate(as_list(prompts))]
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
-        """Encode one conversation or a list of them, otherwise as `encode`."""
+        """Render and encode one conversation or a list of them, with `params` as in `encode`."""
         if self._engine.tokenizer is not None:
-            say_what_is_dropped(options, self._engine.tokenizer)
+            warn_unread_tools(options, self._engine.tokenizer)
         listed = enumerate(_as_conversations(messages))
-        return [self._render(each, options, _is_cut(params, index)) for index, each in listed]
+        return [self._render(each, options, _is_truncated(params, index)) for index, each in listed]
 
-    def encode_one(self, prompt: Prompt | TextPair, is_cut: bool) -> Encoded:
+    def encode_one(self, prompt: Prompt | TextPair, is_truncated: bool) -> Encoded:
         """Encode one prompt."""
-        # Many prompts take a while, in which nothing is half done.
+        # Encoding many prompts takes a while, and may be interrupted between two of them.
         deliver_signals()
-        return encode_prompt(prompt, self._engine.need_tokenizer, None if is_cut else self._engine.limits.check_text)
+        return encode_prompt(
+            prompt, self._engine.need_tokenizer, None if is_truncated else self._engine.limits.check_text
+        )
 
-    def _render(self, messages: Messages, options: ChatOptions, is_cut: bool) -> Encoded:
+    def _render(self, messages: Messages, options: ChatOptions, is_truncated: bool) -> Encoded:
         deliver_signals()
         try:
             tokenizer = self._engine.need_tokenizer()
             text = render(messages, options, tokenizer)
-            if not is_cut:
+            if not is_truncated:
                 self._engine.limits.check_text(tokenizer, text)
             encoded = Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
             encoded.form = answer_form(text, options, tokenizer)
@@ -55,7 +57,7 @@ class PromptEncoder:
             return Encoded(None, (), str(error))
 
     def params(self, given: Params, num_prompts: int) -> list[SamplingParams]:
-        """Parameters of each prompt, frozen. Raises TypeError or ValueError for what does not fit the prompts."""
+        """Parameters of each prompt, frozen. Raises TypeError or ValueError unless they fit the prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [(given or self._engine.default_sampling).frozen()] * num_prompts
         if not isinstance(given, Sequence):
@@ -70,26 +72,26 @@ class PromptEncoder:
         return [each.frozen() for each in given]
 
 
-def _is_cut(params: Any, index: int) -> bool:
-    """Whether the prompt at `index` is cut to what fits. What parameters cannot be is refused later."""
+def _is_truncated(params: Any, index: int) -> bool:
+    """Whether the prompt at `index` is truncated. Invalid parameters are rejected later."""
     if isinstance(params, Sequence):
         params = params[index] if index < len(params) else None
     return getattr(params, "truncate_prompt_tokens", None) is not None
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """A prompt alone becomes a list of one. Raises TypeError for what is neither."""
+    """A list of prompts; a single prompt becomes a list of one. Raises TypeError for an invalid type."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
     listed = list(prompts)
-    # A number as the first says that these are a prompt's ids; what is no id among them is that prompt's error.
+    # A list that begins with a number is one prompt of token ids; an invalid id in it is that prompt's error.
     return [listed] if listed and (isinstance(listed[0], int) or plain_int(listed[0]) is not None) else listed
 
 
 def _as_conversations(messages: Any) -> list[Any]:
-    """A conversation alone becomes a list of one. Raises TypeError for what is neither."""
+    """A list of conversations; a single one becomes a list of one. Raises TypeError for an invalid type."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)

@@ -1,4 +1,4 @@
-"""Calls that change weights: tensors by their checkpoint names, in one call or several, and their versions."""
+"""Calls that change weights, in one call or several, by their checkpoint names; weight versions and cache resets."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -6,77 +6,81 @@ from typing import Any
 
 import torch
 
-from spmd_worker.compat.key_names import speaks_keywords
+from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.engine.data_parallel.agreement import agree_to_compute, fail_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import Engine
 
 
-@speaks_keywords  # what `weight_update` yields is called without LLM
+@explain_in_keywords  # the function that `weight_update` yields is not a method of LLM
 class WeightCalls:
-    """Methods of `LLM` that give it new weights."""
+    """Methods of `LLM` for new weights."""
 
     def __init__(self, engine: Engine, turns: PerRankCalls) -> None:
         self._engine, self._turns = engine, turns
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed
-        in place, under the same version. Under torchrun the first rank of each replica speaks for it.
+        """Invalidate the prefix cache on every rank, after weights were changed in place under the same version;
+        returns True. Under torchrun the call of each replica's first rank takes effect.
 
-        Weights that were loaded since the last commit are committed, which every rank does: MissingWeightsError lists
-        those of the model that were not loaded. Raises ValueError for `reset_running_requests` while requests of
-        `llm_engine.add_request` are unanswered. What the host tier holds goes with or without `reset_connector`.
+        Every rank commits the weights that were loaded since the last commit: MissingWeightsError lists missing ones.
+        Raises ValueError for `reset_running_requests` while requests of `llm_engine.add_request` are unanswered. The
+        host tier is reset with or without `reset_connector`.
         """
         self._engine.changes.reset_prefix_cache(reset_running_requests)
         return True
 
     def set_weight_version(self, version: int) -> None:
-        """Say that the weights were changed in place (by a `collective_rpc` of your own): what was cached is not found.
+        """Set the version of weights that were changed in place (by your own `collective_rpc`): cached blocks of other
+        versions are not used.
 
-        Under torchrun the first rank of each replica speaks for it: call this on every rank. Any other number than the
-        last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.
+        Under torchrun the call of each replica's first rank takes effect: call this on every rank. `version` is any
+        64-bit number but the last one, such as a trainer's step. Raises TypeError or ValueError for anything else.
         """
         self._engine.changes.set_weight_version(version)
 
     def start_weight_update(self, *, partial: bool = False) -> None:
-        """New weights come, by `update_weights` or the model's own `load_weights`, and nothing is computed before
-        `finish_weight_update`. `partial`: those that do not come stay as they are, which is an error otherwise.
+        """Begin an update by `update_weights` or the model's own `load_weights`; nothing is computed before
+        `finish_weight_update`. With `partial`, weights that are not loaded keep their values; otherwise they are an
+        error.
 
-        Without this and `finish_weight_update`, what was loaded is committed by the next `generate`, `chat`,
-        `reset_prefix_cache` or `llm_engine.step`, and has to be all weights of the model. Checkpoint tensors that
+        Without this and `finish_weight_update`, loaded weights are committed by the next `generate`, `chat`,
+        `reset_prefix_cache` or `llm_engine.step`, and must be all weights of the model. Checkpoint tensors that
         transformers has as buffers (`e_score_correction_bias`; `beta` and `eps` of Apertus) may be left out, as a
-        trainer's `named_parameters()` does: they stay as they are, and are taken where they come.
+        trainer's `named_parameters()` does, and keep their values then.
         """
         with self._engine.calls.inside("start_weight_update"):
             self._engine.life.check_open()
             self._engine.changes.weights.hold(is_partial=partial)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]] | None, *, source: int | None = None) -> None:
-        """Load whole tensors by their checkpoint names: any of them, in any order, of any floating-point dtype, from
-        any device. Every rank gives the same; nothing is exchanged. Each rank takes its slices, in place.
+        """Load full tensors by their checkpoint names: any subset, in any order, of any floating-point dtype, from any
+        device. Every rank passes the same tensors; nothing is exchanged. Each rank copies its slices, in place.
 
-        Where one rank alone has them, `source` is that rank of this engine, on every rank, and the others give None:
-        one tensor after the other is broadcast, through host memory.
+        If only one rank has the tensors, every rank passes its number in this engine as `source`, and the others pass
+        None: the tensors are broadcast one by one, through host memory.
 
-        Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
+        Raises RuntimeError while requests are in flight; ValueError for an unknown name and for a tensor that is
         misshapen, sharded or, unless the LLM has `allow_nonfinite`, not finite, which is not written; TypeError for
-        what is not a name and a tensor.
+        anything but pairs of a name and a tensor.
         """
         with self._engine.calls.inside("update_weights"):
             self._engine.life.check_open()
             if source is not None:
                 tensors = broadcast_weights(self._engine, self._turns, tensors, source)
             elif tensors is None:
-                raise TypeError("tensors is None: give pairs of name and tensor, or the rank that has them as source")
-            executor: Any = self._engine.executor  # with a worker in this process, unless it says why not
+                raise TypeError("tensors is None: give pairs of name and tensor, or source, the rank that has them")
+            executor: Any = (
+                self._engine.executor
+            )  # one with a worker in this process; others raise an error that explains it
             executor.driver_worker.model_runner.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
-        """Commit what was loaded: nothing that was cached before is found. Every rank calls this.
+        """Commit the loaded weights and invalidate the prefix cache. Every rank calls this.
 
-        Raises MissingWeightsError that lists what was not loaded, CheckpointError for a head that differs from the
-        embedding it is tied to, and RanksDisagreeError that names a weight of which ranks were given different tensors;
+        Raises MissingWeightsError that lists missing weights, CheckpointError for a head that differs from the
+        embedding it is tied to, and RanksDisagreeError that names a weight of which ranks were given different tensors:
         load it again then.
         """
         with self._engine.calls.inside("finish_weight_update"):
@@ -91,9 +95,9 @@ class WeightCalls:
 
     @contextmanager
     def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
-        """`with llm.weight_update() as load: load(name, tensor)`: as `start_weight_update`, `update_weights` one by
-        one, and `finish_weight_update`. After an exception inside, which the other ranks hear of at the end of their
-        block, all weights have to be loaded before anything is computed.
+        """`with llm.weight_update() as load: load(name, tensor)`: `start_weight_update`, `update_weights` tensor by
+        tensor, and `finish_weight_update`. After an exception in the block, which the other ranks raise at the end of
+        theirs, all weights must be loaded before anything is computed.
         """
         updates = self._engine.changes.weights
         updates.check_not_held()
@@ -109,8 +113,8 @@ class WeightCalls:
         self.finish_weight_update()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """All weights of the model, whole tensors by their checkpoint names: as `start_weight_update`, `update_weights`
-        and `finish_weight_update`, with what these raise. MissingWeightsError lists those that did not come.
+        """Load all weights of the model, full tensors by their checkpoint names: `start_weight_update`,
+        `update_weights` and `finish_weight_update`, with their errors. MissingWeightsError lists missing weights.
         """
         with self.weight_update() as load:
             for name, tensor in weights:

@@ -1,4 +1,4 @@
-"""Calls of the workers themselves: methods by name or as functions, worker events, the profiler."""
+"""Calls that reach the workers: their methods, worker events, sleep and the profiler."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -10,6 +10,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.events import ResetPrefixCache
+from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, checked_tags
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -28,11 +29,11 @@ class WorkerCalls:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method on the workers of this LLM's executor, by name or as a callable that gets the worker; answers in
+        """Run a method on the workers of this LLM's executor, by name or as a callable that gets the worker; results in
         rank order. Under torchrun each rank has one worker; with the multiproc backend, which takes names only, this
-        process has them all. Raises what the executor raises: an error that says which rank and what.
+        process has all of them. Raises the executor's error, which names the rank.
         """
-        wanted = _of_host(method) if callable(method) else method
+        wanted = _with_host_signals(method) if callable(method) else method
         with self._engine.calls.inside("collective_rpc"):
             self._engine.life.check_not_closed()
             return self._engine.executor.collective_rpc(wanted, timeout, args, kwargs)
@@ -41,53 +42,95 @@ class WorkerCalls:
         """Call `func` with this rank's shard of the model, as a torch module with the checkpoint's names.
 
         `named_parameters()`, `get_parameter(name)`, `state_dict()`, `load_state_dict(...)` and attributes
-        (`model.model.layers[0].mlp.up_proj.weight`) show the checkpoint's tensors, or this rank's slices of them, and
-        what `func` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
-        whole tensors by name, as `update_weights` does. `parameter.checkpoint_slice` says which slice one is: as text
-        "rows 192 to 288 of 288", as `ranges`, and of a whole tensor `checkpoint_slice.of(tensor)`. It has no forward
-        pass. Of a packed weight (those of the linear layers on the CPU) each parameter that is asked for is a copy,
-        kept until `func` ends: where memory is short, ask for a few in each call.
-        `collective_rpc("get_model_inspection")` shows shapes and slices without any. What was cached before is not
-        found after it, changed or not.
+        (`model.model.layers[0].mlp.up_proj.weight`) give the checkpoint's tensors, or this rank's slices of them.
+        Changes that `func` makes in them, also to a tied head, are applied when it returns; `model.load_weights(pairs)`
+        takes full tensors by name, as `update_weights` does. `parameter.checkpoint_slice` is the slice of a parameter:
+        as text "rows 192 to 288 of 288", as `ranges`, and of a full tensor `checkpoint_slice.of(tensor)`. The module
+        has no forward pass. A parameter of a packed weight (linear layers on the CPU) is a copy, made on access and
+        kept until `func` returns: access a few per call if memory is short. `collective_rpc("get_model_inspection")`
+        reports shapes and slices without copies. The prefix cache is invalidated, even without a change.
 
-        Raises ValueError for what cannot be changed, with nothing changed on this rank but weights that are shown in
-        place (norms, the embedding; all where nothing is packed); where other ranks did not refuse in the same call,
-        what computes next raises RanksDisagreeError on all, until all weights were loaded. Calls are told apart by
-        their number, so every rank makes as many where some may be refused.
+        Raises ValueError for an invalid change, with nothing changed on this rank but weights that are not copies
+        (norms, the embedding; all if nothing is packed); unless all ranks rejected the same call, the next call that
+        computes raises RanksDisagreeError on all of them, until all weights were loaded. Calls are matched by their
+        number, so every rank makes the same number of calls if some may be rejected.
         """
-        return self._engine.changes.apply_model(_of_host(func) if callable(func) else func)
+        return self._engine.changes.apply_model(_with_host_signals(func) if callable(func) else func)
 
     def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:
-        """Change the state of all workers, between the same two steps on every rank, or of none.
+        """Change the state of all workers between the same two steps on every rank, or of none.
 
-        Every worker calls its method `prepare_NAME(payload)`; when all of them could, `commit_NAME`, and when one could
-        not, `undo_NAME` on every rank (`WorkerBase`). Methods of your own come with `worker_extension_cls`. `payload`
-        is what can cross processes: numbers, texts, bytes, lists, tuples, dicts. Under torchrun every rank calls this;
-        requests of `llm_engine.add_request` go on meanwhile. Returns what the commits of this executor's workers
-        returned, in rank order. `reset_prefix_cache`, for a change of what is computed: nothing that was cached before
-        the commit is found after it. Raises WorkerEventError, on every rank, naming the lowest rank that refused and
-        why; the LLM is as it was before.
+        Every worker calls its method `prepare_NAME(payload)`; if all of them could, `commit_NAME`, else `undo_NAME` on
+        every rank (`WorkerBase`). Own methods are added with `worker_extension_cls`. `payload` consists of numbers,
+        strings, bytes, lists, tuples and dicts. Under torchrun every rank calls this; requests of
+        `llm_engine.add_request` continue meanwhile. Returns the results of the commits of this executor's workers, in
+        rank order. `reset_prefix_cache`, for a change that affects results, invalidates the prefix cache with the
+        commit. Raises WorkerEventError, on every rank, naming the lowest rank that could not prepare and its reason;
+        the LLM is unchanged.
         """
         return self._event(name, lambda: payload, reset_prefix_cache=reset_prefix_cache)
 
     def _event(self, name: str, payload: Callable[[], Any], *, reset_prefix_cache: bool = False) -> list[Any]:
-        """A worker event. What `payload` raises, the other ranks hear of."""
+        """Run a worker event. An error of `payload` is reported to the other ranks."""
         with self._engine.calls.inside("worker_event"):
             engine = self._engine
-            engine.life.check_open()
 
             def prepare() -> tuple[str, Any, bool]:
                 engine.changes.complete_weights()
                 return name, payload(), reset_prefix_cache
 
-            self._turns.check_outside("worker_event")
-            _, agreed, _ = agree_on_call(engine, "worker_event", prepare)
+            _, agreed, _ = self._agree("worker_event", prepare)
             then = [ResetPrefixCache()] if reset_prefix_cache else []
             return engine.changes.worker_event(name, agreed, then, engine.run_step)
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory until `wake_up`, on every rank or on none; every rank calls this, without unanswered requests.
+        `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. On the CPU, level 1 leaves the
+        weights where they are. The prefix cache is invalidated. Each rank's bytes and seconds are logged.
+
+        While asleep, `reset_prefix_cache` and `set_weight_version` can be called, and `load_weights` once the weights
+        are awake; a second `sleep` is allowed, and level 2 after 1 drops the weights. Calls that compute raise
+        RuntimeError. No option needs to be set before.
+
+        `mode` (abort, wait, keep) is vLLM's handling of unanswered requests and has no effect.
+
+        Raises ValueError for another level or mode, RuntimeError while requests are unanswered, with their number, and
+        MissingWeightsError if only some weights were loaded (level 2 drops them instead); nothing sleeps then.
+        """
+        with self._engine.calls.inside("sleep", is_alone=True):
+
+            def prepare() -> int:
+                self._check_idle()
+                check_mode(mode)
+                return checked_level(level)
+
+            agreed = self._agree("sleep", prepare)
+            self._engine.changes.sleep(agreed, mode, self._engine.run_step)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the released memory again, in the same sizes: all of it, or that of `tags`, "weights" and
+        "kv_cache", in any order; what is awake is skipped. Every rank calls this.
+
+        After `sleep(level=2)` all weights are missing but those that an update may leave out (see
+        `start_weight_update`), which keep their values: until the others were loaded (`load_weights`, `update_weights`,
+        `collective_rpc("reload_weights")`), calls that compute raise MissingWeightsError that lists those that were
+        not. A complete set of loaded weights is committed.
+
+        Raises ValueError for other tags, and WorkerEventError if a rank has too little memory, naming the rank and the
+        bytes; all ranks are unchanged and can try again.
+        """
+        with self._engine.calls.inside("wake_up", is_alone=True):
+
+            def prepare() -> list[str]:
+                self._check_idle()
+                return checked_tags(tags)
+
+            agreed = self._agree("wake_up", prepare)
+            self._engine.changes.wake_up(agreed, self._engine.run_step)
+
     def start_profile(self, folder: str | Path | None = None) -> None:
-        """Record what every rank computes, with torch's profiler, until `stop_profile`. Raises WorkerEventError where a
-        rank cannot write to `folder`, ValueError without one.
+        """Profile every rank with torch's profiler until `stop_profile`. Raises WorkerEventError if a rank cannot write
+        to `folder`, ValueError without a folder.
         """
 
         def payload() -> str:
@@ -98,14 +141,23 @@ class WorkerCalls:
         self._event("start_profile", payload)
 
     def stop_profile(self) -> list[str]:
-        """Write `trace.rank<N>.json` of every rank, for ui.perfetto.dev: the paths of this executor's workers. Raises
-        WorkerEventError where no profile is running.
+        """Write `trace.rank<N>.json` on every rank, for ui.perfetto.dev; returns the paths of this executor's workers.
+        Raises WorkerEventError if no profile was started.
         """
         return self.worker_event("stop_profile")
 
+    def _check_idle(self) -> None:
+        self._engine.requests.check_idle_or_asleep()
+        self._engine.changes.weights.check_not_held()
 
-def _of_host(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A function of the host, called with the host's own handlers of signals."""
+    def _agree(self, call: str, prepare: Callable[[], _Result]) -> _Result:
+        self._engine.life.check_open()
+        self._turns.check_outside(call)
+        return agree_on_call(self._engine, call, prepare)
+
+
+def _with_host_signals(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The caller's function, run with the caller's own signal handlers."""
 
     @wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -1,6 +1,6 @@
 """Agreement before a call runs: every rank of an engine is ready to make it, with the same prompts or arguments.
 
-A rank that takes turns makes none of these calls: see `PerRankCalls.check_outside`.
+A rank in a block of `LLM.turns` makes none of these calls (`PerRankCalls.check_outside`).
 """
 
 import json
@@ -8,39 +8,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.agreement import canonical, check_equal
-from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _CALLS: Final = "_spmd_worker_calls"
 """Attribute of an error raised by an exchange: the calls that the ranks were in."""
 
 
-class EncodedPrompt(Protocol):
-    """Compared fields of a prompt, besides its parameters."""
-
-    token_ids: tuple[int, ...]
-    pooling: PoolingParams | None
-
-
-_Prompt = TypeVar("_Prompt", bound=EncodedPrompt)
 _Prepared = TypeVar("_Prepared")
 
 
 def agree_on_prompts(
     engine: Engine,
     call: str,
-    prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
+    prepare: Callable[[], list[tuple[Encoded, SamplingParams]]],
     settings: Mapping[str, Any],
-) -> list[tuple[_Prompt, SamplingParams]]:
+) -> list[tuple[Encoded, SamplingParams]]:
     """Result of `prepare`, once every rank has the same; `call` is the user's call, `settings` apply to all of its
     prompts. Every rank of the engine makes the same call.
 
@@ -61,10 +53,10 @@ def agree_to_compute(
     settings: Mapping[str, Any],
     answer_of: Callable[[_Prepared], Any],
 ) -> tuple[_Prepared, list[Any]]:
-    """As `exchange`, of a call in which `prepare` commits new weights (`Changes.commit_weights`). These are compared,
-    and the number of the call, and `settings`, JSON values that can be read once `prepare` has returned.
+    """`exchange` for a call in which `prepare` commits new weights (`Changes.commit_weights`). They are compared, as
+    are the number of the call and `settings`, JSON values that can be read once `prepare` has returned.
 
-    Raises RanksDisagreeError, too, naming the weight or the setting that differs and both values.
+    RanksDisagreeError names the weight or the setting that differs and both values, too.
     """
     updates = engine.changes.weights
 
@@ -161,34 +153,29 @@ def _answers(channel: ControlChannel, ready: dict[str, Any]) -> list[dict[str, A
     return [json.loads(payload) for payload in channel.gather(canonical(ready))]
 
 
-def _check_digests(
-    engine: Engine, digests: list[list[str]], prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]
-) -> None:
+def _check_digests(engine: Engine, digests: list[list[str]], prompts: Sequence[tuple[Encoded, SamplingParams]]) -> None:
     """Compare `digests`, by rank. Only a prompt that differs is sent completely."""
     for index, entries in enumerate(zip(*digests)):
         if len(dict.fromkeys(entries)) > 1:
-            own = canonical({f"prompts[{index}]": _as_json(*prompts[index])})
+            prompt, sampling = prompts[index]
+            own = canonical({f"prompts[{index}]": {**_compared_fields(prompt), "sampling": asdict(sampling)}})
             with engine.life.exchanging():
                 everyones = engine.engine_channel.gather(own)
             check_equal("prompts", everyones)
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])
 
 
-def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
+def _digests(prompts: Sequence[tuple[Encoded, SamplingParams]]) -> list[str]:
     digests: list[str] = []
     last, coded = None, b""
     for prompt, sampling in prompts:
         # Prompts of a call often share their parameters, which cost more to encode than a short prompt.
         if sampling is not last:
             last, coded = sampling, canonical(asdict(sampling))
-        digests.append(blake2b(canonical(_own_json(prompt)) + coded, digest_size=8).hexdigest())
+        digests.append(blake2b(canonical(_compared_fields(prompt)) + coded, digest_size=8).hexdigest())
     return digests
 
 
-def _as_json(prompt: EncodedPrompt, sampling: SamplingParams) -> dict[str, Any]:
-    return {**_own_json(prompt), "sampling": asdict(sampling)}
-
-
-def _own_json(prompt: EncodedPrompt) -> dict[str, Any]:
-    own: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
-    return own if prompt.pooling is None else {**own, "pooling": asdict(prompt.pooling)}
+def _compared_fields(prompt: Encoded) -> dict[str, Any]:
+    ids = {"prompt_token_ids": list(prompt.token_ids)}
+    return ids if prompt.pooling is None else {**ids, "pooling": asdict(prompt.pooling)}

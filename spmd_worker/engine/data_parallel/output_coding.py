@@ -1,6 +1,6 @@
 """Outputs as bytes, for the ranks of other replicas, and back: equal to the last bit.
 
-JSON, with token ids that are keys as first entries of lists, because the order of a position's tokens has a meaning.
+JSON, whose objects keep the order of their keys: the order of a position's tokens has a meaning.
 """
 
 import json
@@ -8,65 +8,45 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 def encode_outputs(outputs: Mapping[int, RequestOutput]) -> bytes:
     """Encode `outputs`, by index of their prompt."""
     # Not strict JSON: log-probabilities may be minus infinity. ASCII escapes: a lone surrogate has no UTF-8.
-    return json.dumps([[index, _plain(output)] for index, output in outputs.items()]).encode("ascii")
+    return json.dumps(list(outputs.items()), default=_fields).encode("ascii")
 
 
 def decode_outputs(payload: bytes) -> dict[int, RequestOutput]:
     """The inverse of `encode_outputs`."""
-    return {index: _output(fields) for index, fields in json.loads(payload)}
+    return {index: _output(values) for index, values in json.loads(payload)}
 
 
-def _plain(output: RequestOutput) -> dict[str, Any]:
-    values = _values(output)
-    values["outputs"] = [_plain_completion(completion) for completion in output.outputs]
-    if output.prompt_logprobs is not None:
-        values["prompt_logprobs"] = [None if each is None else _entries(each) for each in output.prompt_logprobs]
-    return values
-
-
-def _plain_completion(completion: CompletionOutput) -> dict[str, Any]:
-    values = _values(completion)
-    if completion.logprobs is not None:
-        values["logprobs"] = [_entries(each) for each in completion.logprobs]
-    return values
-
-
-def _values(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
+def _fields(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
     """Fields by name, without those that differ from rank to rank; `dataclasses.asdict` would copy every token and
     log-probability.
     """
     return {spec.name: getattr(record, spec.name) for spec in fields(record) if spec.compare}
 
 
-def _entries(logprobs: TokenLogprobs) -> list[list[Any]]:
-    return [[token_id, *entry] for token_id, entry in logprobs.items()]
-
-
 def _output(values: dict[str, Any]) -> RequestOutput:
-    completions = [_completion(each) for each in values.pop("outputs")]
-    positions = values.pop("prompt_logprobs")
-    return RequestOutput(
-        **values,
-        outputs=completions,
-        prompt_logprobs=None
-        if positions is None
-        else [None if each is None else _position(each) for each in positions],
-    )
+    values["outputs"] = [
+        CompletionOutput(**{**each, "logprobs": _positions(each["logprobs"])}) for each in values["outputs"]
+    ]
+    values["prompt_logprobs"] = _positions(values["prompt_logprobs"])
+    return RequestOutput(**values)
 
 
-def _completion(values: dict[str, Any]) -> CompletionOutput:
-    positions = values.pop("logprobs")
-    return CompletionOutput(**values, logprobs=None if positions is None else [_position(each) for each in positions])
-
-
-def _position(entries: list[list[Any]]) -> TokenLogprobs:
-    return {
-        token_id: Logprob(logprob, rank, token, None if own_bytes is None else tuple(own_bytes))
-        for token_id, logprob, rank, token, own_bytes in entries
-    }
+def _positions(positions: list[dict[str, list[Any]] | None] | None) -> list[Any] | None:
+    """The inverse of JSON's text keys and lists; positions keep the order of their tokens."""
+    if positions is None:
+        return None
+    return [
+        None
+        if entries is None
+        else {
+            int(token_id): Logprob(logprob, rank, token, None if token_bytes is None else tuple(token_bytes))
+            for token_id, (logprob, rank, token, token_bytes) in entries.items()
+        }
+        for entries in positions
+    ]

@@ -5,8 +5,8 @@ to its capacity; the other ranks of its replica follow its steps. No replica wai
 """
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
@@ -16,6 +16,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -25,34 +26,45 @@ OnAnswered = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPrompt:
-    """A prompt that `Requests.check` found nothing wrong with. `index` in the list of call number `call` names
-    its randomness, and its output.
-    """
+class CheckedPrompt:
+    """A prompt that passed `Requests.check`. Its output repeats `text`, on the rank that has it."""
 
-    call: int
-    index: int
-    text: str | None
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     rope_regime: int | None = None
     pooling: PoolingParams | None = None
+    text: str | None = field(default=None, metadata=NOT_SENT)
 
     @property
-    def longest(self) -> int:
-        """Most tokens it may have: prompt and, if limited, output tokens of all its samples."""
+    def max_tokens(self) -> int:
+        """Maximum number of tokens: prompt and, if limited, output tokens of all its samples."""
         return len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
 
 
-def answer_alone(engine: Engine, prompts: list[RoundPrompt], on_answered: OnAnswered) -> dict[int, RequestOutput]:
-    """Outputs by index. Every rank of the replica calls this with the same prompts. What a signal's handler raises on
-    any of them ends the call on all, with nothing left open.
+def answer_prompts(
+    engine: Engine, replicas: Replicas | None, prompts: Mapping[int, CheckedPrompt], on_answered: OnAnswered
+) -> dict[int, RequestOutput]:
+    """Answer the prompts of the next call; returns all outputs by index, on every rank. The number of the call and the
+    index name the random stream of a prompt. Every rank of the engine calls this with the same prompts; `on_answered`
+    is called on its first rank.
+
+    Raises RankFailedError, naming replica and rank, where another replica failed or fell silent. An exception of a
+    signal handler on any rank ends the call on all, with no request left open.
     """
-    run = _Run(engine)
-    with engine.interruptible() as interruption:
-        for prompt in prompts:
-            run.add(prompt)
-        while engine.has_unfinished_requests():
+    run = _Run(engine, engine.requests.num_calls)
+    engine.requests.num_calls += 1
+    if not prompts:
+        return {}
+    return _answer_alone(run, prompts, on_answered) if replicas is None else _share(replicas, run, prompts, on_answered)
+
+
+def _answer_alone(
+    run: "_Run", prompts: Mapping[int, CheckedPrompt], on_answered: OnAnswered
+) -> dict[int, RequestOutput]:
+    with run.engine.interruptible() as interruption:
+        for index, prompt in prompts.items():
+            run.add(index, prompt)
+        while run.engine.has_unfinished_requests():
             num_answered = run.step()
             if not interruption.is_ending:
                 on_answered(num_answered)
@@ -60,33 +72,27 @@ def answer_alone(engine: Engine, prompts: list[RoundPrompt], on_answered: OnAnsw
     return run.outputs
 
 
-def answer_together(
-    replicas: Replicas, prompts: list[RoundPrompt], on_answered: OnAnswered
+def _share(
+    replicas: Replicas, run: "_Run", prompts: Mapping[int, CheckedPrompt], on_answered: OnAnswered
 ) -> dict[int, RequestOutput]:
-    """Outputs of all prompts by index, the same on every rank. Every rank of the engine calls this with the same
-    prompts; `on_answered` is for its first rank.
-
-    Raises RankFailedError, naming replica and rank, where another replica failed or fell silent. What a signal's
-    handler raises on any rank ends the call on all, with nothing left open.
-    """
     engine = replicas.engine
     with replicas.round() as round_, engine.interruptible() as interruption:
         progress = _Progress(round_, on_answered if engine.is_first_rank else None)
-        outputs = _take_part(engine, round_, prompts, progress, interruption)
+        outputs = _take_part(run, round_, prompts, progress, interruption)
         for _ in round_.wait(lambda: round_.is_over):
             progress.show()
-            interruption.look()
+            interruption.check_signals()
             if interruption.is_ending:
                 round_.interrupt()
         progress.show()
         # Last check: a replica may have had no work.
-        interruption.look()
+        interruption.check_signals()
     shared: dict[int, RequestOutput] = {}
     with engine.life.exchanging():
-        payloads = engine.engine_channel.collect(_pack(interruption.own_text, outputs))
+        payloads = engine.engine_channel.collect(_pack(interruption.error_text, outputs))
     replicas.forget_round()
     answers = [_unpack(payload) for payload in payloads]
-    interruption.agreed = next(((rank, text) for rank, (text, _) in enumerate(answers) if text), None)
+    interruption.agreed_error = next(((rank, text) for rank, (text, _) in enumerate(answers) if text), None)
     interruption.check()
     for _, coded in answers:
         shared |= decode_outputs(coded) if coded else {}
@@ -94,7 +100,7 @@ def answer_together(
 
 
 def _pack(interrupt: str, outputs: dict[int, RequestOutput]) -> bytes:
-    """A rank's part of the exchange that ends a round: the text of an interrupt, or this replica's outputs."""
+    """Encode a rank's part of the exchange that ends a round: the text of an interrupt, or this replica's outputs."""
     text = interrupt.encode()
     if not text and not outputs:
         return b""
@@ -110,20 +116,20 @@ def _unpack(payload: bytes) -> tuple[str, bytes]:
 
 
 def _take_part(
-    engine: Engine,
+    run: "_Run",
     round_: ReplicaRound,
-    prompts: list[RoundPrompt],
+    prompts: Mapping[int, CheckedPrompt],
     progress: "_Progress",
     interruption: Interruption,
 ) -> dict[int, RequestOutput]:
     """Answer this replica's share; returns its outputs, on its leader."""
+    engine = run.engine
     if not engine.is_leader:
         engine.follow_round()
         return {}
     # Sorting is stable, so every rank has one order.
-    order = sorted(prompts, key=lambda prompt: -prompt.longest)
-    run = _Run(engine)
-    while (not interruption.is_ending and _take(engine, round_, order, run)) or engine.has_unfinished_requests():
+    order = sorted(prompts.items(), key=lambda item: -item[1].max_tokens)
+    while (not interruption.is_ending and _take(run, round_, order)) or engine.has_unfinished_requests():
         num_answered = run.step()
         if num_answered:
             round_.count(num_answered)
@@ -132,22 +138,20 @@ def _take_part(
         if round_.send_heartbeat():
             progress.show()
             if round_.is_interrupted:
-                interruption.wanted = interruption.wanted or (0, "on another replica")
+                interruption.requested_error = interruption.requested_error or (0, "on another replica")
     if engine.channel.size > 1:
         engine.end_round()
     round_.finish()
     return run.outputs
 
 
-def _take(engine: Engine, round_: ReplicaRound, prompts: list[RoundPrompt], run: "_Run") -> bool:
+def _take(run: "_Run", round_: ReplicaRound, prompts: Sequence[tuple[int, CheckedPrompt]]) -> bool:
     """Add the next prompts; returns whether there were any."""
-    most = num_wanted(engine, run.num_sequences)
-    if most == 0:
-        return False
-    places = round_.take(len(prompts), most)
-    for place in places:
-        run.add(prompts[place])
-    return bool(places)
+    capacity = num_wanted(run.engine, run.num_sequences)
+    taken = round_.take(len(prompts), capacity) if capacity else range(0)
+    for position in taken:
+        run.add(*prompts[position])
+    return bool(taken)
 
 
 class _Progress:
@@ -166,36 +170,37 @@ class _Progress:
 
 
 class _Run:
-    """Prompts in an engine, and their outputs."""
+    """Prompts of call number `call` in an engine, and their outputs by index."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, call: int) -> None:
+        self.engine = engine
         self.outputs: dict[int, RequestOutput] = {}
-        self._engine = engine
-        self._prompts: dict[RequestId, RoundPrompt] = {}
+        self._call = call
+        self._open: dict[RequestId, tuple[int, CheckedPrompt]] = {}
 
     @property
     def num_sequences(self) -> int:
-        """Samples of the prompts that are not answered yet."""
-        return sum(prompt.sampling.num_sequences for prompt in self._prompts.values())
+        """Number of samples of the unanswered prompts."""
+        return sum(prompt.sampling.num_sequences for _, prompt in self._open.values())
 
-    def add(self, prompt: RoundPrompt) -> None:
+    def add(self, index: int, prompt: CheckedPrompt) -> None:
         """Queue a prompt for the next step."""
-        number = self._engine.requests.admit(
+        number = self.engine.requests.admit(
             prompt.token_ids,
             prompt.sampling,
             prompt=prompt.text,
-            index=prompt.index,
-            call=prompt.call,
+            index=index,
+            call=self._call,
             rope_regime=prompt.rope_regime,
             pooling=prompt.pooling,
         )
-        self._prompts[number] = prompt
+        self._open[number] = (index, prompt)
 
     def step(self) -> int:
-        """One step; returns the number of prompts answered in it."""
-        answered = self._engine.step()
+        """Run one step; returns the number of prompts answered in it."""
+        answered = self.engine.step()
         for output in answered:
-            index = self._prompts.pop(RequestId(int(output.request_id))).index
+            index, _ = self._open.pop(RequestId(int(output.request_id)))
             output.request_id = str(index)
             self.outputs[index] = output
         return len(answered)

@@ -24,16 +24,14 @@ class Replicas:
         self._has_failed = False
         self._last: ReplicaRound | None = None
 
-    def check_whole(self) -> None:
-        """Raise RuntimeError after a round that failed: a replica is gone, or stopped halfway."""
+    def check_not_failed(self) -> None:
+        """Raise RuntimeError after a failed round: a replica has ended or stopped halfway."""
         if self._has_failed:
             raise RuntimeError("an earlier call failed on one of the replicas: close this LLM and make a new one")
 
     @contextmanager
     def round(self) -> Iterator[ReplicaRound]:
-        """The next round, which shares no key with any other. An error is reported to all ranks, which may wait for
-        this one, before it goes on.
-        """
+        """The next round, with keys of its own. An error is reported to all ranks, which may wait for this one."""
         engine = self.engine
         self._num_rounds += 1
         round_ = ReplicaRound(

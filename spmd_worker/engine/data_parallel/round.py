@@ -4,7 +4,7 @@
     counted    number answered so far, for progress bars
     beat/R     heartbeat of replica R: a growing number
     finished   number of replicas without work left; the last one sets `over`
-    interrupted  set when a signal's handler raised: items not taken yet are dropped
+    interrupted  set when a signal handler raised: items not taken yet are dropped
     failed     the first replica that failed sets `failure` to its text
 
 Replicas never wait for one another before the end of a round.

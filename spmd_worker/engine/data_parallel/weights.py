@@ -21,7 +21,9 @@ from spmd_worker.replica.sequence.request import whole_number
 Pair = tuple[str, Tensor]
 
 
-def broadcast_weights(engine: Engine, turns: PerRankCalls, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
+def broadcast_weights(
+    engine: Engine, turns: PerRankCalls, tensors: Iterable[Pair] | None, source: int
+) -> Iterator[Pair]:
     """The pairs of rank `source` of the engine, on every rank; the others pass None. Every rank receives all of them,
     or stops after the same one. One tensor is sent at a time.
 
@@ -29,7 +31,6 @@ def broadcast_weights(engine: Engine, turns: PerRankCalls, tensors: Iterable[Pai
     answered and in `turns`, and on the other ranks RankFailedError with the text of what the source's `tensors` raised.
     """
     channel = engine.engine_channel
-
     own: Iterator[Pair] | None = None
 
     def prepare() -> int:
@@ -40,7 +41,7 @@ def broadcast_weights(engine: Engine, turns: PerRankCalls, tensors: Iterable[Pai
         if (tensors is not None) != (channel.rank == source):
             raise ValueError(f"rank {source} alone gives tensors, the others None: this is rank {channel.rank}")
         if engine.scheduler.has_unfinished:
-            raise RuntimeError("requests are being answered: call llm_engine.step until none is left")
+            raise RuntimeError("requests are in flight: call llm_engine.step until all have ended")
         own = iter(tensors) if tensors is not None else None
         return source
 
@@ -49,16 +50,16 @@ def broadcast_weights(engine: Engine, turns: PerRankCalls, tensors: Iterable[Pai
     agree_on_call(engine, "update_weights", prepare, is_optional=True)
     while True:
         engine.times.heartbeat.enter(f"waiting for rank {source}'s weights")
-        pair = _hand_on(engine, own, source)
+        pair = _transfer(engine, own, source)
         engine.times.heartbeat.enter(BETWEEN_STEPS)
         if pair is None:
             return
         yield pair
 
 
-def _hand_on(engine: Engine, own: Iterator[Pair] | None, source: int) -> Pair | None:
+def _transfer(engine: Engine, own: Iterator[Pair] | None, source: int) -> Pair | None:
     """Send or receive the next pair; None after the last."""
-    pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
+    pair, header, own_error = _read_next(own) if own is not None else (None, {}, None)
     channel = engine.engine_channel
     with engine.life.exchanging():
         payload = json.dumps(header).encode() if own is not None else None
@@ -74,7 +75,7 @@ def _hand_on(engine: Engine, own: Iterator[Pair] | None, source: int) -> Pair | 
     return pair
 
 
-def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseException | None]:
+def _read_next(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseException | None]:
     """The source's next pair with its header, or the error instead."""
     try:
         found = next(own, None)
