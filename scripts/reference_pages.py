@@ -46,7 +46,7 @@ TITLES = {
     Effect.SAME: "Keywords that mean the same",
     Effect.RENAMED: "Keywords that have another name here",
     Effect.OURS: "Keywords that exist only here",
-    Effect.REFUSED: "Keywords that are refused, unless they ask for nothing",
+    Effect.REJECTED: "Keywords that are refused, unless they ask for nothing",
     Effect.NONE: "Keywords without effect (said once, in the log, at debug level)",
 }
 
@@ -113,9 +113,9 @@ def keyword_cell(key: Key) -> str:
 
 def keyword_types(table: Mapping[str, Keyword]) -> str:
     """A module with the TypedDict of all keywords: those with an effect by their types, the others alone by name."""
-    names = [f'"{row.name}":Any' for row in table.values() if row.effect in (Effect.NONE, Effect.REFUSED)]
+    names = [f'"{row.name}":Any' for row in table.values() if row.effect in (Effect.NONE, Effect.REJECTED)]
     others = textwrap.fill(", ".join(names), 112, initial_indent="    ", subsequent_indent="    ").replace(":", ": ")
-    typed = [row for row in table.values() if row.effect not in (Effect.NONE, Effect.REFUSED)]
+    typed = [row for row in table.values() if row.effect not in (Effect.NONE, Effect.REJECTED)]
     lines = [
         '_Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise',
         f"{others},",

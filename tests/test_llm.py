@@ -344,8 +344,8 @@ def test_every_block_is_free_after_answers_errors_and_aborts(llm: LLM):
 
 
 WRONG_CALLS = {
-    "abort a float": (lambda engine: engine.abort_request(1.5), "1.5 is no request id: give the number"),
-    "abort None in a list": (lambda engine: engine.abort_request([None]), "None is no request id: give the number"),
+    "abort a float": (lambda engine: engine.abort_request(1.5), "1.5 is not a request id: give the number"),
+    "abort None in a list": (lambda engine: engine.abort_request([None]), "None is not a request id: give the number"),
     "version of text": (lambda engine: engine.set_weight_version("x"), "version='x' is a str: give a whole number"),
     "version too large": (lambda engine: engine.set_weight_version(2**70), "must fit 64 bits"),
     "prompt of text": (lambda engine: engine.add_request("hello", GREEDY), "prompt_token_ids is a str: give a list"),
@@ -373,7 +373,7 @@ def test_an_argument_that_no_step_could_carry_is_an_error_at_once_and_the_engine
 def test_requests_are_aborted_by_number_by_text_and_several_at_once(llm: LLM):
     engine = llm.llm_engine
     ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=100)) for prompt in PROMPTS[:6]]
-    with pytest.raises(TypeError, match="None is no request id"):
+    with pytest.raises(TypeError, match="None is not a request id"):
         engine.abort_request([ids[5], None])
     engine.abort_request(ids[0])
     engine.abort_request(str(ids[1]))

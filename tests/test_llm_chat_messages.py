@@ -108,7 +108,7 @@ def test_tool_choice_that_cannot_be_is_refused_in_words(llm: LLM):
         (
             {"tools": TOOLS, "tool_choice": "required"},
             replace(DRAWN, structured_outputs=form),
-            "structured_outputs and tool_choice both say the answer's form",
+            "structured_outputs and tool_choice both constrain the answer",
         ),
         (
             {"tools": TOOLS, "tool_choice": "required", "tool_call_format": "none"},

@@ -166,7 +166,7 @@ def test_what_makes_the_bar_may_make_none(llm: LLM):
 
 @pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
 def test_what_can_make_no_bar_is_refused(llm: LLM, use_tqdm: Any):
-    with pytest.raises(TypeError, match=r"use_tqdm is a \w+: give True, False, or what makes the bar"):
+    with pytest.raises(TypeError, match=r"use_tqdm is a \w+: give True, False, or a function that makes the bar"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
 
 

@@ -143,7 +143,7 @@ def test_keywords_at_default_or_none_change_nothing():
     assert config(**dict.fromkeys(KEYWORDS)) == config()
 
 
-REFUSED = [row for row in KEYWORDS.values() if row.effect is Effect.REFUSED]
+REFUSED = [row for row in KEYWORDS.values() if row.effect is Effect.REJECTED]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=[row.name for row in REFUSED])

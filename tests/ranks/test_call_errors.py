@@ -121,7 +121,7 @@ NO_PAYLOAD = (
 NO_FOLDER = "ValueError: start_profile needs the folder to write to: start_profile(folder)"
 NO_BEAMS = "TypeError: params is a NoneType: give BeamSearchParams"
 NO_ADAPTER = (
-    "ValueError: lora_request=x is refused: there are no adapters; merge it into the checkpoint (PEFT's "
+    "ValueError: lora_request=x is rejected: adapters are not supported; merge it into the checkpoint (PEFT's "
     "merge_and_unload)"
 )
 NO_SIZE = "ConfigError: tensor_parallel_size='2' must be a whole number"
@@ -143,7 +143,7 @@ ALIKE = {
     "version of text": "TypeError: version='x' is a str: give a whole number",
     "version too large": f"ValueError: version={2**70} must fit 64 bits",
     "abort of None": (
-        "TypeError: None is no request id: give the number that add_request returned, an output's request_id, or "
+        "TypeError: None is not a request id: give the number that add_request returned, an output's request_id, or "
         "several of these in a list"
     ),
     "aborts of nobody": None,

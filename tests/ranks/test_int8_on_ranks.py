@@ -152,7 +152,7 @@ def test_int8_layouts_match_one_rank_bit_for_bit(tmp_path: Path):
         is_refused = isinstance(four["changed on one"], str)
         assert is_refused == (found is by_rank[1])
         # Until whole weights are loaded, which "updated" shows.
-        assert all("RanksDisagreeError" in each and "apply_model refused" in each for each in four["not the same"])
+        assert all("RanksDisagreeError" in each and "apply_model rejected" in each for each in four["not the same"])
         # Ranks that have loaded do not wait for what another would exchange.
         assert "RankFailedError: rank 3 failed while loading the model" in found["failed"]
         for value in [each for name, each in found.items() if name != "failed"]:

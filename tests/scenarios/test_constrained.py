@@ -400,7 +400,7 @@ def test_grammar_limit_ends_only_its_row(llm: LLM):
     ]
     first, second, third = llm.generate(["a", "b", "c"], params, use_tqdm=False)
     assert (second.error_code, second.outputs) == ("grammar_failed", [])
-    assert re.search("no token may follow as output token [0-9]+, or to know which takes more", second.error)
+    assert re.search("the grammar allows no token as output token [0-9]+, or deciding so exceeds", second.error)
     assert re.fullmatch("[ab]{6}", first.outputs[0].text)
     assert third.outputs[0].finish_reason is not None
 

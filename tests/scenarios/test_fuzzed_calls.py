@@ -161,8 +161,8 @@ def test_invalid_flag_on_one_rank_fails_on_both():
     own = [
         "TypeError: on_error is a Tensor: give one of 'raise', 'row'",
         "TypeError: gather is a Tensor: give True or False",
-        "TypeError: use_tqdm is a Tensor: give True, False, or what makes the bar",
-        "TypeError: use_tqdm is a Tensor: give True, False, or what makes the bar",
+        "TypeError: use_tqdm is a Tensor: give True, False, or a function that makes the bar",
+        "TypeError: use_tqdm is a Tensor: give True, False, or a function that makes the bar",
     ]
     calls = [*["generate(gather=True)"] * 3, "beam_search"]
     heard = [f"RankFailedError: rank 1 failed before {call}: {words}" for call, words in zip(calls, own)]

@@ -23,10 +23,10 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.prometheus import PrometheusFile, require_prometheus
 from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
-from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.engine.data_parallel.replicas import Replicas, open_replicas
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
+from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.row_exchange import RowClaimer, RowSender

@@ -173,7 +173,7 @@ def _chat_request(body: Mapping[str, Any], prompt: ChatPrompt) -> ChatRequest | 
 
 def _check_one_form(body: Mapping[str, Any], key: str) -> None:
     if body.get("structured_outputs"):
-        raise RowProblem("conflicting_keys", f"structured_outputs and {key} both say the answer's form: leave one out")
+        raise RowProblem("conflicting_keys", f"structured_outputs and {key} both constrain the answer: leave one out")
 
 
 def _flag(body: Mapping[str, Any], key: str) -> bool:

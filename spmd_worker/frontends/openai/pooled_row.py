@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
-from spmd_worker.compat.prompts import Encoded, TextPair, encode_prompt, apply_pooling
+from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.frontends.openai.decimals import shortest_decimals
 from spmd_worker.frontends.openai.openai_body import JsonObject

@@ -8,9 +8,9 @@ import logging
 import time
 
 from spmd_worker.compat.metrics import engine_metrics
-from spmd_worker.engine.step_interval import max_step_interval_s
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.engine.step_interval import max_step_interval_s
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
 from spmd_worker.frontends.openai.pooled_rows import admit_pooled
 from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange

@@ -20,7 +20,6 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ReplicaDivergedError
-from spmd_worker.engine import startup
 from spmd_worker.engine.engine import Engine
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
@@ -276,7 +275,7 @@ def new_engine(
     )
     lockstep = Lockstep(channel, digest_every)
     resolved, executor = resolve_run(config, "cpu"), MadeUpExecutor(delays)
-    return startup.new_engine(resolved, executor, control, control, lockstep, WatchedScheduler(), None, Engine)
+    return Engine(resolved, executor, control, control, lockstep, WatchedScheduler(), None)
 
 
 def run_rank(engine: Engine) -> Engine:
