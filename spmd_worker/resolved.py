@@ -1,9 +1,7 @@
-"""A resolved run: model config, rank layout, dtype, maximum length and default sampling parameters, made once per
-process.
+"""A resolved run: model config, rank layout, dtype, maximum length and default sampling parameters, made once per process.
 
-They follow from the configuration and the model's files, and are passed down: constructors assign, and read no file.
-Knows files' contents and rules; needs no torch, so that a plan needs none. Memory is resolved later, where it is
-measured (`worker/memory/plan.py`).
+They are derived from the configuration and the model's files. Needs no torch, so that a plan needs none. Memory is
+resolved later, where it is measured (`worker/memory/plan.py`).
 """
 
 import logging
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 class ResolvedRun:
     """Made by `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` covers the
     bytes of config.json, generation_config.json and the pooling files, `location` is that of the files. `tokenizer` is
-    the folder's, in the process that has read the run; None in others, in a plan and where the folder has none.
+    the folder's, in the process that has read the run; None in other processes, in a plan and without tokenizer.json.
     """
 
     config: RunConfig

@@ -79,9 +79,9 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
         ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "a prompt has no key multi_modal_data"),
         ({"prompt": []}, ValueError, "the prompt has no tokens"),
         ({"prompt": "hello " * 999}, ValueError, "but max_model_len is"),
-        ({"lora_request": "x"}, ValueError, "lora_request=x is refused"),
-        ({"priority": 1}, ValueError, "priority is refused"),
-        ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'} is refused"),
+        ({"lora_request": "x"}, ValueError, "lora_request=x"),
+        ({"priority": 1}, ValueError, "^priority "),
+        ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'}"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_at_once(engine: LLMEngine, arguments: Any, kind: Any, words: str):
@@ -92,7 +92,7 @@ def test_a_request_that_cannot_be_is_refused_at_once(engine: LLMEngine, argument
 
 def test_two_unfinished_requests_have_two_names(engine: LLMEngine):
     add(engine, {"a": "hello"}, GREEDY)
-    with pytest.raises(ValueError, match="request_id='a' is the name of a request that has not ended"):
+    with pytest.raises(ValueError, match="request_id='a'"):
         engine.add_request("a", "world", GREEDY)
     assert [output.request_id for output in drain(engine)] == ["a"]
 
@@ -306,15 +306,15 @@ def test_requests_without_names_have_numbers_and_partial_outputs(llm: LLM):
         (
             lambda engine: engine.add_request("a", "hello", GREEDY, index=3),
             ValueError,
-            "custom_id and index are of requ",
+            "custom_id and index",
         ),
         (
             lambda engine: engine.add_request("a", "hello", GREEDY, tokenization_kwargs={"a": 1}),
             ValueError,
-            "tokenization_kwargs={'a': 1} is refused",
+            "tokenization_kwargs={'a': 1}",
         ),
-        (lambda engine: engine.add_lora(3), AttributeError, "'add_lora': there are no adapters: merge them"),
-        (lambda engine: engine.vllm_config, AttributeError, "'vllm_config': a run's configuration is `config`"),
+        (lambda engine: engine.add_lora(3), AttributeError, "'add_lora': adapters are not supported: merge them"),
+        (lambda engine: engine.vllm_config, AttributeError, "'vllm_config': the configuration is `config`"),
         (lambda engine: engine.add_requests, AttributeError, "'add_requests': did you mean add_request?"),
         (lambda engine: engine.sleep(levle=1), TypeError, "LLMEngine.sleep has no keyword levle: did you mean level?"),
     ],

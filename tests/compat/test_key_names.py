@@ -166,7 +166,9 @@ def test_command_line_error_keeps_its_keys(capsys: pytest.CaptureFixture[str]):
 def test_text_without_a_key_is_unchanged():
     for text in ("/x/model.path/y", "model.safetensors", "model.embed_tokens.weight", "cache.num_blocks.rank0", "null"):
         assert with_keyword_names(text) == text
-    assert with_keyword_names("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
+    assert (
+        with_keyword_names("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
+    )
     assert with_keyword_names("raise cache.num_blocks.") == "raise num_gpu_blocks_override."
     of_calls = ("tool_call_format", "reasoning_format")
     assert {*KEYWORDS, "model", *of_calls} >= {name for name in KEY_NAMES.values() if name.isidentifier()}

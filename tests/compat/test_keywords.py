@@ -18,7 +18,7 @@ from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.compat import keywords
 from spmd_worker.compat.engine_args import run_config
-from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, own_arguments
+from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, resolve_keywords
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.worker.worker import Worker
 
@@ -143,24 +143,24 @@ def test_keywords_at_default_or_none_change_nothing():
     assert config(**dict.fromkeys(KEYWORDS)) == config()
 
 
-REFUSED = [row for row in KEYWORDS.values() if row.effect is Effect.REJECTED]
+REJECTED = [row for row in KEYWORDS.values() if row.effect is Effect.REJECTED]
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=[row.name for row in REFUSED])
+@pytest.mark.parametrize("row", REJECTED, ids=[row.name for row in REJECTED])
 def test_rejected_keyword_names_value_and_reason(row: Keyword):
     """Values that ask for nothing are accepted."""
     value = not row.default if isinstance(row.default, bool) else "something"
     with pytest.raises(ConfigError) as refused:
-        own_arguments({row.name: value}, FOLDER)
-    assert str(refused.value) == f"{row.name}={value!r} is refused: {row.words}"
+        resolve_keywords({row.name: value}, FOLDER)
+    assert str(refused.value) == f"{row.name}={value!r} is rejected: {row.words}"
     assert len(row.words) > 30
     for neutral in ({}, [], (), "", None, row.default, *row.neutral):
-        assert own_arguments({row.name: neutral}, FOLDER) == {}
+        assert resolve_keywords({row.name: neutral}, FOLDER) == {}
 
 
 def test_true_and_one_are_different_keyword_values():
     for given in ({"cpu_offload_gb": True}, {"decode_context_parallel_size": True}, {"enable_lora": 1}):
-        with pytest.raises(ConfigError, match="is refused"):
+        with pytest.raises(ConfigError, match="is rejected"):
             config(**given)
 
 
@@ -208,7 +208,7 @@ def test_vllm_keyword_values_become_config_values(given: dict[str, Any], group: 
     [
         ({"max_num_seq": 3}, "LLM has no keyword max_num_seq: did you mean max_num_seqs?"),
         ({"tensor_paralel_size": 2}, "LLM has no keyword tensor_paralel_size: did you mean tensor_parallel_size?"),
-        ({"frobnicate": 1}, "LLM has no keyword frobnicate: docs/vllm.md lists those there are"),
+        ({"frobnicate": 1}, "LLM has no keyword frobnicate: docs/vllm.md lists the known ones"),
     ],
 )
 def test_unknown_keyword_error_names_the_nearest(given: dict[str, Any], message: str):
@@ -235,7 +235,10 @@ def test_invalid_keyword_value_has_the_command_line_message():
         ({"distributed_executor_backend": "ray"}, "executor.backend=ray is not one of auto"),
         ({"dtype": torch.int8}, "model.dtype=int8 is not one of auto"),
         ({"generation_config": "folder"}, "generation_config='folder' must be auto"),
-        ({"override_generation_config": {"eos_token_id": 3}}, "override_generation_config has 'eos_token_id'"),
+        (
+            {"override_generation_config": {"eos_token_id": 3}},
+            "override_generation_config has the unsupported key 'eos_token_id'",
+        ),
         ({"num_blocks": 3, "num_gpu_blocks_override": 4}, "num_gpu_blocks_override=4 and num_blocks=3 are one setting"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -243,14 +246,13 @@ def test_invalid_keyword_value_has_the_command_line_message():
 
 
 def test_keyword_without_effect_is_logged_once_at_debug(caplog: pytest.LogCaptureFixture):
-    keywords._said.clear()
+    keywords._logged.clear()
     with caplog.at_level(logging.DEBUG, logger="spmd_worker.compat.keywords"):
         for _ in range(3):
             config(max_cudagraph_capture_size=64, max_seq_len_to_capture=8192, revision=None)
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
-    words = "LLM: max_cudagraph_capture_size=64 is without effect here: CUDA graphs are recorded for sizes of our own"
-    assert record.getMessage().startswith(words)
+    assert record.getMessage().startswith("LLM: max_cudagraph_capture_size=64 has no effect here: ")
 
 
 @pytest.mark.finding(number="D4")

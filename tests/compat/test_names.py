@@ -199,7 +199,7 @@ def test_model_config_has_attributes_read_by_scripts(llm: LLM, monkeypatch: pyte
     assert SamplingParams(**config.get_diff_sampling_param()) == llm.get_default_sampling_params()
     plain = PlainConfig({"vocab_size": 3, "rope": {"theta": 1}})
     assert (plain.vocab_size, plain.rope.theta, plain.to_dict()["rope"]) == (3, 1, {"theta": 1})
-    with pytest.raises(AttributeError, match=r"config\.json has no 'nothing': install transformers"):
+    with pytest.raises(AttributeError, match=r"config\.json has no key 'nothing': install transformers"):
         _ = plain.nothing
 
 

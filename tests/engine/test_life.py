@@ -101,7 +101,7 @@ def test_step_that_was_left_halfway_is_a_failure(parts: Parts):
     assert errors(life) == [FAILED, ""]
     with pytest.raises(AssertionError):
         life.begin_step()
-    assert life.explain(ValueError("x")).args == ("x",)
+    assert life.diagnose(ValueError("x")).args == ("x",)
     assert (life.state, errors(life)) == (State.FAILED, [FAILED, ""])
     life.report(ValueError("y"))
     assert parts.calls == ["explain x"]

@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_made_is_refused(llm: LLM, tmp_path: Path):
 
 
 def test_a_name_that_is_no_method_s_and_a_payload_that_cannot_travel_are_refused_at_once(llm: LLM):
-    with pytest.raises(ValueError, match="worker event 'a b': give the NAME of workers' methods prepare_NAME"):
+    with pytest.raises(ValueError, match="worker event 'a b': give the NAME of the workers' methods prepare_NAME"):
         llm.worker_event("a b")
     with pytest.raises(TypeError, match="a value of type object cannot cross processes"):
         llm.worker_event("start_profile", object())

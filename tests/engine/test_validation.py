@@ -110,8 +110,8 @@ def test_anything_else_is_named_with_what_to_give(given: object, named: str):
     with pytest.raises(TypeError) as refused:
         as_request_ids(given)
     assert str(refused.value) == (
-        f"{named} is not a request id: give the number that add_request returned, an output's request_id, or several of "
-        f"these in a list"
+        f"{named} is not a request id: give the number that add_request returned, an output's request_id, or several "
+        f"of these in a list"
     )
 
 

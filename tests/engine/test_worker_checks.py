@@ -54,8 +54,8 @@ def new_llm(worker: str, **options: object) -> LLM:
 @pytest.mark.parametrize(
     ("worker", "kind", "message"),
     [
-        ("EmbeddingWorker", ConfigError, "worker_cls={} supports embed on every rank, and not generate: name"),
-        ("OtherBlocksWorker", ConfigError, "worker_cls={} has blocks of 32 tokens on worker 0, and"),
+        ("EmbeddingWorker", ConfigError, "worker_cls={} supports embed on every rank, but not generate: name"),
+        ("OtherBlocksWorker", ConfigError, "worker_cls={} has blocks of 32 tokens on worker 0, but"),
         ("SickWorker", RuntimeError, "the device adds 1 and 1 to 3"),
     ],
 )

@@ -173,10 +173,10 @@ def test_an_error_that_leaves_the_block_ends_the_turns_of_all_and_the_engine_goe
         "RankFailedError: rank 1 failed before turns: KeyError: 'no such tool'",
         "KeyError: 'no such tool'",
     ]
-    ended = "RuntimeError: these turns have ended, because those of another rank failed: leave the block"
+    ended = "RuntimeError: another rank failed and ended this block of llm.turns() on every rank: leave the block"
     assert seen[0]["tool_after_the_end"] == ended
     for each in seen:
-        assert each["nested"] == "RuntimeError: turns are not taken inside turns: leave the block first"
+        assert each["nested"] == "RuntimeError: llm.turns() cannot be nested: leave the block of llm.turns() first"
         # Not that an update was begun and has not ended.
         assert each["update_in_turns"] == "KeyError: 'no such weight'"
         assert each["afterwards"]
