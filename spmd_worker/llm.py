@@ -226,16 +226,13 @@ class LLM:
             self._open()
 
     def close(self) -> None:
-        """Release memory and the process groups that this object made. Idempotent; every rank calls it. No effect in a
-        forked process.
-        """
+        """Release memory and process groups. Idempotent; every rank calls it. No effect in a forked process."""
         self.llm_engine.shutdown()
         self._release.detach()
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Called for missing attributes."""
             raise AttributeError(f"LLM has no attribute {name!r}{hint(name, dir(self), LLM_ABSENT)}")
 
     def __enter__(self) -> "LLM":

@@ -41,11 +41,9 @@ class NamedRequests:
         self._partials: dict[RequestId, PartialOutputs] = {}
 
     def has(self, name: str) -> bool:
-        """Whether an open request has this name."""
         return name in self._ids
 
     def add(self, name: str, request_id: RequestId) -> None:
-        """Name a request."""
         self._ids[name], self._names[request_id] = request_id, name
 
     def track(self, request_id: RequestId, params: SamplingParams, text: str | None) -> None:
@@ -62,7 +60,6 @@ class NamedRequests:
         return [each for each in as_request_ids([name]) if not (is_text and each in self._names)]
 
     def final(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
-        """The last output of a request, under its name."""
         request_id = RequestId(int(output.request_id))
         partial = self._partials.pop(request_id, None)
         name = self._names.pop(request_id, None)
@@ -123,7 +120,6 @@ class LLMEngine(Engine):
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Called for missing attributes."""
             raise AttributeError(f"LLMEngine has no attribute {name!r}{hint(name, dir(self), ENGINE_ABSENT)}")
 
     def add_request(
@@ -262,9 +258,7 @@ class LLMEngine(Engine):
 
     @property
     def model_executor(self) -> Executor:
-        """The executor. With a worker in this process,
-        `model_executor.driver_worker.model_runner.model.load_weights(pairs)` loads new weights.
-        """
+        """The executor; with a worker in this process, `driver_worker.model_runner.model` is its model."""
         return self.executor
 
     @cached_property

@@ -1,4 +1,5 @@
-"""A resolved run: model config, rank layout, dtype, maximum length and default sampling parameters, made once per process.
+"""A resolved run: model config, rank layout, dtype, maximum length and default sampling parameters, made once per
+process.
 
 They are derived from the configuration and the model's files. Needs no torch, so that a plan needs none. Memory is
 resolved later, where it is measured (`worker/memory/plan.py`).
@@ -48,24 +49,21 @@ class ResolvedRun:
     @property
     def num_steps_ahead(self) -> int:
         """Number of steps decided before the ids of the oldest of them are read, beyond one for each stage."""
-        return int(_decides_ahead(self.config, self.model_config, self.device_type))
+        return int(_uses_async_scheduling(self.config, self.model_config, self.device_type))
 
     @property
     def num_in_flight(self) -> int:
-        """Maximum number of steps decided before the oldest of them is applied: one for each stage of the pipeline, and
-        with one stage those decided ahead.
-        """
+        """Maximum number of steps in flight: one per pipeline stage, and those scheduled ahead."""
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
 
     @property
     def model_folder(self) -> Path:
-        """The Hugging Face model folder."""
         return self.location.folder
 
 
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
-    """Find the model, read its files, including the tokenizer's unless it is a plan, and resolve. The tokenizer's own
-    end-of-sequence token ends a row in addition to those that config.json and generation_config.json name.
+    """Locate the model, read its files, the tokenizer's unless it is a plan, and resolve. The tokenizer's
+    end-of-sequence token ends rows, too, like those of config.json and generation_config.json.
 
     Raises ConfigError, ModelConfigError or TokenizerError.
     """
@@ -79,20 +77,18 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
     if config.plan:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
-    return replace(resolved, tokenizer=tokenizer, model_config=_ended_by_tokenizer(resolved.model_config, tokenizer))
+    return replace(resolved, tokenizer=tokenizer, model_config=_with_tokenizer_eos(resolved.model_config, tokenizer))
 
 
-def _ended_by_tokenizer(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
-    """The model config with the tokenizer's `eos_token` among the ids that end a row. Chat models are often tuned with
-    a token of their own there while config.json still names the base model's.
-    """
+def _with_tokenizer_eos(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """Add the tokenizer's `eos_token`, which a chat model's config.json may lack, to the ids that end a row."""
     token_id = None if tokenizer is None else tokenizer.eos_token_id
     # An id that the model has no logit for cannot be sampled.
     if token_id is None or token_id >= model_config.vocab_size or token_id in model_config.eos_token_ids:
         return model_config
     if model_config.pooling is None:
         logger.info(
-            "the tokenizer's eos_token, id %d, ends rows too: config.json and generation_config.json do not name it",
+            "the tokenizer's eos_token, id %d, ends rows, too: config.json and generation_config.json do not name it",
             token_id,
             extra=SAME_ON_EVERY_RANK,
         )
@@ -100,9 +96,7 @@ def _ended_by_tokenizer(model_config: ModelConfig, tokenizer: Tokenizer | None) 
 
 
 def find_model(config: RunConfig) -> ModelLocation:
-    """Location of the model's files; a model of the hub is downloaded if it is not here. A plan and random weights need
-    no weights. Raises ModelConfigError.
-    """
+    """Locate the model's files; download a missing model of the hub. Raises ModelConfigError."""
     needs_weights = not config.plan and config.model.load_format != "dummy"
     return locate_model(config.model.path or "", config.model.revision, needs_weights=needs_weights)
 
@@ -110,15 +104,15 @@ def find_model(config: RunConfig) -> ModelLocation:
 def resolve(
     config: RunConfig, files: ModelFiles, device_type: str, location: ModelLocation | None = None
 ) -> ResolvedRun:
-    """`resolve_run` with files that were read already. Raises ConfigError."""
+    """`resolve_run` for files that were read before. Raises ConfigError."""
     location = location or ModelLocation(config.model.path or "", config.model.path or "")
     if files.model_config.is_encoder:
-        config = _of_encoder(config, _max_model_len(config, files.model_config))
+        config = _encoder_config(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     _check_quantization(config, model_config, device_type)
-    _decides_ahead(config, model_config, device_type)
-    for words in _without_effect(config, model_config, device_type):
-        logger.warning("%s", words, extra=SAME_ON_EVERY_RANK)
+    _uses_async_scheduling(config, model_config, device_type)
+    for text in _settings_without_effect(config, model_config, device_type):
+        logger.warning("%s", text, extra=SAME_ON_EVERY_RANK)
     return ResolvedRun(
         config=config,
         model_config=model_config,
@@ -133,23 +127,23 @@ def resolve(
 
 
 def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRun:
-    """The same run over ranks divided in another way; no file is read. Raises ConfigError."""
+    """The same run with another layout; no file is read. Raises ConfigError."""
     layout = _layout(parallel, resolved.model_config)
     config = replace(resolved.config, parallel=parallel)
-    _decides_ahead(config, resolved.model_config, resolved.device_type)
+    _uses_async_scheduling(config, resolved.model_config, resolved.device_type)
     return replace(resolved, config=config, layout=layout)
 
 
-def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
-    """`config` for a model whose rows are computed in one step and cache nothing. The budget of a step is raised to
-    that of one row: whether a row is answered must not depend on how steps are cut.
+def _encoder_config(config: RunConfig, max_model_len: int) -> RunConfig:
+    """The configuration for an encoder, which computes a row in one step, without a cache. The token budget of a step
+    is raised to that of one row: whether a row is answered must not depend on it.
     """
     scheduler, cache = config.scheduler, config.cache
     tokens = max(scheduler.max_num_batched_tokens, max_model_len)
     if tokens > scheduler.max_num_batched_tokens:
         logger.info(
-            "scheduler.max_num_batched_tokens=%d is raised to model.max_model_len=%d: rows of an encoder are computed "
-            "whole; lower model.max_model_len if steps take too much memory",
+            "scheduler.max_num_batched_tokens=%d is raised to model.max_model_len=%d: an encoder computes a row in one "
+            "step; lower model.max_model_len if steps take too much memory",
             scheduler.max_num_batched_tokens,
             tokens,
         )
@@ -163,13 +157,11 @@ def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
 
 
 def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> PoolingConfig | None:
-    """Pooling of the run; None for one that generates. Raises ConfigError, and ModelConfigError for a decoder whose
-    tokens see later ones.
-    """
+    """Pooling of the run; None for generation. Raises ConfigError, or ModelConfigError without a causal mask."""
     options, pooling = config.model, files.model_config.pooling
     wants_pooling = options.runner == "pooling" or options.classifier_from_token is not None
     if options.runner == "generate" and not files.generates:
-        raise ConfigError("model.runner=generate: config.json names a model without a head for tokens: leave it auto")
+        raise ConfigError("model.runner=generate: the model of config.json has no language-model head: leave it auto")
     if options.runner == "generate" or (pooling is None and not wants_pooling):
         for key in ("pooling_type", "classifier_from_token", "default_prompt_name", "allow_any_dimensions"):
             if getattr(options, key):
@@ -178,7 +170,7 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
     check_sees_earlier(location.folder, files.sees_later)
     if pooling is None and options.pooling_type is None and options.classifier_from_token is None:
         logger.warning(
-            "%s says nothing of pooling: a row's vector is the last token's, normalised; see model.pooling_type",
+            "%s does not define a pooling: a row's vector is the last token's, normalised; see model.pooling_type",
             location.folder,
             extra=SAME_ON_EVERY_RANK,
         )
@@ -199,36 +191,36 @@ def _with_prompt(text: TextForm, name: str) -> TextForm:
     if name and name not in dict(text.prompts):
         known = ", ".join(name for name, _ in text.prompts)
         raise ConfigError(
-            f"model.default_prompt_name={name} is none of the folder's prompts "
-            f"({known or 'config_sentence_transformers.json has none'}): name one of them, or '' for none"
+            f"model.default_prompt_name={name} is not one of the folder's prompts "
+            f"({known or 'config_sentence_transformers.json has none'}): name one of them, or '' for no prompt"
         )
     return replace(text, default_prompt=name)
 
 
 def _check_plain_logits(key: str, config: ModelConfig) -> None:
-    """Raise ConfigError for a model whose logits are more than a GEMM with the head's weight."""
+    """Raise ConfigError unless the model's logits are a plain GEMM with the head's weight."""
     if config.has_head_bias or config.logit_cap or config.logit_divisor != 1.0:
         raise ConfigError(
-            f"{key} is not run for {config.architecture}, whose logits are more than a product with the head's weight: "
-            f"leave it out"
+            f"{key} is not supported for {config.architecture}, whose logits are more than a GEMM with the "
+            f"head's weight: leave it out"
         )
 
 
 def _check_label_tokens(token_ids: Sequence[int], files: ModelFiles, location: ModelLocation) -> None:
-    """Raise ConfigError for a folder whose LogitScore cannot be run."""
+    """Raise ConfigError for a folder with an unsupported LogitScore."""
     config, key = files.model_config, f"{location.folder}: LogitScore of modules.json"
     _check_plain_logits(key, config)
     beyond = next((each for each in token_ids if each >= config.vocab_size), None)
     if beyond is not None:
         raise ConfigError(
-            f"{key} takes the logit of token {beyond}, and the model has those below vocab_size={config.vocab_size} of "
+            f"{key} uses the logit of token {beyond}, but the model has those below vocab_size={config.vocab_size} of "
             f"config.json: name another token in its config.json"
         )
 
 
 def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: ModelLocation) -> PoolingConfig:
     if not files.generates:
-        raise ConfigError(f"model.classifier_from_token={tokens}: config.json names a model without a head for tokens")
+        raise ConfigError(f"model.classifier_from_token={tokens}: the model of config.json has no language-model head")
     config = files.model_config
     _check_plain_logits(f"model.classifier_from_token={tokens}", config)
     tokenizer = Tokenizer.open_if_present(location.folder)
@@ -239,40 +231,34 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
     beyond = next((each for each in zip(tokens, found) if each[1] >= config.vocab_size), None)
     if beyond is not None:
         raise ConfigError(
-            f"model.classifier_from_token={tokens}: {beyond[0]!r} is token {beyond[1]} of tokenizer.json, and the "
+            f"model.classifier_from_token={tokens}: {beyond[0]!r} is token {beyond[1]} of tokenizer.json, but the "
             f"model has logits of those below vocab_size={config.vocab_size} of config.json: give another token"
         )
-    return PoolingConfig(
-        "classify",
-        "last",
-        config.embedding_size,
-        num_labels=1,
-        activation="sigmoid",
-        label_token_ids=tuple(found),
-    )
+    size, label_ids = config.embedding_size, tuple(found)
+    return PoolingConfig("classify", "last", size, num_labels=1, activation="sigmoid", label_token_ids=label_ids)
 
 
 def _check_quantization(config: RunConfig, model_config: ModelConfig, device_type: str) -> None:
-    """Raise ConfigError for a run whose weights cannot be quantised as they are loaded."""
+    """Raise ConfigError for a run whose weights cannot be quantised at load time."""
     key = f"model.quantization={config.model.quantization}"
     if config.model.quantization is None:
         return
     if device_type != "cpu":
-        raise ConfigError(f"{key} runs on the CPU alone: set device=cpu, or leave it out")
+        raise ConfigError(f"{key} runs on the CPU only: set device=cpu, or leave it out")
     if any(layer.experts is not None for layer in model_config.layers):
-        raise ConfigError(f"{key} is not run for {model_config.architecture}, which has experts: leave it out")
+        raise ConfigError(f"{key} is not supported for {model_config.architecture}, which has experts: leave it out")
     if model_config.pooling is not None:
-        raise ConfigError(f"{key} is for models that generate, and this run pools: leave it out")
+        raise ConfigError(f"{key} is for models that generate, but this run pools: leave it out")
     widest = max(max(layer.intermediate_size, layer.num_heads * layer.head_size) for layer in model_config.layers)
     if max(widest, model_config.hidden_size) > MOST_INPUTS:
         raise ConfigError(
-            f"{key} sums products of at most {MOST_INPUTS:,} inputs exactly, and config.json has layers of "
+            f"{key} sums at most {MOST_INPUTS:,} inputs exactly, but config.json has layers of "
             f"{max(widest, model_config.hidden_size):,}: leave it out"
         )
 
 
-def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: str) -> list[str]:
-    """Settings without effect given the others: the key, the value, the reason, the way out."""
+def _settings_without_effect(config: RunConfig, model_config: ModelConfig, device_type: str) -> list[str]:
+    """Texts about settings that have no effect with the others: key, value, reason and way out."""
     cache, mode, found = config.cache, config.scheduler.preemption_mode, []
     if mode == "recompute" and cache.swap_space_gib:
         found.append(
@@ -284,8 +270,8 @@ def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: s
     if mode == "swap" and (takes_all or cache.swap_space_gib == 0) and not model_config.is_encoder:
         space = "a cache that takes all host memory" if takes_all else "cache.swap_space_gib=0"
         found.append(
-            f"scheduler.preemption_mode=swap has no effect with {space}: what is preempted is computed again; set "
-            f"cache.swap_space_gib to host memory for it, or leave it out"
+            f"scheduler.preemption_mode=swap has no effect with {space}: preempted sequences are recomputed; set "
+            f"cache.swap_space_gib to some host memory, or leave it out"
         )
     if cache.num_blocks is not None and cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
         found.append(
@@ -303,30 +289,28 @@ def _without_effect(config: RunConfig, model_config: ModelConfig, device_type: s
     return found
 
 
-def _decides_ahead(config: RunConfig, model_config: ModelConfig, device_type: str) -> bool:
-    """Whether steps are decided ahead (see `SchedulerConfig`). Pooled rows take one step each. Raises ConfigError for a
-    conflicting setting.
-    """
+def _uses_async_scheduling(config: RunConfig, model_config: ModelConfig, device_type: str) -> bool:
+    """Whether steps are scheduled ahead (`SchedulerConfig`). Raises ConfigError for a conflicting setting."""
     wanted, num_stages = config.scheduler.async_scheduling, config.parallel.pipeline_parallel_size
     if wanted and num_stages > 1:
         raise ConfigError(
-            f"scheduler.async_scheduling=true needs token ids where they were sampled, and with "
-            f"parallel.pipeline_parallel_size={num_stages} the first stage has none; as many steps are in flight as "
-            f"there are stages in any case: leave scheduler.async_scheduling out"
+            f"scheduler.async_scheduling=true needs the sampled ids on the first stage, which has none with "
+            f"parallel.pipeline_parallel_size={num_stages}; a pipeline has one step per stage in flight in any case: "
+            f"leave scheduler.async_scheduling out"
         )
     is_wanted = device_type == "cuda" if wanted is None else wanted
     return is_wanted and num_stages == 1 and model_config.pooling is None
 
 
 def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:
-    """The layout, with the owners of experts. Raises ConfigError."""
+    """Layout with the owners of experts. Raises ConfigError."""
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
     check_divides(layout, model_config)
     return layout
 
 
 def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> str:
-    """The dtype the model runs in. Raises ConfigError for one the device cannot compute with."""
+    """Dtype of the model. Raises ConfigError for one that the device does not support."""
     if device_type == "cpu" and config.model.dtype == "float16":
         raise ConfigError("model.dtype=float16 is not supported on the CPU: use bfloat16 (as small) or float32 (exact)")
     if config.model.dtype != "auto":

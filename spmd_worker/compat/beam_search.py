@@ -48,7 +48,6 @@ class BeamSearchParams:
     watermarking: Any = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names key, value and rule."""
         kinds: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
             (_positive, "an integer, 1 or more", ("beam_width", "max_tokens")),
             (_finite, "a finite number", ("temperature", "length_penalty")),
@@ -73,9 +72,7 @@ class BeamSearchParams:
 
     @property
     def step_params(self) -> SamplingParams:
-        """Parameters of each beam's step: one token and its top log-probabilities, enough to refill all beams if
-        `beam_width` of them end.
-        """
+        """Parameters of a step: enough top log-probabilities to refill all beams if `beam_width` of them end."""
         return SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=2 * self.beam_width, ignore_eos=True, detokenize=False
         )

@@ -1,6 +1,4 @@
-"""Renders the conversations of `LLM.chat` (content parts, tools, custom templates, a continued last message), and
-parses answers into assistant messages.
-"""
+"""Renders the conversations of `LLM.chat`, and parses answers into assistant messages."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -61,12 +59,13 @@ class ChatOptions:
             raise ValueError(
                 f"chat_template_content_format={self.content_format!r} must be one of {', '.join(FORMATS)}"
             )
-        if not isinstance(self.template, str | None):
-            raise TypeError(f"chat_template is a {type(self.template).__name__}: give the template's text")
-        if not isinstance(self.tools, list | tuple | None):
-            raise TypeError(f"tools is a {type(self.tools).__name__}: give a list of tools as JSON schemas")
-        if not isinstance(self.variables, Mapping):
-            raise TypeError(f"chat_template_kwargs is a {type(self.variables).__name__}: give a dict")
+        for name, value, kinds, wanted in (
+            ("chat_template", self.template, str | None, "the template's text"),
+            ("tools", self.tools, list | tuple | None, "a list of tools as JSON schemas"),
+            ("chat_template_kwargs", self.variables, Mapping, "a dict"),
+        ):
+            if not isinstance(value, kinds):
+                raise TypeError(f"{name} is a {type(value).__name__}: give {wanted}")
         if self.tool_choice is not None:
             _request(self)
 

@@ -142,7 +142,6 @@ class EngineArgs:
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Called for missing attributes."""
             raise AttributeError(f"EngineArgs has no attribute {name!r}{hint(name, KEYWORDS, _NOT_HERE)}")
 
     def __init__(self, model: str | Path, **arguments: Unpack[LLMKeywords]) -> None:

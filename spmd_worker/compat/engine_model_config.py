@@ -52,14 +52,11 @@ class EngineModelConfig:
         self.runner_type = "generate" if resolved.model_config.pooling is None else "pooling"
 
     def __getattr__(self, name: str) -> Any:
-        """Called for missing attributes."""
         raise AttributeError(f"model_config has no attribute {name!r}{hint(name, dir(self))}")
 
     @cached_property
     def hf_config(self) -> Any:
-        """config.json: transformers' configuration if transformers is installed and supports it, else an object with
-        its keys as attributes.
-        """
+        """config.json: transformers' configuration if transformers supports it, else an object with its keys."""
         try:
             from transformers import AutoConfig
 
@@ -110,5 +107,4 @@ class PlainConfig:
         return f"PlainConfig({self._values!r})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the file."""
         return json.loads(json.dumps(self._values))  # type: ignore[no-any-return]  # a copy of an object

@@ -25,8 +25,7 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "get_world_size": "",
     "collective_rpc": "under torchrun each rank has one worker, so one result; callables do not cross processes",
     "apply_model": "the function gets this rank's shard under the checkpoint's names, without a forward pass",
-    "reset_prefix_cache": "`reset_running_requests` is rejected while requests are unanswered; the host tier is reset with "
-    "or without `reset_connector`",
+    "reset_prefix_cache": "no `reset_running_requests` while requests are unanswered; `reset_connector` has no effect",
     "reset_mm_cache": "no effect: text models have no multimodal inputs",
     "sleep": "levels 1 and 2, without unanswered requests, so `mode` has no effect; no option is needed",
     "wake_up": "after level 2 all weights must be loaded before anything is computed",

@@ -1,6 +1,4 @@
-"""Encodes a text, or a pair, of a pooling run as sentence-transformers does: after the folder's prompt, or as messages
-rendered with the chat template.
-"""
+"""Encodes texts and pairs of a pooling run as sentence-transformers does, with its prompts or chat template."""
 
 import json
 from itertools import takewhile
@@ -27,9 +25,7 @@ _CHECKED: Final[WeakKeyDictionary[Tokenizer, dict[TextForm, str]]] = WeakKeyDict
 def encode_pooled_text(
     form: TextForm, tokenizer: Tokenizer, first: str, second: str | None, max_tokens: int | None
 ) -> tuple[list[int], int | None]:
-    """`Tokenizer.encode_inside` of texts with the folder's prompt; all tokens of messages count to the first text.
-    Raises ValueError for texts that the template cannot render.
-    """
+    """`Tokenizer.encode_inside` with the folder's prompt or template. Raises ValueError if it cannot render them."""
     if not form.message_format:
         return tokenizer.encode_inside(form.prompt + first, second, max_tokens)
     texts = (first,) if second is None else (first, second)

@@ -84,7 +84,6 @@ class PlainTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """The ids of `all_special_tokens`."""
         ids = [self._own.token_id(token) for token in self.all_special_tokens]
         return [each for each in ids if each is not None]
 
@@ -93,7 +92,6 @@ class PlainTokenizer:
         return self._own.vocabulary()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Same as `Tokenizer.encode`."""
         return self._own.encode(text, add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -101,7 +99,6 @@ class PlainTokenizer:
         return self._own.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """`decode` of each."""
         return [self.decode(each, skip_special_tokens) for each in sequences]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:

@@ -14,9 +14,7 @@ from spmd_worker.replica.sequence.events import CommitWeights, Event, ResetPrefi
 
 
 class CallGuard:
-    """Calls of one engine, and this rank's events for the next step, of which only rank 0's are used. A thread in a
-    call may make nested calls.
-    """
+    """Calls of one engine, which may be nested, and this rank's events for the next step (rank 0's are used)."""
 
     def __init__(self) -> None:
         # Reentrant: a finalizer or a signal handler may abort a request in the thread that queues one.
@@ -55,7 +53,6 @@ class CallGuard:
             yield
 
     def queue(self, event: Event) -> None:
-        """Queue an event after the others."""
         with self.lock:
             self.events.append(event)
 

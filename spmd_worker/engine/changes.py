@@ -82,9 +82,7 @@ class Changes:
             self._calls.queue(ResetPrefixCache())
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Results of `func` for the model of each worker of this executor (`LLM.apply_model`). It may have changed
-        weights, even if it raises: the prefix cache is invalidated from the next step on.
-        """
+        """`LLM.apply_model` on this executor. Invalidates the prefix cache, even if `func` raises."""
         with self._calls.inside("apply_model"):
             self._life.check_not_closed()
             try:
@@ -116,9 +114,7 @@ class Changes:
                 logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
     def complete_weights(self) -> None:
-        """`commit_weights` before a call that needs complete weights. Raises RuntimeError, too, during an update that
-        the caller has begun (`WeightUpdates.hold`).
-        """
+        """`commit_weights` for a call that computes. Raises RuntimeError during an update (`WeightUpdates.hold`)."""
         self.weights.check_not_held()
         self.commit_weights()
 
@@ -143,7 +139,6 @@ class Changes:
             return self.run_worker_event(name, payload, given, run_step)
 
     def sleep(self, level: int, mode: str, run_step: RunStep) -> None:
-        """`LLM.sleep` on this replica."""
         with self._calls.inside("sleep", is_alone=True):
             check_mode(mode)
             self._requests.check_idle_or_asleep()
@@ -153,7 +148,6 @@ class Changes:
             self.run_worker_event(SLEEP, level, [ResetPrefixCache()], run_step)
 
     def wake_up(self, tags: Sequence[str] | None, run_step: RunStep) -> None:
-        """`LLM.wake_up` on this replica."""
         with self._calls.inside("wake_up", is_alone=True):
             self._requests.check_idle_or_asleep()
             waking = [tag for tag in checked_tags(tags) if tag in self._executor.sleeping_tags]
@@ -163,9 +157,7 @@ class Changes:
                 self.run_worker_event(WAKE_UP, waking, (), run_step)
 
     def run_worker_event(self, name: str, payload: Any, then: Sequence[Event], run_step: RunStep) -> list[Any]:
-        """`worker_event` in a call that has checked `then` and the weights. Raises ValueError for a name that is not an
-        identifier, TypeError for a payload that cannot cross processes.
-        """
+        """`worker_event` after its checks. Raises ValueError for an invalid name, TypeError for an invalid payload."""
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(
                 f"worker event {name!r}: give the NAME of the workers' methods prepare_NAME and commit_NAME"

@@ -112,12 +112,10 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine is closed to further calls."""
         return self.life.is_closed
 
     @property
     def counters(self) -> SchedulerCounters:
-        """Counts of this replica's work so far."""
         return self.scheduler.counters
 
     def need_tokenizer(self) -> Tokenizer:
@@ -138,9 +136,7 @@ class Engine:
         return self.requests.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs of the requests that ended in it, in plan order. Raises RuntimeError while
-        weights or cache are asleep.
-        """
+        """Run one step; returns the outputs of the requests that ended in it. Raises RuntimeError while asleep."""
         requests, changes = self.requests, self.changes
         with self.calls.inside("step"):
             self.life.check_not_closed()
@@ -155,7 +151,6 @@ class Engine:
             return outputs
 
     def _outputs_of(self, ended: list[SequenceGroup]) -> list[Any]:
-        """Outputs that `step` returns for the requests that ended in it."""
         return [self.requests.finish(group) for group in ended]
 
     def run_step(self) -> list[SequenceGroup]:

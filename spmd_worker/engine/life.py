@@ -67,12 +67,10 @@ class Life:
 
     @property
     def state(self) -> State:
-        """Current state."""
         return State.ASLEEP if self._state is State.OPEN and self._executor.is_sleeping else self._state
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine is closed to further calls."""
         return self._state in (State.CLOSED, State.RETIRED)
 
     @property
@@ -91,14 +89,11 @@ class Life:
         return os.getpid() == self._owner
 
     def check_not_closed(self) -> None:
-        """Raise RuntimeError for a closed engine."""
         if self.is_closed:
             raise RuntimeError(_ERRORS[State.CLOSED])
 
     def check_not_failed(self) -> None:
-        """Raise RuntimeError after a failed step or exchange, and the executor's error if a worker ended between two
-        steps, which the next one would wait for.
-        """
+        """Raise RuntimeError after a failed step or exchange, or the executor's error after a worker has ended."""
         has_failed = self._state in (State.IN_STEP, State.FAILED)
         if self._executor_has_failed.is_set() and not has_failed:
             self._executor.check_health()
@@ -106,7 +101,6 @@ class Life:
             raise RuntimeError(_ERRORS[State.FAILED])
 
     def check_open(self) -> None:
-        """Raise RuntimeError for an engine that is closed or has failed."""
         self.check_not_closed()
         self.check_not_failed()
 

@@ -15,9 +15,7 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(slots=True)
 class _Shown:
-    """State of one sequence: the size of its previous output, its final text so far, and its log-probabilities with
-    text. Each token is decoded once: a step costs as much as its new tokens.
-    """
+    """State of one sequence: sizes of its previous output, final text so far, log-probabilities with text."""
 
     decoder: IncrementalDecoder | None = None
     num_decoded: int = 0

@@ -38,7 +38,6 @@ class StepPipeline:
         self._sampling_rank = (num_stages - 1) * num_shards if has_own_stage else 0
 
     def __len__(self) -> int:
-        """Number of steps in flight."""
         return len(self._steps)
 
     @property

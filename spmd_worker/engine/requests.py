@@ -44,9 +44,7 @@ class Requests:
         """Number of requests with neither custom id nor index."""
         self.times = RequestTimes()
         self.kept_outputs: list[Any] | None = None
-        """Outputs of a step after which a signal handler raised: the next call of `step` returns them without a step,
-        because the other ranks have already returned theirs.
-        """
+        """Outputs of a step that a signal handler interrupted: the next call of `step` returns them, without a step."""
         self._resolved, self._tokenizer, self._calls, self._life = resolved, tokenizer, calls, life
         self._prompts: dict[RequestId, str | None] = {}
         self._last_normalised = (resolved.default_sampling, resolved.default_sampling)
@@ -141,7 +139,6 @@ class Requests:
             return request_id
 
     def rope_regime(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
-        """`ModelConfig.rope_regime` for a row with these parameters."""
         max_model_len = self._resolved.max_model_len
         most = min(num_prompt_tokens + (sampling.max_tokens or max_model_len), max_model_len)
         # The last sampled token is not computed.
@@ -174,7 +171,6 @@ class Requests:
         return self.times.read(group.request.request_id, num_output_tokens)
 
     def finish(self, group: SequenceGroup) -> RequestOutput:
-        """Output of a request that has ended."""
         request_id, metrics = group.request.request_id, self.metrics(group)
         self.times.forget(request_id)
         return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
@@ -196,7 +192,6 @@ class RequestTimes:
         self._metrics: dict[RequestId, RequestMetrics] = {}
 
     def add(self, request_id: RequestId) -> None:
-        """Record that a request was queued."""
         self._metrics[request_id] = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
 
     def set_arrival(self, request_id: RequestId, arrival_time: float) -> None:
@@ -213,7 +208,6 @@ class RequestTimes:
                 metrics.scheduled_ts = time.monotonic()
 
     def end(self, plan: StepPlan) -> None:
-        """Record that the step has sampled."""
         for group in plan.groups:
             metrics = self._metrics.get(group.request_id)
             if metrics is None or metrics.first_token_ts:
@@ -231,5 +225,4 @@ class RequestTimes:
         return replace(metrics, num_generation_tokens=num_output_tokens, last_token_ts=last_token_ts)
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove a request that has ended."""
         self._metrics.pop(request_id, None)

@@ -177,9 +177,7 @@ def _load(
     engine_channel: ControlChannel,
     watchdog: Watchdog,
 ) -> CacheSizes:
-    """Load the model and allocate the cache, each phase agreed on by all replicas; returns the numbers of blocks, the
-    same on every rank of this replica.
-    """
+    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's sizes."""
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
     if config.executor.digest_every:

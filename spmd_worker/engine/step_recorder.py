@@ -19,7 +19,6 @@ class StepRecorder:
         self._last_totals = astuple(scheduler.counters)
 
     def record(self, plan: StepPlan) -> StepStats:
-        """Statistics of the step that has just ended."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         if self._first_began_s is None:
             self._first_began_s = self._times.began_s

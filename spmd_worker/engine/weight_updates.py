@@ -52,7 +52,6 @@ class WeightUpdates:
 
     @property
     def has_missing(self) -> bool:
-        """Whether weights of an open update are missing."""
         return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
 
     def check_not_held(self) -> None:

@@ -81,7 +81,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
         arguments = {"model": model_name, **model_args}
-        _tell_ranks(arguments)
+        _send_arguments(arguments)
         self.llm = LLM(**arguments)
         engine = self.llm.llm_engine
         self._reader = RequestReader(engine.default_sampling, engine.config.limits, engine.limits, engine.tokenizer)
@@ -100,9 +100,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """Answer one request (`ModelAPI.generate`). Raises ValueError for one that cannot be answered, RuntimeError if
-        the engine has failed.
-        """
+        """Answer one request. Raises ValueError for an invalid one, RuntimeError if the engine has failed."""
         if tools and tool_choice != "none":
             raise ValueError(
                 f"{len(tools)} tools were given: answers of spmd_worker are text, in which nothing reads tool calls; "
@@ -166,10 +164,9 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         if config.logprobs:
             options |= {"logprobs": True, "top_logprobs": config.top_logprobs}
         if config.response_schema is not None:
-            form = config.response_schema
-            schema = form.json_schema.model_dump(exclude_none=True)
-            wanted = {"name": form.name, "schema": schema, "strict": True}
-            options["response_format"] = {"type": "json_schema", "json_schema": wanted}
+            schema = config.response_schema.json_schema.model_dump(exclude_none=True)
+            json_schema = {"name": config.response_schema.name, "schema": schema, "strict": True}
+            options["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         given = {key: value for key, value in options.items() if value is not None}
         return {"messages": [_as_json(message) for message in messages], **given}
 
@@ -195,27 +192,28 @@ def _message(text: str, model_name: str) -> ChatMessageAssistant:
 
 
 def _choice(completion: CompletionOutput, model_name: str) -> ChatCompletionChoice:
+    logprobs = None
+    if completion.logprobs is not None:
+        positions = zip(completion.token_ids, completion.logprobs)
+        logprobs = Logprobs(content=[_logprob(token_id, position) for token_id, position in positions])
     return ChatCompletionChoice(
         message=_message(completion.text, model_name),
         stop_reason=_STOP_REASONS.get(completion.finish_reason or "", "unknown"),
-        logprobs=None
-        if completion.logprobs is None
-        else Logprobs(content=[_logprob(ids, each) for ids, each in zip(completion.token_ids, completion.logprobs)]),
+        logprobs=logprobs,
     )
 
 
 def _logprob(token_id: int, position: TokenLogprobs) -> Logprob:
-    chosen = position[token_id]
-    likeliest = sorted(position.values(), key=lambda each: each.rank)
-    tops = [TopLogprob(token=each.decoded_token or "", logprob=each.logprob, bytes=_bytes(each)) for each in likeliest]
-    return Logprob(token=chosen.decoded_token or "", logprob=chosen.logprob, bytes=_bytes(chosen), top_logprobs=tops)
+    ranked = sorted(position.values(), key=lambda each: each.rank)
+    return Logprob(**_values(position[token_id]), top_logprobs=[TopLogprob(**_values(each)) for each in ranked])
 
 
-def _bytes(entry: TokenLogprob) -> list[int] | None:
-    return None if entry.token_bytes is None else list(entry.token_bytes)
+def _values(entry: TokenLogprob) -> dict[str, Any]:
+    token_bytes = None if entry.token_bytes is None else list(entry.token_bytes)
+    return {"token": entry.decoded_token or "", "logprob": entry.logprob, "bytes": token_bytes}
 
 
-def _tell_ranks(arguments: dict[str, Any] | None) -> None:
+def _send_arguments(arguments: dict[str, Any] | None) -> None:
     """Rank 0: send the others their engine's arguments; None to start nothing."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
@@ -259,7 +257,7 @@ def main(arguments: Sequence[str]) -> None:
         if _open:
             _open[0].shutdown()
         else:
-            _tell_ranks(None)
+            _send_arguments(None)
 
 
 if __name__ == "__main__":

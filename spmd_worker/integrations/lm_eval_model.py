@@ -78,7 +78,6 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens to generate if a task names no number."""
         return self._max_gen_toks
 
     @property
@@ -184,7 +183,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
             raise ConfigError(f"generation argument {unknown[0]!r} is unknown; known: {', '.join(_SAMPLING_KEYS)}")
         num_context = self.max_length - max_tokens
         if num_context < 1:
-            raise ConfigError(f"max_gen_toks={max_tokens} leaves no room for a context in max_length={self.max_length}")
+            raise ConfigError(f"max_gen_toks={max_tokens} leaves no context in max_length={self.max_length}")
         sampling = {key: given[key] for key in _SAMPLING_KEYS if given.get(key) is not None}
         params = SamplingParams(max_tokens=max_tokens, stop=tuple(each for each in stop if each), **sampling)
         return self.tok_encode(context)[-num_context:], params
@@ -193,14 +192,13 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         self, prompts: list[list[int]], params: list[SamplingParams], disable_tqdm: bool
     ) -> list[RequestOutput]:
         """Raises ValueError for a request that cannot be answered: scores without it would be wrong."""
-        return self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=not disable_tqdm
-        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return self.llm.generate(given, params, use_tqdm=not disable_tqdm)
 
 
 def _score(prompt: list[int], num_scored: int, output: RequestOutput) -> tuple[float, bool]:
     """Log-probability of the last `num_scored` tokens of the prompt, and whether all are the argmax."""
-    assert output.prompt_logprobs is not None, "they were asked for"
+    assert output.prompt_logprobs is not None, "requested by the caller"
     start = len(prompt) - num_scored
     total, is_greedy = 0.0, True
     for token_id, position in zip(prompt[start:], output.prompt_logprobs[start:], strict=True):

@@ -11,7 +11,7 @@ then. It translates an output type to `SamplingParams.structured_outputs`.
 
 from typing import Any, Final
 
-from spmd_worker.integrations.vllm_modules import put_modules
+from spmd_worker.integrations.vllm_modules import install_modules
 from spmd_worker.llm import LLM
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -21,4 +21,4 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
     "vllm.sampling_params": {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams},
 }
 
-put_modules(MODULES, __name__)
+install_modules(MODULES, __name__)

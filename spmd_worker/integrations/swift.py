@@ -12,17 +12,14 @@ that was imported already, is an error before anything is replaced.
 
 import importlib
 import logging
-import os
-import runpy
 import sys
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.compat.engine_args import EngineArgs
-from spmd_worker.integrations.vllm_modules import put_modules
+from spmd_worker.integrations.vllm_modules import check_release, install_modules, run_program
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -112,41 +109,22 @@ def install() -> str:
         found = version_of("ms-swift")
     except PackageNotFoundError:
         raise ImportError(f"ms-swift is not installed: pip install 'ms-swift=={RELEASE}.*'") from None
-    if not (found == RELEASE or found.startswith(f"{RELEASE}.")):
-        raise ImportError(
-            f"ms-swift {found} is installed and this package knows the calls of {RELEASE}: "
-            f"pip install 'ms-swift=={RELEASE}.*'"
-        )
+    check_release("ms-swift", found, RELEASE)
     words = f"spmd_worker samples for ms-swift {found}: the module vllm is this package's, for colocate mode"
     early = [name for name in ("swift.infer_engine.vllm_engine", "swift.rlhf_trainers") if name in sys.modules]
     if early and "vllm" not in sys.modules:
         raise ImportError(f"{early[0]} was imported already: import spmd_worker.integrations.swift before it")
-    put_modules(MODULES, "spmd_worker.integrations.swift")
-    _keep_from_trl()
+    install_modules(MODULES, "spmd_worker.integrations.swift")
+    # Hide the modules from TRL's own colocate mode, which ms-swift's trainers do not use.
+    trl_imports: Any = importlib.import_module("trl.import_utils")
+    trl_imports.is_vllm_available = lambda: False
     logger.info("%s", words)
     return words
 
 
-def _keep_from_trl() -> None:
-    """Hide these modules from TRL's own colocate mode, which ms-swift's trainers do not use."""
-    trl_imports: Any = importlib.import_module("trl.import_utils")
-    trl_imports.is_vllm_available = lambda: False
-
-
 def main(arguments: list[str]) -> None:
-    """Run a command of ms-swift (`rlhf`, ...) or a script in this process, with the names replaced. Raises SystemExit
-    without one.
-    """
-    if not arguments:
-        raise SystemExit("usage: python -m spmd_worker.integrations.swift {rlhf | SCRIPT.py} [ARGUMENT ...]")
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{replaced}\n")
-    sys.argv = arguments
-    if arguments[0].endswith(".py"):
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        runpy.run_path(arguments[0], run_name="__main__")
-    else:
-        runpy.run_module(f"swift.cli.{arguments[0]}", run_name="__main__", alter_sys=True)
+    """Run a command of ms-swift (`rlhf`, ...) or a script in this process. Raises SystemExit without one."""
+    run_program(arguments, "spmd_worker.integrations.swift {rlhf | SCRIPT.py}", replaced, "swift.cli")
 
 
 replaced: Final = install()

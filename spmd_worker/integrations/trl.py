@@ -17,8 +17,6 @@ ratio needs both of the same kind (https://github.com/huggingface/trl/issues/678
 
 import inspect
 import logging
-import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.integrations.vllm_modules import check_release, run_program
 from spmd_worker.llm import LLM
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -96,7 +95,7 @@ def _any_rank_calls_tools(accelerator: Any, completions: list[list[dict[str, Any
 
 @contextmanager
 def _turns_of(generation: Any) -> Iterator[None]:
-    """Make the calls of `VLLMGeneration.generate` in the block this rank's turns: it gathers no prompts, and the engine
+    """Make the calls of `VLLMGeneration.generate` in a block of `LLM.turns`: it gathers no prompts, and the engine
     is awake from before the first to after the last.
     """
     size, sleeps = generation.tensor_parallel_size, generation.enable_sleep_mode
@@ -122,10 +121,7 @@ def install() -> str:
     """
     trl: Any = import_module("trl")
     version = str(getattr(trl, "__version__", "of no version"))
-    if not (version == RELEASE or version.startswith(f"{RELEASE}.")):
-        raise ImportError(
-            f"trl {version} is installed and this package knows the calls of {RELEASE}: pip install 'trl=={RELEASE}.*'"
-        )
+    check_release("trl", version, RELEASE)
     module: Any = import_module("trl.generation.vllm_generation")
     if not callable(getattr(module, "is_vllm_available", None)) or not hasattr(module, "VLLMGeneration"):
         raise ImportError(
@@ -133,6 +129,8 @@ def install() -> str:
             f"replaced"
         )
     instead = "vLLM's" if hasattr(module, "LLM") else "none: vLLM is not installed"
+    names = ", ".join(REPLACEMENTS)
+    words = f"spmd_worker samples for trl {version}: {names} of trl.generation.vllm_generation are replaced ({instead})"
     if getattr(module, "LLM", None) is not TrainerLLM:
         for name, value in REPLACEMENTS.items():
             setattr(module, name, value)
@@ -143,24 +141,13 @@ def install() -> str:
             trainer._tool_call_loop = in_turns(trainer._tool_call_loop)
         # It checks before it makes a `VLLMGeneration`, by a name of its own.
         distillation.is_vllm_available = is_vllm_available
-        logger.info("%s", _words(version, instead))
-    return _words(version, instead)
-
-
-def _words(version: str, instead: str) -> str:
-    names = ", ".join(REPLACEMENTS)
-    return f"spmd_worker samples for trl {version}: {names} of trl.generation.vllm_generation are replaced ({instead})"
+        logger.info("%s", words)
+    return words
 
 
 def main(arguments: list[str]) -> None:
     """Run a script as `python SCRIPT ...` does, with the names replaced. Raises SystemExit without one."""
-    if not arguments:
-        raise SystemExit("usage: python -m spmd_worker.integrations.trl SCRIPT.py [ARGUMENT ...]")
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{replaced}\n")
-    sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_program(arguments, "spmd_worker.integrations.trl SCRIPT.py", replaced)
 
 
 replaced: Final = install()

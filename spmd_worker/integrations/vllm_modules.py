@@ -1,18 +1,21 @@
-"""Modules named vllm with this package's names, for programs that import vLLM themselves.
+"""Modules named vllm with this package's names, for programs that import vLLM themselves, and a runner for them.
 
 No package of that name is needed, and an installed one is not used after this.
 """
 
+import os
+import runpy
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 _OURS: Final = "_is_of_spmd_worker"
 
 
-def put_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None:
+def install_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None:
     """Install these modules for all later imports, parents first; existing ones get more names.
 
     Raises ImportError if another module vllm was imported already: `importer` has to come before it.
@@ -33,3 +36,26 @@ def put_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None
         parent, _, own_name = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], own_name, module)
+
+
+def check_release(package: str, found: str, release: str) -> None:
+    """Raise ImportError unless `found` is a version of `release`."""
+    if not f"{found}.".startswith(f"{release}."):
+        raise ImportError(
+            f"{package} {found} is installed and this package knows the calls of {release}: "
+            f"pip install '{package}=={release}.*'"
+        )
+
+
+def run_program(arguments: list[str], usage: str, message: str, package: str | None = None) -> None:
+    """Run SCRIPT.py, or a module of `package`; rank 0 first reports `message`. Raises SystemExit without arguments."""
+    if not arguments:
+        raise SystemExit(f"usage: python -m {usage} [ARGUMENT ...]")
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{message}\n")
+    sys.argv = arguments
+    if package is None or arguments[0].endswith(".py"):
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        runpy.run_module(f"{package}.{arguments[0]}", run_name="__main__", alter_sys=True)

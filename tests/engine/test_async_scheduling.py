@@ -152,7 +152,7 @@ def test_sleep_and_new_weights_wait_for_what_is_in_flight(expected: list[Any]):
 
 
 def test_stages_and_steps_ahead_exclude_each_other():
-    with pytest.raises(ConfigError, match=r"async_scheduling=True needs token ids where they were sampled"):
+    with pytest.raises(ConfigError, match=r"async_scheduling=True"):
         open_llm(async_scheduling=True, pipeline_parallel_size=2)
 
 

@@ -111,9 +111,7 @@ class CallRunner:
         return [outputs[index] for index in range(len(given))]
 
     def _rejected(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
-        """Error outputs, by index, of the prompts that cannot be answered. Raises PromptsRefusedError for them unless
-        `on_error` is "row".
-        """
+        """Error outputs, by index, of invalid prompts. Raises PromptsRefusedError unless `on_error` is "row"."""
         outputs = {}
         for index, (each, sampling) in enumerate(given):
             try:

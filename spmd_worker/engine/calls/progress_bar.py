@@ -19,9 +19,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
 
 
 class CallBar:
-    """The bar of one call, on the first rank only. An error of the caller's bar is logged and the call continues
-    without it, because the other ranks are in the middle of the call.
-    """
+    """The bar of one call, on the first rank. Its errors are logged: other ranks are in the middle of the call."""
 
     def __init__(self, use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> None:
         self._bar: Any = None
@@ -31,13 +29,11 @@ class CallBar:
                 self._bar = make(total=num_prompts, desc="prompts", disable=False)
 
     def update(self, count: int = 1) -> None:
-        """Count finished prompts."""
         if self._bar is not None:
             with self._dropped_on_error():
                 self._bar.update(count)
 
     def close(self) -> None:
-        """Close the bar at the end of the call."""
         if self._bar is not None:
             with self._dropped_on_error():
                 self._bar.close()

@@ -23,9 +23,7 @@ class PromptEncoder:
         self._engine = engine
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
-        """Encode one prompt or a list of prompts; `params`, of all or of each, say whether they are truncated. Raises
-        TypeError for an invalid type.
-        """
+        """Encode one prompt or a list; `params` decide on truncation. Raises TypeError for an invalid type."""
         return [self.encode_one(each, _is_truncated(params, index)) for index, each in enumerate(as_list(prompts))]
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
@@ -36,7 +34,6 @@ class PromptEncoder:
         return [self._render(each, options, _is_truncated(params, index)) for index, each in listed]
 
     def encode_one(self, prompt: Prompt | TextPair, is_truncated: bool) -> Encoded:
-        """Encode one prompt."""
         # Encoding many prompts takes a while, and may be interrupted between two of them.
         deliver_signals()
         return encode_prompt(

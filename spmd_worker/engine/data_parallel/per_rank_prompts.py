@@ -26,7 +26,7 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 _TURNS: Final = "turns"
 _Prepare = Callable[[], Sequence[CheckedPrompt] | None]
 """None: this rank has left."""
-_PROMPTS: Final = codec_of(tuple[CheckedPrompt, ...])
+_PROMPTS: Final = codec_of(tuple[CheckedPrompt, ...] | None)
 
 
 def answer_per_rank(
@@ -125,19 +125,15 @@ def _run_call(
     return False, [outputs[position * size + rank] for position in range(len(own or ()))]
 
 
-def _encode(prompts: Sequence[CheckedPrompt] | None) -> str | None:
+def _encode(prompts: Sequence[CheckedPrompt] | None) -> str:
     """Encode the prompts as a JSON value."""
-    if prompts is None:
-        return None
     writer = ByteWriter()
-    _PROMPTS.write(writer, [tuple(prompts)])
+    _PROMPTS.write(writer, [None if prompts is None else tuple(prompts)])
     return base64.b64encode(bytes(writer.data)).decode("ascii")
 
 
-def _decode(payload: str | None) -> Sequence[CheckedPrompt] | None:
+def _decode(payload: str) -> Sequence[CheckedPrompt] | None:
     """The inverse of `_encode`."""
-    if payload is None:
-        return None
     content = base64.b64decode(payload)
-    prompts: Sequence[CheckedPrompt] = _PROMPTS.read(ByteReader(content, len(content)), 1)[0]
+    prompts: Sequence[CheckedPrompt] | None = _PROMPTS.read(ByteReader(content, len(content)), 1)[0]
     return prompts

@@ -180,11 +180,9 @@ class _Run:
 
     @property
     def num_sequences(self) -> int:
-        """Number of samples of the unanswered prompts."""
         return sum(prompt.sampling.num_sequences for _, prompt in self._open.values())
 
     def add(self, index: int, prompt: CheckedPrompt) -> None:
-        """Queue a prompt for the next step."""
         number = self.engine.requests.admit(
             prompt.token_ids,
             prompt.sampling,

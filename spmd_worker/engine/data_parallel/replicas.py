@@ -70,9 +70,7 @@ def open_replicas(engine: Engine) -> Replicas | None:
 
 
 def num_wanted(engine: Engine, num_unfinished: int) -> int:
-    """Number of further sequences that a replica with `num_unfinished` unfinished ones should admit: 0 while many wait
-    to be scheduled.
-    """
+    """Number of sequences to admit next to `num_unfinished` unfinished ones: 0 while many wait to be scheduled."""
     most_waiting = engine.config.scheduler.max_num_seqs // _WAITING_SHARE
     if engine.scheduler.queues.num_waiting > most_waiting:
         return 0

@@ -76,7 +76,6 @@ class ReplicaRound:
         return True
 
     def check_failure(self) -> None:
-        """Raise RankFailedError when a replica has failed."""
         if self.store.check([self._key("failure")]):
             raise RankFailedError(self.store.get(self._key("failure")).decode("utf-8", "replace"))
 
@@ -107,7 +106,6 @@ class ReplicaRound:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether any rank has called `interrupt`."""
         return self._has_interrupted or self.store.check([self._key("interrupted")])
 
     def finish(self) -> None:
@@ -124,9 +122,7 @@ class ReplicaRound:
         return self.store.check([self._key("over")])
 
     def wait(self, is_done: Callable[[], bool], *, may_be_silent: bool = False) -> Iterator[None]:
-        """Yield, now and then, until `is_done`. Raises RankFailedError when a replica fails or, unless it may, falls
-        silent.
-        """
+        """Yield repeatedly until `is_done`. Raises RankFailedError for a failed, or a forbidden silent, replica."""
         pause_s = _FIRST_PAUSE_S
         while not is_done():
             self.check_failure()
