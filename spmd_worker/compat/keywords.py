@@ -93,8 +93,7 @@ _OF_LLM: Final = (
 """Keywords without a configuration key."""
 
 _WITHOUT_EFFECT: Final = {
-    "code from a model folder is never executed: the families in the README need none, and a folder of another "
-    "architecture is rejected by name": "trust_remote_code=false",
+    "code from a model folder is never executed; other architectures are rejected": "trust_remote_code=false",
     "the tokenizer is the model's, and no code is loaded": "code_revision tokenizer_revision",
     "downloads use the environment of huggingface_hub: HF_TOKEN, HF_HOME, HF_HUB_CACHE": "hf_token download_dir",
     "this name is for servers": "served_model_name",
@@ -128,9 +127,7 @@ _WITHOUT_EFFECT: Final = {
         "safetensors_prefetch_block_size ignore_patterns use_tqdm_on_load=true pt_load_map_location=cpu "
         "config_format=auto"
     ),
-    "prompts may be token ids with or without a tokenizer; `detokenize=False` disables text": (
-        "skip_tokenizer_init=false"
-    ),
+    "prompts may be token ids without a tokenizer; `detokenize=False` disables text": "skip_tokenizer_init=false",
     "use our own statistics: `get_metrics`, `llm_engine.watch_steps`, `start_profile(folder)`": (
         "disable_log_stats=true aggregate_engine_logging=false show_hidden_metrics_for_version "
         "custom_histogram_buckets otlp_traces_endpoint collect_detailed_traces kv_cache_metrics=false "
@@ -196,7 +193,7 @@ _WITHOUT_EFFECT: Final = {
 """Reason -> names, with vLLM's default unless it is None."""
 
 _REJECTED: Final = {
-    "config.json of the checkpoint defines it, and weights run dequantised: leave it out": ("quantization_config"),
+    "config.json defines it, and weights run dequantised: leave it out": "quantization_config",
     "the cache has the model's dtype: leave it out": "kv_cache_dtype=auto",
     "speculative decoding is not supported: leave it out, answers are the same": (
         "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
@@ -206,27 +203,19 @@ _REJECTED: Final = {
     ),
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
-    "config.json defines the model: edit it and leave this out": (
-        "hf_overrides rope_scaling rope_theta hf_config_path"
-    ),
+    "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",
     "config.json defines the attention windows: edit it and leave this out": "disable_sliding_window=false",
     "model classes are those of this package: leave it out": "model_impl=auto|vllm model_class_overrides",
     "config and weights are read from one folder, `model`: leave it out": "model_weights=",
     "runner selects generation or pooling: leave it out": "task=auto|generate",
-    'runner="pooling" runs the task of the folder; classifier_from_token makes a classifier: leave it out': (
-        "convert=auto|none"
-    ),
+    'runner="pooling" runs the task of the folder: leave it out, or give classifier_from_token': "convert=auto|none",
     "the folder's files or pooling_type define the pooling: leave it out": "pooler_config override_pooler_config",
     "models produce text, vectors or scores here: leave it out": "diffusion_config",
-    "the model folder's tokenizer.json is read: leave it out, or put the tokenizer's files into the model folder": (
-        "tokenizer"
-    ),
+    "the model folder's tokenizer.json is used: leave it out, or replace the file in the folder": "tokenizer",
     "tokenizer.json is read by the tokenizers library: leave it out": "tokenizer_mode=auto|hf",
     "rows are served first come, first served: leave it out": "scheduling_policy=fcfs",
     "every rank runs this package's scheduler: leave it out": "scheduler_cls",
-    "the cache has the same number of blocks on every rank: give num_blocks, or gpu_memory_utilization": (
-        "kv_cache_memory_bytes"
-    ),
+    "all ranks have equally many blocks: give num_blocks or gpu_memory_utilization": "kv_cache_memory_bytes",
     "give host_tier_gib, GiB of host memory of each rank": "kv_offloading_size=null|0",
     "all weights are on the device: leave it out, or use more ranks": "cpu_offload_gb=0",
     "ranks are divided by tensor_parallel_size, pipeline_parallel_size and data_parallel_size: leave it out": (
@@ -239,12 +228,8 @@ _REJECTED: Final = {
     "a rank has the device of its LOCAL_RANK: set CUDA_VISIBLE_DEVICES instead": "device_ids",
     "routed experts are not returned: leave it out": "enable_return_routed_experts=false aux_output_config",
     "answers are not watermarked: leave it out": "watermark_config",
-    "after level 2 all weights must be loaded again: leave it out, or sleep at level 1, which keeps them": (
-        "sleep_preserve_parameter_names"
-    ),
-    "it is not returned: with top_k 0, top_p 1 and min_p 0 every token is kept, so that no mask is needed": (
-        "return_sampling_mask=false"
-    ),
+    "sleep level 2 drops all weights: leave it out, or sleep at level 1": "sleep_preserve_parameter_names",
+    "masks are not returned: leave it out; top_k 0, top_p 1 and min_p 0 keep all tokens": "return_sampling_mask=false",
     "prompts are text or token ids: leave it out": "enable_prompt_embeds=false enable_mm_embeds=false",
     "text models have no multimodal encoder: leave it out": "mm_encoder_only=false",
     "engines exchange nothing: leave it out": "kv_transfer_config kv_events_config ec_transfer_config",
@@ -253,8 +238,7 @@ _REJECTED: Final = {
     "the only loader has no settings: leave it out": "model_loader_extra_config",
     "attention is computed in the model's dtype: leave it out": "override_attention_dtype",
 }
-"""Reason and alternative -> names, with neutral values, vLLM's default first; None and empty values are neutral, too.
-"""
+"""Reason and alternative -> names, with neutral values, vLLM's default first; None and empty values are neutral."""
 
 
 def _listed(effect: Effect, table: Mapping[str, str]) -> Iterator[Keyword]:

@@ -186,18 +186,15 @@ def _truncate_logprobs(logprobs: list[TokenLogprobs], num_characters: int) -> li
         num_kept = num_kept if entry.token_bytes and not length else number + 1
     else:
         return logprobs
-    rest = [_without_bytes(each) for each in logprobs[num_kept:]]
+    rest = []
+    for (token_id, entry), *others in (position.items() for position in logprobs[num_kept:]):
+        rest.append({token_id: entry._replace(token_bytes=()), **dict(others)})
     if num_left:
         (token_id, entry), *others = logprobs[number].items()
         shown = (entry.decoded_token or "")[:num_left]
         first = entry._replace(decoded_token=shown, token_bytes=tuple(shown.encode("utf-8", "surrogatepass")))
         rest[number - num_kept] = {token_id: first, **dict(others)}
     return [*logprobs[:num_kept], *rest]
-
-
-def _without_bytes(position: TokenLogprobs) -> TokenLogprobs:
-    (token_id, entry), *others = position.items()
-    return {token_id: entry._replace(token_bytes=()), **dict(others)}
 
 
 def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:

@@ -3,6 +3,7 @@
 Text that was returned never changes: incomplete characters and possible beginnings of stop strings are held back.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from spmd_worker.engine.outputs import completion_output, logprobs_with_text, token_texts
@@ -33,7 +34,7 @@ class PartialOutputs:
     kind: RequestOutputKind
     prompt: str | None
     tokenizer: Tokenizer | None
-    _shown: dict[int, _Shown] = field(default_factory=dict)
+    _shown: defaultdict[int, _Shown] = field(default_factory=lambda: defaultdict(_Shown))
 
     def partial(self, group: SequenceGroup, metrics: RequestMetrics | None) -> RequestOutput | None:
         """Output of the group so far; None without new tokens, or if its samples are ranked at the end."""
@@ -63,7 +64,7 @@ class PartialOutputs:
 
     def _partial(self, sequence: Sequence) -> CompletionOutput | None:
         """Output of a sequence; None without new tokens."""
-        shown = self._shown.setdefault(sequence.sample_index, _Shown())
+        shown = self._shown[sequence.sample_index]
         if len(sequence.output_token_ids) == shown.num_tokens:
             return None
         completion = self._cumulative(sequence)
@@ -80,7 +81,7 @@ class PartialOutputs:
         return replace(completion, finish_reason=None) if has_failed else completion
 
     def _rest(self, completion: CompletionOutput) -> CompletionOutput:
-        shown = self._shown.setdefault(completion.index, _Shown())
+        shown = self._shown[completion.index]
         tokens, characters = shown.num_tokens, shown.num_characters
         shown.num_tokens, shown.num_characters = len(completion.token_ids), len(completion.text)
         return replace(
@@ -93,7 +94,7 @@ class PartialOutputs:
     def _logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:
         if sequence.request.sampling.logprobs is None:
             return None
-        shown = self._shown.setdefault(sequence.sample_index, _Shown())
+        shown = self._shown[sequence.sample_index]
         shown.token_texts = shown.token_texts or token_texts(sequence, self.tokenizer)
         is_last = sequence.finish_reason is not None
         new = sequence.logprobs[len(shown.logprobs) :]
@@ -110,7 +111,7 @@ class PartialOutputs:
             num_held = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop)) - 1
             text = sequence.text or ""
             return text[: max(len(text) - num_held, 0)]
-        shown = self._shown.setdefault(sequence.sample_index, _Shown())
+        shown = self._shown[sequence.sample_index]
         if shown.decoder is None:
             prompt = sequence.request.prompt_token_ids
             shown.decoder = IncrementalDecoder(self.tokenizer, prompt, sampling.skip_special_tokens)
