@@ -64,7 +64,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 # What goes in.
 
 
-def test_token_ids_come_alone_in_lists_and_in_mappings(llm: LLM):
+def test_prompts_may_be_ids_lists_or_mappings(llm: LLM):
     expected = tokens(run(llm, [PROMPTS[0]]))
     for form in (PROMPTS[0], tuple(PROMPTS[0]), {"prompt_token_ids": PROMPTS[0]}, [{"prompt_token_ids": PROMPTS[0]}]):
         assert tokens(run(llm, form)) == expected
@@ -79,7 +79,7 @@ def test_text_comes_alone_in_lists_and_in_mappings(text_llm: LLM):
         assert run(text_llm, form) == [expected]
 
 
-def test_outputs_come_in_the_order_of_prompts_with_their_own_parameters(llm: LLM):
+def test_outputs_keep_prompt_order_and_own_parameters(llm: LLM):
     lengths = [9, 2, 5, 1, 12, 3, 7, 4]
     outputs = run(llm, PROMPTS, [replace(GREEDY, max_tokens=length) for length in lengths])
     assert [output.request_id for output in outputs] == [str(index) for index in range(8)]
@@ -88,7 +88,7 @@ def test_outputs_come_in_the_order_of_prompts_with_their_own_parameters(llm: LLM
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
 
 
-def test_parameters_that_do_not_match_the_prompts_are_refused_before_anything_runs(llm: LLM):
+def test_parameters_must_match_prompts(llm: LLM):
     with pytest.raises(ValueError, match="3 sampling params for 8 prompts"):
         run(llm, PROMPTS, [GREEDY] * 3)
     with pytest.raises(TypeError, match=r"sampling_params\[1\] is a dict"):
@@ -97,7 +97,7 @@ def test_parameters_that_do_not_match_the_prompts_are_refused_before_anything_ru
     assert len(run(llm, PROMPTS)) == 8
 
 
-def test_arguments_that_are_no_prompts_conversations_or_parameters_are_refused(llm: LLM):
+def test_generate_and_chat_reject_invalid_argument_types(llm: LLM):
     for prompts in (5, None, b"hello"):
         with pytest.raises(TypeError, match=r"prompts is a \w+: give a prompt or a list of prompts"):
             run(llm, prompts)
@@ -116,7 +116,7 @@ def test_arguments_that_are_no_prompts_conversations_or_parameters_are_refused(l
         ({"prompt_embeds": None, 3: 4}, "no key prompt_embeds, 3: give prompt or prompt_token_ids"),
     ],
 )
-def test_a_key_of_a_prompt_that_nobody_reads_is_that_prompts_error(llm: LLM, extra: dict[object, object], words: str):
+def test_unknown_prompt_key_is_an_error(llm: LLM, extra: dict[object, object], words: str):
     """An image once was dropped in silence, and the text alone answered."""
     prompts = [{"prompt_token_ids": PROMPTS[0], **extra}, {"prompt_token_ids": PROMPTS[0]}]
     outputs = run(llm, prompts, on_error="row")
@@ -126,13 +126,13 @@ def test_a_key_of_a_prompt_that_nobody_reads_is_that_prompts_error(llm: LLM, ext
     assert tokens(outputs[1:]) == tokens(run(llm, PROMPTS[0]))
 
 
-def test_a_prompt_without_either_key_names_what_it_needs(llm: LLM):
+def test_prompt_without_text_or_ids_is_an_error(llm: LLM):
     for prompt in ({}, {"prompt": None}, {"prompt": [1, 2]}):
         (output,) = run(llm, prompt, on_error="row")
         assert output.error == f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}"
 
 
-def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answered(llm: LLM):
+def test_invalid_prompt_gets_error_row_among_answers(llm: LLM):
     bad = [
         random_prompt(512, 0),
         [],
@@ -164,7 +164,7 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
 
 
 @pytest.mark.guarantee("Prompts that can never be answered are named before anything is computed")
-def test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm: LLM):
+def test_invalid_prompts_raise_one_error_naming_all(llm: LLM):
     prompts = [PROMPTS[0], [5, 211], PROMPTS[1], []]
     expected, num_steps = tokens(run(llm, PROMPTS, replace(SAMPLED, seed=4))), llm.llm_engine.counters.num_steps
     with pytest.raises(PromptsRefusedError) as refused:
@@ -189,7 +189,7 @@ def test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm: 
 
 
 @pytest.mark.control("Prompts that can never be answered are named before anything is computed")
-def test_the_test_sees_prompts_that_are_answered_before_the_others_are_refused(
+def test_control_answers_before_rejection_are_detected(
     llm: LLM,
     monkeypatch: pytest.MonkeyPatch,
     control,
@@ -203,10 +203,10 @@ def test_the_test_sees_prompts_that_are_answered_before_the_others_are_refused(
 
     monkeypatch.setattr(CallRunner, "run", answer_first)
     with control("nothing ran"):
-        test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm)
+        test_invalid_prompts_raise_one_error_naming_all(llm)
 
 
-def test_the_test_sees_an_error_that_names_the_first_prompt_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_control_error_naming_one_prompt_is_detected(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
 
     def first_alone(call: str, num_prompts: int, reasons: dict[int, str], **how: bool) -> PromptsRefusedError:
@@ -214,10 +214,10 @@ def test_the_test_sees_an_error_that_names_the_first_prompt_alone(llm: LLM, monk
 
     monkeypatch.setattr(call_runner, "PromptsRefusedError", first_alone)
     with pytest.raises(AssertionError):
-        test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm)
+        test_invalid_prompts_raise_one_error_naming_all(llm)
 
 
-def test_of_many_prompts_that_cannot_be_answered_all_are_named_and_the_first_with_reasons(llm: LLM):
+def test_many_invalid_prompts_are_named_first_with_reasons(llm: LLM):
     with pytest.raises(PromptsRefusedError) as refused:
         run(llm, [[]] * 23)
     lines = str(refused.value).splitlines()
@@ -234,13 +234,13 @@ def test_of_many_prompts_that_cannot_be_answered_all_are_named_and_the_first_wit
         (replace(GREEDY, stop_token_ids=(500,)), "stop_token_ids: token id 500"),
     ],
 )
-def test_parameters_that_this_model_cannot_follow_are_that_rows_error(llm: LLM, sampling: SamplingParams, words: str):
+def test_unsupported_parameters_are_an_error_of_their_row(llm: LLM, sampling: SamplingParams, words: str):
     outputs = run(llm, PROMPTS[:2], [sampling, GREEDY], on_error="row")
     assert words in (outputs[0].error or "")
     assert outputs[1].error is None
 
 
-def test_the_longest_prompt_that_fits_is_answered_with_one_token(llm: LLM):
+def test_longest_prompt_gets_one_token(llm: LLM):
     (output,) = run(llm, random_prompt(511, 0))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
 
@@ -271,7 +271,7 @@ def test_the_text_is_the_tokens_decoded(text_llm: LLM):
     assert len(silent.outputs[0].token_ids) == 12
 
 
-def test_a_stop_string_that_spans_tokens_ends_a_row(text_llm: LLM):
+def test_stop_string_spanning_tokens_ends_a_row(text_llm: LLM):
     (whole,) = run(text_llm, "hello world", replace(GREEDY, max_tokens=30))
     text = whole.outputs[0].text
     pieces = [text_llm.get_tokenizer().decode([token]) for token in whole.outputs[0].token_ids]
@@ -290,7 +290,7 @@ def test_a_stop_string_that_spans_tokens_ends_a_row(text_llm: LLM):
         assert len(completion.token_ids) < 30
 
 
-def test_a_token_that_ends_a_row_is_in_its_ids_and_in_its_text_only_if_asked_for(text_llm: LLM):
+def test_stop_token_is_in_ids_and_optionally_text(text_llm: LLM):
     tokenizer = text_llm.get_tokenizer()
     (whole,) = run(text_llm, "hello world")
     ids = whole.outputs[0].token_ids
@@ -316,7 +316,7 @@ def test_a_chat_is_its_rendered_template(text_llm: LLM):
     assert open_end.prompt == "<|im_start|>user\nhello<|im_end|>\n"
 
 
-def test_a_model_without_template_or_tokenizer_says_so_for_each_chat(llm: LLM):
+def test_chat_without_template_or_tokenizer_is_an_error(llm: LLM):
     (output,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY, on_error="row", use_tqdm=False)
     assert "no tokenizer.json" in (output.error or "")
 
@@ -324,7 +324,7 @@ def test_a_model_without_template_or_tokenizer_says_so_for_each_chat(llm: LLM):
 # What is left behind.
 
 
-def test_every_block_is_free_after_answers_errors_and_aborts(llm: LLM):
+def test_blocks_are_free_after_answers_errors_and_aborts(llm: LLM):
     engine = llm.llm_engine
     run(llm, [*PROMPTS, []], replace(SAMPLED, n=3), on_error="row")
     first = engine.add_request(tuple(PROMPTS[0]), replace(GREEDY, max_tokens=100))
@@ -358,9 +358,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize(("call", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_an_argument_that_no_step_could_carry_is_an_error_at_once_and_the_engine_goes_on(
-    llm: LLM, call: Callable[[Engine], object], words: str
-):
+def test_invalid_call_argument_is_rejected_immediately(llm: LLM, call: Callable[[Engine], object], words: str):
     """`set_weight_version("x")` once was accepted, and ended the engine a step later."""
     with pytest.raises((TypeError, ValueError)) as refused:
         call(llm.llm_engine)
@@ -370,7 +368,7 @@ def test_an_argument_that_no_step_could_carry_is_an_error_at_once_and_the_engine
     assert len(run(llm, PROMPTS[:1])) == 1
 
 
-def test_requests_are_aborted_by_number_by_text_and_several_at_once(llm: LLM):
+def test_abort_takes_numbers_texts_and_iterables(llm: LLM):
     engine = llm.llm_engine
     ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=100)) for prompt in PROMPTS[:6]]
     with pytest.raises(TypeError, match="None is not a request id"):
@@ -391,7 +389,7 @@ def test_requests_are_aborted_by_number_by_text_and_several_at_once(llm: LLM):
 
 
 @pytest.mark.guarantee("close() gives back what was taken")
-def test_closing_gives_memory_back_to_the_system_once_the_weights_are_gone(monkeypatch: pytest.MonkeyPatch):
+def test_close_releases_weight_memory(monkeypatch: pytest.MonkeyPatch):
     """A trainer goes on: what the C library keeps for another engine would be lost to it."""
     llm, seen = LLM(checkpoint_folder(NAME), num_blocks=32), []
     model = weakref.ref(llm.llm_engine.model_executor.driver_worker.model_runner.model)
@@ -401,7 +399,7 @@ def test_closing_gives_memory_back_to_the_system_once_the_weights_are_gone(monke
     assert seen == [None]
 
 
-def test_closing_twice_is_once_and_a_closed_engine_says_so():
+def test_close_is_idempotent_and_later_calls_raise():
     llm = LLM(checkpoint_folder(NAME), num_blocks=300)
     expected = tokens(run(llm, PROMPTS))
     llm.close()
@@ -421,7 +419,7 @@ def test_two_engines_live_side_by_side(llm: LLM):
         assert tokens(run(other, PROMPTS)) == different
 
 
-def test_an_engine_whose_step_failed_says_so_instead_of_answering_wrongly(monkeypatch: pytest.MonkeyPatch):
+def test_failed_engine_rejects_calls(monkeypatch: pytest.MonkeyPatch):
     """A Ctrl-C in a notebook once left half a step behind, and the next call answered with a KeyError."""
     llm = LLM(checkpoint_folder(NAME), num_blocks=300)
 
@@ -437,7 +435,7 @@ def test_an_engine_whose_step_failed_says_so_instead_of_answering_wrongly(monkey
     llm.close()
 
 
-def test_requests_that_are_under_way_are_not_mixed_with_those_of_generate(llm: LLM):
+def test_generate_rejects_open_requests(llm: LLM):
     llm.llm_engine.add_request(tuple(PROMPTS[0]), GREEDY)
     with pytest.raises(RuntimeError, match=r"1 requests of .* are not answered yet"):
         run(llm, PROMPTS)
@@ -446,7 +444,7 @@ def test_requests_that_are_under_way_are_not_mixed_with_those_of_generate(llm: L
     assert len(run(llm, PROMPTS)) == 8
 
 
-def test_workers_can_be_called_by_name_and_by_function(llm: LLM):
+def test_collective_rpc_takes_names_and_functions(llm: LLM):
     assert llm.collective_rpc("get_cache_block_size_bytes") == [2 * 3 * 2 * 16 * 16 * 4]
     assert llm.collective_rpc(lambda worker, factor: worker.vocab_size * factor, args=(2,)) == [422]
     (num_parameters,) = llm.apply_model(func=lambda model: model.model_config.num_parameters)
@@ -455,7 +453,7 @@ def test_workers_can_be_called_by_name_and_by_function(llm: LLM):
         llm.collective_rpc("nothing")
 
 
-def test_what_was_cached_is_not_found_after_a_function_that_may_have_changed_weights(llm: LLM):
+def test_apply_model_invalidates_the_prefix_cache(llm: LLM):
     prompt = [list(range(10, 60))]
     run(llm, prompt)
     found = [run(llm, prompt)[0].num_cached_tokens]
@@ -471,7 +469,7 @@ def test_what_was_cached_is_not_found_after_a_function_that_may_have_changed_wei
 # What is refused.
 
 
-def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read(tmp_path: Path):
+def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path):
     with pytest.raises(ModelConfigError, match="is not a folder"):
         LLM(tmp_path / "missing")
     folder = checkpoint_folder(NAME)
@@ -503,13 +501,13 @@ WRONG_ARGUMENTS = [
 @pytest.mark.parametrize(
     ("arguments", "message"), WRONG_ARGUMENTS, ids=[next(iter(each)) for each, _ in WRONG_ARGUMENTS]
 )
-def test_an_argument_of_another_type_is_the_command_lines_sentence(arguments: dict[str, object], message: str):
+def test_argument_type_error_equals_command_line_error(arguments: dict[str, object], message: str):
     with pytest.raises(ConfigError) as refused:
         LLM(**{"model": checkpoint_folder(NAME), **arguments})
     assert str(refused.value) == message
 
 
-def test_the_cache_is_sized_from_memory_unless_it_is_set():
+def test_cache_size_comes_from_memory_unless_set():
     with LLM(checkpoint_folder(NAME), max_num_seqs=4) as llm:
         # As much as four sequences of 512 tokens can use, which is far less than this machine has.
         assert llm.llm_engine.scheduler.cache.num_blocks == 4 * 512 // 16

@@ -44,7 +44,7 @@ def tokens(outputs: list[list[CompletionOutput]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.guarantee("best_of returns the best, best first", is_control_inside=True)
-def test_the_best_two_of_four_are_those_picked_by_hand(llm: LLM):
+def test_best_of_equals_manual_ranking(llm: LLM):
     expected = best_by_hand(llm, replace(SAMPLED, n=4, logprobs=0), count=2)
     assert run(llm, replace(SAMPLED, n=2, best_of=4, logprobs=0)) == expected
     silent = [[replace(each, logprobs=None) for each in completions] for completions in expected]
@@ -53,14 +53,14 @@ def test_the_best_two_of_four_are_those_picked_by_hand(llm: LLM):
     assert tokens(expected) != tokens(run(llm, replace(SAMPLED, n=2)))
 
 
-def test_samples_of_different_lengths_are_ranked_by_their_whole_sums(llm: LLM):
+def test_best_of_ranks_by_cumulative_logprob(llm: LLM):
     ending = replace(SAMPLED, stop_token_ids=tuple(range(0, 200, 10)))
     expected = best_by_hand(llm, replace(ending, n=5, logprobs=0), count=3)
     assert len({len(each.token_ids) for completions in expected for each in completions}) > 1
     assert tokens(run(llm, replace(ending, n=3, best_of=5))) == tokens(expected)
 
 
-def test_the_best_are_the_same_when_samples_are_preempted(llm: LLM):
+def test_best_of_is_equal_under_preemption(llm: LLM):
     sampling = replace(SAMPLED, n=2, best_of=4)
     expected = run(llm, sampling)
     with LLM(checkpoint_folder(NAME), num_blocks=8, max_model_len=60, block_size=8) as small:
@@ -68,13 +68,13 @@ def test_the_best_are_the_same_when_samples_are_preempted(llm: LLM):
         assert small.llm_engine.counters.num_preemptions > 0
 
 
-def test_the_best_of_equal_greedy_samples_is_the_one_answer(llm: LLM):
+def test_best_of_greedy_equals_single_answer(llm: LLM):
     greedy = replace(SAMPLED, temperature=0.0)
     assert tokens(run(llm, replace(greedy, n=2, best_of=3))) == [[one, one] for (one,) in tokens(run(llm, greedy))]
 
 
 @pytest.mark.finding(number="D2")
-def test_more_samples_than_may_run_at_once_are_ranked():
+def test_best_of_exceeds_max_num_seqs():
     params = [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)]
     answers = []
     for max_num_seqs in (3, 64):

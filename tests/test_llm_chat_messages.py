@@ -26,7 +26,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-def test_a_call_in_an_answer_becomes_one_that_the_template_takes_back(llm: LLM):
+def test_tool_call_round_trips_through_the_template(llm: LLM):
     begin, end = [llm.llm_engine.need_tokenizer().marker_id(each) for each in ("<tool_call>", "</tool_call>")]
     inner = json.dumps(CALL.removeprefix("<tool_call>").removesuffix("</tool_call>"))
     form = StructuredOutputsParams(grammar=f'start: "I add.\\n" <[{begin}]> {inner} <[{end}]>')
@@ -64,7 +64,7 @@ def calling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.finding(number="D12")
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
-def test_answer_is_a_call_where_tool_choice_says_so(calling: LLM, tool_choice: Any):
+def test_tool_choice_constrains_the_answer(calling: LLM, tool_choice: Any):
     """Of a model of random weights, whose reasoning a bias keeps short."""
     markers = [calling.llm_engine.need_tokenizer().marker_id(each) for each in ("</think>", "<|end|>")]
     bias = {marker: 100.0 for marker in markers if marker is not None}
@@ -95,7 +95,7 @@ def test_free_choice_changes_no_answer(llm: LLM):
 
 
 @pytest.mark.finding(number="D12")
-def test_tool_choice_that_cannot_be_is_refused_in_words(llm: LLM):
+def test_invalid_tool_choice_is_rejected(llm: LLM):
     form = StructuredOutputsParams(regex="a")
     for given, params, words in (
         ({"tools": TOOLS, "tool_choice": "always"}, DRAWN, "tool_choice='always' is not supported: use 'auto'"),
@@ -130,7 +130,7 @@ def test_tool_choice_that_cannot_be_is_refused_in_words(llm: LLM):
 
 @pytest.mark.finding(number="D14")
 @pytest.mark.parametrize("includes", [False, True])
-def test_stop_in_reasoning_leaves_content_null_and_is_named(tmp_path: Path, includes: bool):
+def test_stop_in_reasoning_leaves_content_null(tmp_path: Path, includes: bool):
     with LLM(write_chat_model(tmp_path, "hermes with reasoning"), num_blocks=100) as llm:
         begin, end = [llm.llm_engine.need_tokenizer().marker_id(each) for each in ("<think>", "</think>")]
         form = StructuredOutputsParams(grammar=f'start: <[{begin}]> "hm, Question: why" <[{end}]> "yes. Question: no"')

@@ -84,13 +84,13 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
         ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'}"),
     ],
 )
-def test_a_request_that_cannot_be_is_refused_at_once(engine: LLMEngine, arguments: Any, kind: Any, words: str):
+def test_invalid_request_is_rejected_immediately(engine: LLMEngine, arguments: Any, kind: Any, words: str):
     with pytest.raises(kind, match=words):
         engine.add_request(**{"request_id": "a", "prompt": "hello", "params": GREEDY, **arguments})
     assert not engine.has_unfinished_requests()
 
 
-def test_two_unfinished_requests_have_two_names(engine: LLMEngine):
+def test_open_requests_have_unique_names(engine: LLMEngine):
     add(engine, {"a": "hello"}, GREEDY)
     with pytest.raises(ValueError, match="request_id='a'"):
         engine.add_request("a", "world", GREEDY)
@@ -111,7 +111,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_partial_outputs_put_together_are_the_whole(engine: LLMEngine, name: str):
+def test_partial_outputs_add_up_to_the_final(engine: LLMEngine, name: str):
     prompts = {"a": "hello world", "b": "naïve café 你好", "c": [9, 8, 7]}
     params = KINDS[name]
     add(engine, prompts, params)
@@ -156,7 +156,7 @@ def test_partial_outputs_put_together_are_the_whole(engine: LLMEngine, name: str
     params.output_kind = RequestOutputKind.FINAL_ONLY
 
 
-def test_a_reader_may_change_the_outputs_it_got(engine: LLMEngine):
+def test_outputs_may_be_mutated_by_the_caller(engine: LLMEngine):
     """The tokens of a sample that had ended were the engine's own list: what a reader did with it was in the later
     outputs of its request.
     """
@@ -176,7 +176,7 @@ def test_a_reader_may_change_the_outputs_it_got(engine: LLMEngine):
     assert num_ended_before > 0
 
 
-def test_a_partial_output_costs_what_is_new_in_it(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
+def test_partial_output_decodes_new_tokens_only(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
     """Every log-probability so far was spelled anew in each step: a stream's cost grew with its length's square."""
     spelled: list[int] = []
     token_text = Tokenizer.token_text
@@ -192,7 +192,7 @@ def test_a_partial_output_costs_what_is_new_in_it(engine: LLMEngine, monkeypatch
     assert spelled == ids[:-1] + ids
 
 
-def test_the_comparison_sees_text_that_may_become_a_stop_string(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
+def test_control_shown_stop_string_prefix_is_detected(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
     """Negative control: shown at once, the beginning of a stop string is taken back when it is whole."""
     longer = replace(GREEDY, max_tokens=40)
     engine.add_request("a", "hello world", longer)
@@ -211,7 +211,7 @@ def test_the_comparison_sees_text_that_may_become_a_stop_string(engine: LLMEngin
     assert takes_back()
 
 
-def test_outputs_come_one_a_step_and_only_where_they_are_asked_for(engine: LLMEngine):
+def test_partial_outputs_come_each_step_if_requested(engine: LLMEngine):
     engine.add_request("asks", "hello", replace(GREEDY, output_kind=RequestOutputKind.DELTA))
     engine.add_request("waits", "hello", GREEDY)
     outputs = drain(engine)
@@ -223,7 +223,7 @@ def test_outputs_come_one_a_step_and_only_where_they_are_asked_for(engine: LLMEn
     assert len(outputs) == 9
 
 
-def test_requests_without_a_seed_draw_other_numbers_each_time(engine: LLMEngine):
+def test_unseeded_requests_sample_differently(engine: LLMEngine):
     found = []
     for _ in range(2):
         add(engine, {"a": "hello"}, replace(SAMPLED, seed=None))
@@ -319,7 +319,7 @@ def test_requests_without_names_have_numbers_and_partial_outputs(llm: LLM):
         (lambda engine: engine.sleep(levle=1), TypeError, "LLMEngine.sleep has no keyword levle: did you mean level?"),
     ],
 )
-def test_engine_says_what_it_does_not_take(llm: LLM, call: Any, kind: type[Exception], words: str):
+def test_engine_rejects_unsupported_arguments(llm: LLM, call: Any, kind: type[Exception], words: str):
     with pytest.raises(kind) as refused:
         call(llm.llm_engine)
     assert words in str(refused.value)
@@ -339,7 +339,7 @@ def test_engine_of_an_llm_has_the_llms_names(llm: LLM):
         _ = engine.nothing
 
 
-def test_arguments_that_cannot_be_are_refused_as_by_an_llm_and_a_forgotten_engine_is_closed(folder: Path):
+def test_engine_args_errors_equal_llm_errors(folder: Path):
     with pytest.raises(ConfigError, match="quantization=fp8 is not one of int8"):
         LLMEngine.from_engine_args(EngineArgs(str(folder), quantization="fp8"))
     engine = LLMEngine.from_engine_args(EngineArgs(checkpoint_folder("llama3"), num_blocks=64), usage_context=None)

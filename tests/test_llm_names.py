@@ -79,20 +79,20 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
         ({"priority": 3}, "^priority is rejected"),
     ],
 )
-def test_adapters_and_priorities_are_refused_in_words(llm: LLM, extra: dict[str, Any], message: str):
+def test_unsupported_arguments_are_rejected(llm: LLM, extra: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False, **extra)
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 5
 
 
-def test_a_conversation_may_have_a_priority_that_asks_for_nothing(text_llm: LLM):
+def test_chat_accepts_neutral_priority(text_llm: LLM):
     for priority in (None, 0, [0]):
         assert len(text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=priority)) == 1
     with pytest.raises(ValueError, match="^priority is rejected"):
         text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=1)
 
 
-def test_the_cache_is_reset_with_vllms_arguments_where_nothing_is_unanswered(llm: LLM):
+def test_reset_prefix_cache_takes_vllm_arguments(llm: LLM):
     assert llm.reset_prefix_cache(True, reset_connector=True)
     engine = llm.llm_engine
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, GREEDY)
@@ -105,7 +105,7 @@ def test_the_cache_is_reset_with_vllms_arguments_where_nothing_is_unanswered(llm
     assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
-def test_the_bar_is_of_the_callers_making(llm: LLM, capfd: pytest.CaptureFixture[str]):
+def test_progress_bar_may_be_the_callers(llm: LLM, capfd: pytest.CaptureFixture[str]):
     made: list[Any] = []
 
     class Bar(tqdm):
@@ -145,7 +145,7 @@ class TornBar(tqdm):
 
 
 @pytest.mark.parametrize("torn", ["making", "update", "close"])
-def test_a_bar_that_raises_is_logged_and_the_call_goes_on(
+def test_failing_progress_bar_is_logged(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, torn: str
 ):
     """The engine ended: of several ranks the first alone has a bar."""
@@ -160,12 +160,12 @@ def test_a_bar_that_raises_is_logged_and_the_call_goes_on(
     assert "no bar" in caplog.text
 
 
-def test_what_makes_the_bar_may_make_none(llm: LLM):
+def test_progress_bar_factory_may_return_none(llm: LLM):
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=lambda **_: None)) == 5
 
 
 @pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
-def test_what_can_make_no_bar_is_refused(llm: LLM, use_tqdm: Any):
+def test_invalid_use_tqdm_is_rejected(llm: LLM, use_tqdm: Any):
     with pytest.raises(TypeError, match=r"use_tqdm is a \w+: give True, False, or a function that makes the bar"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
 
@@ -173,7 +173,7 @@ def test_what_can_make_no_bar_is_refused(llm: LLM, use_tqdm: Any):
 # What outputs carry.
 
 
-def test_outputs_have_vllms_names_and_metrics_that_are_not_compared(llm: LLM):
+def test_outputs_have_vllm_fields_and_uncompared_metrics(llm: LLM):
     llm.reset_prefix_cache()
     first, again = (llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False) for _ in range(2))
     for output in first:
@@ -195,7 +195,7 @@ def test_outputs_have_vllms_names_and_metrics_that_are_not_compared(llm: LLM):
     assert llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False) == first
 
 
-def test_metrics_of_samples_and_of_a_request_that_is_aborted(llm: LLM):
+def test_metrics_cover_samples_and_aborted_requests(llm: LLM):
     (several,) = llm.generate(PROMPTS[0], SamplingParams(n=3, max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert several.metrics is not None
     assert several.metrics.num_generation_tokens == 12
@@ -210,7 +210,7 @@ def test_metrics_of_samples_and_of_a_request_that_is_aborted(llm: LLM):
     assert (aborted.metrics.num_generation_tokens, aborted.metrics.queued_ts > 0) == (0, True)
 
 
-def test_counts_have_vllms_names_and_grow(llm: LLM):
+def test_metrics_have_vllm_names_and_grow(llm: LLM):
     def read() -> dict[str, float]:
         return {each.name: each.value for each in llm.get_metrics()}
 
@@ -263,7 +263,7 @@ def prompt_of(llm: LLM, messages: Any, **options: Any) -> str:
 
 @pytest.mark.parametrize("content", ["hi", "hi ", " hi  \n", "hi </s> there"])
 @pytest.mark.parametrize("name", ["plain", "strips", "parts"])
-def test_the_last_message_is_continued_as_transformers_continues_it(text_llm: LLM, name: str, content: str):
+def test_continue_final_message_equals_transformers(text_llm: LLM, name: str, content: str):
     talk = [TALK[0], {"role": "assistant", "content": content}]
     options = {"chat_template": TEMPLATES[name], "continue_final_message": True, "add_generation_prompt": False}
     expected = text_llm.get_tokenizer().apply_chat_template(talk, tokenize=False, **options)
@@ -293,7 +293,7 @@ def test_tools_templates_and_variables_reach_the_prompt(text_llm: LLM):
     assert prompt_of(text_llm, TALK, tools=[], chat_template=TEMPLATES["tools"]).startswith("none")
 
 
-def test_text_parts_are_one_string_or_the_templates_own_business(text_llm: LLM):
+def test_text_parts_follow_content_format(text_llm: LLM):
     given = {"chat_template": TEMPLATES["parts"]}
     for content_format, expected in (("string", "one\ntwo "), ("openai", "[one][two ]"), ("auto", "[one][two ]")):
         found = prompt_of(text_llm, PARTS, chat_template_content_format=content_format, **given)
@@ -332,7 +332,7 @@ def test_texts_reach_a_template_that_walks_over_parts(text_llm: LLM, name: str):
         ),
     ],
 )
-def test_a_message_that_is_no_text_is_that_conversations_error(text_llm: LLM, message: Any, words: str):
+def test_non_text_message_is_an_error(text_llm: LLM, message: Any, words: str):
     for content_format in ("auto", "openai"):
         bad, good = text_llm.chat(
             [[message], TALK], GREEDY, use_tqdm=False, on_error="row", chat_template_content_format=content_format
@@ -349,7 +349,7 @@ def test_a_message_that_is_no_text_is_that_conversations_error(text_llm: LLM, me
         ({"lora_request": "an adapter"}, "lora_request=an adapter"),
     ],
 )
-def test_options_that_cannot_be_are_refused(text_llm: LLM, options: dict[str, Any], words: str):
+def test_invalid_chat_options_are_rejected(text_llm: LLM, options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         text_llm.chat(TALK, GREEDY, use_tqdm=False, **options)
     for wrong in ({"tools": {}}, {"chat_template": 3}, {"chat_template_kwargs": []}):
@@ -357,14 +357,14 @@ def test_options_that_cannot_be_are_refused(text_llm: LLM, options: dict[str, An
             text_llm.chat(TALK, GREEDY, use_tqdm=False, **wrong)
 
 
-def test_a_template_that_drops_the_last_message_cannot_continue_it(text_llm: LLM):
+def test_template_dropping_last_message_cannot_continue_it(text_llm: LLM):
     options = {"continue_final_message": True, "add_generation_prompt": False}
     for talk, template in ((TALK, "{{ messages[0].content }}"), ([TALK[0], {"role": "assistant"}], None)):
         (output,) = text_llm.chat(talk, GREEDY, use_tqdm=False, chat_template=template, on_error="row", **options)
         assert "continue_final_message=True, but the" in (output.error or "")
 
 
-def test_a_template_comes_with_the_llm_as_text_or_as_a_file(tmp_path: Path, text_llm: LLM):
+def test_chat_template_may_be_text_or_file(tmp_path: Path, text_llm: LLM):
     file = tmp_path / "template.jinja"
     file.write_text(TEMPLATES["plain"])
     folder = text_llm.llm_engine.resolved.model_folder
@@ -381,7 +381,7 @@ def test_a_template_comes_with_the_llm_as_text_or_as_a_file(tmp_path: Path, text
 
 
 @pytest.mark.finding(number="A2")
-def test_tools_that_no_template_reads_are_said(text_llm: LLM, caplog: pytest.LogCaptureFixture):
+def test_tools_without_template_support_are_logged(text_llm: LLM, caplog: pytest.LogCaptureFixture):
     words = "the chat template does not read tools"
     for template, is_said in ((TEMPLATES["plain"], True), (TEMPLATES["tools"], False)):
         caplog.clear()
@@ -390,7 +390,7 @@ def test_tools_that_no_template_reads_are_said(text_llm: LLM, caplog: pytest.Log
 
 
 @pytest.mark.finding(number="A2")
-def test_chat_takes_the_template_that_its_tools_or_name_ask_for(tmp_path: Path, text_llm: LLM):
+def test_chat_selects_template_by_tools_or_name(tmp_path: Path, text_llm: LLM):
     folder = shutil.copytree(text_llm.llm_engine.resolved.model_folder, tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     sources = {"default": TEMPLATES["plain"], "tool_use": f"tools: {TEMPLATES['tools']}", "rag": "{{ documents[0] }}"}
@@ -410,7 +410,7 @@ def test_chat_takes_the_template_that_its_tools_or_name_ask_for(tmp_path: Path, 
 # The tokenizer.
 
 
-def test_the_tokenizer_is_transformers_own_where_it_is_installed(text_llm: LLM):
+def test_get_tokenizer_is_transformers_own_if_installed(text_llm: LLM):
     tokenizer = text_llm.get_tokenizer()
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     assert text_llm.get_tokenizer() is tokenizer
@@ -423,7 +423,7 @@ def test_the_tokenizer_is_transformers_own_where_it_is_installed(text_llm: LLM):
 
 
 @pytest.mark.usefixtures("no_transformers")
-def test_without_transformers_ours_has_the_names_that_scripts_use(tmp_path: Path, text_llm: LLM):
+def test_get_tokenizer_without_transformers_has_its_methods(tmp_path: Path, text_llm: LLM):
     theirs = text_llm.get_tokenizer()
     with LLM(text_llm.llm_engine.resolved.model_folder, num_blocks=300) as llm:
         ours = llm.get_tokenizer()
@@ -477,7 +477,7 @@ def test_a_model_without_a_tokenizer_says_so(llm: LLM):
 # Methods.
 
 
-def test_methods_have_the_signature_and_docstring_of_their_call(llm: LLM):
+def test_llm_methods_keep_signature_and_docstring(llm: LLM):
     """They are methods of objects in engine/calls/, which a script does not see."""
     for name in LLM_METHODS:
         method = getattr(LLM, name)
@@ -490,7 +490,7 @@ def test_methods_have_the_signature_and_docstring_of_their_call(llm: LLM):
     assert list(inspect.signature(LLM.weight_update).parameters) == ["self", "partial"]
 
 
-def test_every_method_of_the_table_is_there_or_says_what_to_do(llm: LLM):
+def test_vllm_methods_exist_or_name_alternatives(llm: LLM):
     for name in LLM_METHODS:
         assert callable(getattr(llm, name)), name
     for name in ENGINE_METHODS:

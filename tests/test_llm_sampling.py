@@ -93,7 +93,7 @@ def test_rows_that_do_not_ask_get_no_logprobs(llm: LLM):
     assert output.outputs[0].cumulative_logprob is None
 
 
-def test_four_samples_differ_and_do_not_depend_on_company(llm: LLM):
+def test_samples_differ_and_are_batch_invariant(llm: LLM):
     params = [replace(SAMPLED, n=4, seed=100 + index) for index in range(8)]
     together = tokens(run(llm, PROMPTS, params))
     assert all(len(dict.fromkeys(map(tuple, row))) == 4 for row in together)
@@ -104,7 +104,7 @@ def test_four_samples_differ_and_do_not_depend_on_company(llm: LLM):
     assert tokens(run(llm, PROMPTS, [replace(each, n=1) for each in params])) == [row[:1] for row in together]
 
 
-def test_four_samples_are_the_same_when_they_are_preempted(llm: LLM):
+def test_samples_are_equal_under_preemption(llm: LLM):
     params = [replace(SAMPLED, n=4, seed=100 + index) for index in range(8)]
     expected = tokens(run(llm, PROMPTS, params))
     with LLM(checkpoint_folder(NAME), num_blocks=8, max_model_len=60, block_size=8) as small:
@@ -137,7 +137,7 @@ def draws_of_a_program(seed: int = 0) -> tuple[list[list[int]], list[list[int]]]
 
 
 @pytest.mark.guarantee("Each call draws anew, a rerun the same")
-def test_each_row_of_each_call_draws_its_own_numbers_and_a_rerun_draws_them_again():
+def test_random_streams_differ_per_row_and_call():
     drawn, seeded = draws_of_a_program()
     assert len(dict.fromkeys(map(tuple, drawn))) == 10
     assert seeded == [seeded[0]] * 5
@@ -147,7 +147,7 @@ def test_each_row_of_each_call_draws_its_own_numbers_and_a_rerun_draws_them_agai
     assert seeded_too == seeded
 
 
-def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew():
+def test_random_streams_continue_after_layout_change():
     with LLM(checkpoint_folder(NAME), num_blocks=300) as llm, LLM(checkpoint_folder(NAME), num_blocks=300) as other:
         for each in (llm, other):
             run(each, PROMPTS[0], SAMPLED)
@@ -159,7 +159,7 @@ def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew(
 
 
 @pytest.mark.control("Each call draws anew, a rerun the same")
-def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
+def test_control_missing_call_number_repeats_samples(llm: LLM):
     """Negative control: so it once was, and a trainer saw one rollout for ever."""
     first, second = (tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) for _ in range(2))
     llm.llm_engine.requests.num_calls -= 1
@@ -167,7 +167,7 @@ def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
 
 
 @pytest.mark.guarantee("The host's random states stay", is_control_inside=True)
-def test_the_hosts_generators_are_bit_identical_before_and_after():
+def test_host_random_generators_are_unchanged():
     def states() -> tuple[object, ...]:
         return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
@@ -213,7 +213,7 @@ def transformers_greedy(prompt: list[int], **arguments: object) -> list[int]:
     return made[0, len(prompt) :].tolist()
 
 
-def test_bad_words_and_allowed_tokens_give_what_transformers_generates(llm: LLM):
+def test_bad_words_and_allowed_tokens_equal_transformers(llm: LLM):
     plain = [ids for (ids,) in tokens(run(llm, PROMPTS))]
     # Of each answer its third token alone, its first two together, and the end of the prompt with its first.
     words = [
@@ -258,7 +258,7 @@ def test_bad_words_are_never_written(text_folder: Path):
         assert refused.error == "allowed_token_ids: token id 211 is outside the vocabulary of 211 tokens"
 
 
-def test_a_bad_word_that_is_no_token_is_found_before_anything_is_queued(tmp_path: Path):
+def test_invalid_bad_word_is_rejected_before_queueing(tmp_path: Path):
     """A normaliser may delete a whole word. That was found when its prompt was queued, after those before it, which
     nobody asked for any more.
     """
@@ -276,7 +276,7 @@ def test_a_bad_word_that_is_no_token_is_found_before_anything_is_queued(tmp_path
         assert rows[0].outputs[0].token_ids == run(llm, PROMPTS[0])[0].outputs[0].token_ids
 
 
-def test_minus_one_is_the_log_probability_of_every_token(llm: LLM):
+def test_logprobs_minus_one_returns_every_token(llm: LLM):
     params = replace(GREEDY, logprobs=-1, prompt_logprobs=-1, max_tokens=3)
     (output,) = run(llm, PROMPTS[0], params)
     (completion,) = output.outputs
@@ -285,7 +285,7 @@ def test_minus_one_is_the_log_probability_of_every_token(llm: LLM):
     check_entries(output.prompt_logprobs[1:], PROMPTS[0][1:], expected[: len(PROMPTS[0]) - 1], 211)
 
 
-def test_a_prompt_is_cut_to_its_last_tokens_before_its_length_is_looked_at(llm: LLM):
+def test_prompt_is_truncated_before_length_check(llm: LLM):
     prompt = random_prompt(600, 3)
     for length, kept in ((20, 20), (-1, 500)):
         (cut,) = run(llm, [prompt], replace(GREEDY, truncate_prompt_tokens=length))
@@ -300,7 +300,7 @@ def test_a_prompt_is_cut_to_its_last_tokens_before_its_length_is_looked_at(llm: 
     assert [(each.request_id, each.prompt_token_ids) for each in outputs] == [(str(number), prompt[-20:])]
 
 
-def test_a_row_that_asks_takes_nothing_from_the_cache_and_leaves_what_it_computes(llm: LLM):
+def test_skip_reading_prefix_cache_row_still_fills_cache(llm: LLM):
     prompt = random_prompt(64, 77)
     skips = replace(GREEDY, skip_reading_prefix_cache=True)
     found = [run(llm, [prompt], params)[0] for params in (skips, skips, GREEDY)]
@@ -308,7 +308,7 @@ def test_a_row_that_asks_takes_nothing_from_the_cache_and_leaves_what_it_compute
     assert tokens(found[:1]) == tokens(found[1:2]) == tokens(found[2:])
 
 
-def test_what_is_assigned_after_a_call_is_for_the_next(llm: LLM):
+def test_params_assigned_later_affect_next_call(llm: LLM):
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     first = run(llm, PROMPTS[:1], params)
     params.max_tokens, params.allowed_token_ids = 5, [9]
@@ -360,7 +360,7 @@ CHOICES = {
         pytest.param("processed_logprobs", 200, marks=pytest.mark.stress),
     ],
 )
-def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder: Path, mode: str, num_rows: int):
+def test_random_rows_never_end_the_engine(text_folder: Path, mode: str, num_rows: int):
     chance = random.Random(mode)
     params = [SamplingParams(**{key: chance.choice(given) for key, given in CHOICES.items()}) for _ in range(num_rows)]
     prompts = [random_prompt(chance.randint(1, 63), index, 320) for index in range(num_rows)]

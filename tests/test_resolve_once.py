@@ -76,7 +76,7 @@ def run_llm(folder: Path, backend: str) -> Sequence[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_job_reads_each_file_once_on_each_rank(tmp_path: Path):
+def test_job_reads_each_file_once_per_rank(tmp_path: Path):
     assert run_job(tmp_path, 2, "parallel.data_parallel_size=2", "job.step_log=true") == [[0, ONCE]] * 2
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
@@ -86,7 +86,7 @@ def test_a_plan_needs_no_tokenizer(tmp_path: Path):
     assert (code, counts) == (0, {"config.json": 1, "generation_config.json": 1})
 
 
-def test_an_llm_reads_each_file_once_and_a_file_that_is_read_again_is_counted(tmp_path: Path):
+def test_llm_reads_each_file_once(tmp_path: Path):
     started, worker, again = run_llm(tmp_path, "uniproc")
     assert started == ONCE
     # Its worker lives in the same process.
@@ -94,13 +94,13 @@ def test_an_llm_reads_each_file_once_and_a_file_that_is_read_again_is_counted(tm
     assert again == dict.fromkeys(ONCE, 2)
 
 
-def test_worker_processes_get_the_resolved_run_and_read_none_of_these_files(tmp_path: Path):
+def test_worker_processes_read_no_model_files(tmp_path: Path):
     started, worker, _ = run_llm(tmp_path, "multiproc")
     assert started == ONCE
     assert worker == [{}]
 
 
-def test_replicas_whose_copies_advise_other_sampling_do_not_start(tmp_path: Path):
+def test_replicas_with_different_sampling_defaults_do_not_start(tmp_path: Path):
     for name in ("one", "other"):
         shutil.copytree(MODEL, tmp_path / name)
     advice = json.loads((MODEL / "generation_config.json").read_text())

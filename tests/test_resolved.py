@@ -46,7 +46,7 @@ EFFECT = [{"preemption_mode": "swap", "num_blocks": 40}, {"preemption_mode": "re
 
 @pytest.mark.finding(number="D16")
 @pytest.mark.parametrize(("words", "given"), [*NO_EFFECT.items(), *(("", each) for each in EFFECT)])
-def test_settings_without_effect_are_said(
+def test_settings_without_effect_are_logged(
     words: str, given: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level("WARNING", logger="spmd_worker"):
@@ -82,7 +82,7 @@ def test_settings_of_tokens_have_no_effect_on_vectors(folder: Path, caplog: pyte
     assert said == ["sampling.temperature", "model.reasoning_format"]
 
 
-def test_the_tokenizers_end_of_sequence_token_is_one_of_the_ids_that_end_a_row(folder: Path, tmp_path: Path):
+def test_tokenizer_eos_token_ends_rows(folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert ends(tmp_path) == (EOS_TOKEN_ID, 1), "the folder's </s>"
     name_eos_token(tmp_path, "<|im_end|>")
@@ -103,7 +103,7 @@ def test_the_tokenizers_end_of_sequence_token_is_one_of_the_ids_that_end_a_row(f
 
 
 @pytest.mark.guarantee("A row ends at the tokenizer's end of sequence, too", is_control_inside=True)
-def test_a_row_ends_at_the_tokenizers_end_of_sequence_token_as_transformers_ends_it(folder: Path, tmp_path: Path):
+def test_tokenizer_eos_token_ends_rows_like_transformers(folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     model, prompt = open_reference(folder), random_prompt(9, seed=4, vocab_size=320)
 

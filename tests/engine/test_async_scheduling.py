@@ -85,7 +85,7 @@ def is_ahead(events: Sequence[tuple[str, int]], step: int) -> bool:
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["ahead", "one at a time"])
-def test_a_step_is_decided_and_launched_before_the_ids_of_the_last_are_read(is_async: bool):
+def test_async_step_launches_before_previous_ids_are_read(is_async: bool):
     """Negative control: one step at a time nothing is."""
     with slow_device(read_s=0.02) as device, open_llm(worker_cls=NAME, async_scheduling=is_async) as llm:
         device.events.clear()
@@ -101,7 +101,7 @@ def test_a_step_is_decided_and_launched_before_the_ids_of_the_last_are_read(is_a
 
 @pytest.mark.parametrize("worker_cls", [None, NAME, STATEFUL_NAME], ids=["at once", "slow", "slow, with state"])
 @pytest.mark.parametrize("num_blocks", [200, 16], ids=["room", "preempted"])
-def test_answers_are_those_of_one_step_at_a_time(expected: list[Any], worker_cls: str | None, num_blocks: int):
+def test_async_scheduling_answers_equal_synchronous_ones(expected: list[Any], worker_cls: str | None, num_blocks: int):
     options = {"worker_cls": worker_cls, "num_blocks": num_blocks, "max_model_len": 64, "block_size": 4}
     # torch's own kernels have other bits, and others for each batch.
     seen = token_ids if worker_cls == STATEFUL_NAME else list
@@ -141,7 +141,7 @@ def test_ranks_agree_on_steps_that_are_ahead(expected: list[Any], tmp_path: Path
     assert found[0]["num_filled"] > 20
 
 
-def test_sleep_and_new_weights_wait_for_what_is_in_flight(expected: list[Any]):
+def test_sleep_and_weights_wait_for_steps_in_flight(expected: list[Any]):
     with slow_device(), open_llm(worker_cls=NAME, async_scheduling=True, enable_sleep_mode=True) as llm:
         assert answers(llm) == expected
         llm.sleep(level=1)
@@ -160,7 +160,7 @@ def test_stages_and_steps_ahead_exclude_each_other():
     ("device_type", "given", "num_stages", "num_ahead"),
     [("cpu", None, 1, 0), ("cpu", True, 1, 1), ("cuda", None, 1, 1), ("cuda", False, 1, 0), ("cuda", None, 2, 0)],
 )
-def test_gpus_with_one_stage_go_ahead_unless_told_otherwise(
+def test_async_scheduling_is_default_on_one_stage_gpus(
     device_type: str, given: bool | None, num_stages: int, num_ahead: int
 ):
     config = RunConfig(

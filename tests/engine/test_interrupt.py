@@ -246,7 +246,7 @@ def test_interrupted_update_loads_all_weights(llm: LLM, expected: list[list[int]
     check(llm, expected)
 
 
-def test_functions_of_the_host_are_interrupted_where_they_are(llm: LLM, expected: list[list[int]]):
+def test_host_callbacks_are_interrupted_immediately(llm: LLM, expected: list[list[int]]):
     ran: list[str] = []
 
     def of_host(_: object) -> None:
@@ -285,7 +285,7 @@ def test_interrupted_step_without_requests_is_over(llm: LLM, expected: list[list
     check(llm, expected)
 
 
-def test_engine_does_not_wait_for_the_main_threads_signals(llm: LLM, expected: list[list[int]]):
+def test_engine_in_thread_ignores_main_thread_signals(llm: LLM, expected: list[list[int]]):
     """A call in another thread is no business of signals, which the main thread handles."""
     found: list[Any] = []
     started = threading.Event()
@@ -307,7 +307,7 @@ def test_engine_does_not_wait_for_the_main_threads_signals(llm: LLM, expected: l
 # Deferral itself.
 
 
-def test_deferred_signal_is_delivered_where_it_is_asked_for():
+def test_deferred_signal_is_delivered_on_request():
     order: list[str] = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117  # what came before it counts
         with deferred_signals():
@@ -320,7 +320,7 @@ def test_deferred_signal_is_delivered_where_it_is_asked_for():
     assert order == ["noted", "inner"]
 
 
-def test_signal_that_comes_again_late_is_handled_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_repeated_late_signal_is_handled_immediately(monkeypatch: pytest.MonkeyPatch):
     """A step that does not end can still be left."""
     monkeypatch.setattr(deferred, "MOST_DEFERRED_S", -1.0)
     order: list[str] = []
@@ -411,7 +411,7 @@ ON_RANKS = """
     ],
     ids=["tp", "pp", "dp"],
 )
-def test_interrupt_on_any_rank_ends_the_call_on_all(sizes: dict[str, int], points: list[tuple[str, int]]):
+def test_interrupt_ends_the_call_on_all_ranks(sizes: dict[str, int], points: list[tuple[str, int]]):
     arguments = [checkpoint_folder("llama3"), repr(sizes), repr(points)]
     done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
     assert done.returncode == 0, done.output
@@ -445,7 +445,7 @@ ALARM_ON_ONE = """
     """
 
 
-def test_exception_of_one_ranks_handler_is_named_on_the_others():
+def test_handler_exception_is_named_on_other_ranks():
     done = ranks.run_ranks(ALARM_ON_ONE, nproc=2, timeout_s=120, arguments=[checkpoint_folder("llama3")])
     assert done.returncode == 0, done.output
     assert sorted(done.stdout.splitlines()) == [

@@ -83,7 +83,7 @@ def test_round_is_over_until_the_next_begins(parts: Parts):
     assert (life.state, life.has_round_ended) == (State.OPEN, False)
 
 
-def test_engine_closes_with_the_step_that_agreed_on_it(parts: Parts):
+def test_engine_closes_with_the_agreed_step(parts: Parts):
     life = parts.life
     life.begin_step()
     life.set_after_step(State.CLOSED)
@@ -133,7 +133,7 @@ def test_worker_that_ended_between_steps_is_named(parts: Parts):
     assert parts.life.state is State.OPEN
 
 
-def test_retired_engine_leaves_its_executor_until_it_is_closed(parts: Parts):
+def test_retired_engine_keeps_executor_until_closed(parts: Parts):
     life = parts.life
     life.retire()
     assert (life.state, errors(life), parts.calls) == (State.RETIRED, [CLOSED, ""], ["close"])
@@ -141,14 +141,14 @@ def test_retired_engine_leaves_its_executor_until_it_is_closed(parts: Parts):
     assert (life.state, parts.calls) == (State.CLOSED, ["close", "close", "shutdown"])
 
 
-def test_no_step_begins_in_a_state_that_has_ended(parts: Parts):
+def test_step_cannot_begin_in_final_states(parts: Parts):
     for state, following in life_module._NEXT.items():
         begins = state in (State.OPEN, State.ROUND_OVER)
         assert (State.IN_STEP in following) == begins, state
         assert (State.CLOSED in following) == (state is not State.CLOSED), state
 
 
-def test_control_a_table_without_order_lets_a_failed_engine_go_on(parts: Parts, monkeypatch: pytest.MonkeyPatch):
+def test_control_unordered_transitions_let_failed_engine_continue(parts: Parts, monkeypatch: pytest.MonkeyPatch):
     """Negative control of the transitions."""
     monkeypatch.setattr(life_module, "_NEXT", dict.fromkeys(State, tuple(State)))
     parts.life.begin_step()

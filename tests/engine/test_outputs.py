@@ -41,7 +41,7 @@ def chosen(sums: list[float], **sampling: object) -> list[int]:
     return [each.token_ids[0] - 10 for each in outputs]
 
 
-def test_the_best_come_back_best_first_and_are_counted_anew():
+def test_best_samples_are_sorted_and_renumbered():
     assert output_of([-3.0, -1.0, -4.0, -2.0], n=2, best_of=4).outputs == [
         CompletionOutput(0, "", [11], cumulative_logprob=-1.0, finish_reason="length"),
         CompletionOutput(1, "", [13], cumulative_logprob=-2.0, finish_reason="length"),
@@ -54,7 +54,7 @@ def test_of_equal_samples_the_earlier_is_better():
 
 
 @pytest.mark.parametrize("worst", [math.nan, -math.inf])
-def test_what_is_no_number_is_the_worst_wherever_it_stands(worst: float):
+def test_nan_sample_is_ranked_last(worst: float):
     """NaN compares as neither more nor less: sorted as it is, it would leave the others in any order."""
     assert chosen([-1.0, worst, -3.0, -2.0], n=4, best_of=5) == [0, 3, 2, 1]
     assert chosen([worst, -1.0, -3.0, -2.0], n=1, best_of=4) == [1]
@@ -62,11 +62,11 @@ def test_what_is_no_number_is_the_worst_wherever_it_stands(worst: float):
 
 
 @pytest.mark.parametrize("sampling", [{"n": 3}, {"n": 3, "best_of": 3}, {"n": 3, "best_of": 3, "logprobs": 0}])
-def test_samples_that_all_come_back_stay_in_their_own_order(sampling: dict[str, object]):
+def test_unranked_samples_keep_their_order(sampling: dict[str, object]):
     assert chosen([-3.0, -1.0, -2.0], **sampling) == [0, 1, 2]
 
 
-def test_ranked_rows_tell_what_ranked_them_and_log_probabilities_only_when_asked():
+def test_ranked_rows_have_cumulative_logprob():
     silent, ranked, asked = (
         output_of([-3.0, -1.0], **sampling).outputs[0]
         for sampling in ({"n": 2}, {"best_of": 2}, {"best_of": 2, "logprobs": 0})
@@ -76,11 +76,11 @@ def test_ranked_rows_tell_what_ranked_them_and_log_probabilities_only_when_asked
     assert (asked.cumulative_logprob, asked.logprobs) == (-1.0, [{11: Logprob(-1.0, 1)}])
 
 
-def test_a_request_aborted_before_its_fork_gives_back_what_there_is():
+def test_request_aborted_before_fork_returns_one_output():
     assert chosen([-1.0], n=2, best_of=4) == [0]
 
 
-def test_a_group_of_ranked_samples_has_ended_when_all_that_run_have():
+def test_ranked_group_ends_with_its_last_sample():
     group = group_of([-1.0, -2.0, -3.0], n=2, best_of=3)
     assert group.is_forked
     assert group.is_finished
@@ -90,7 +90,7 @@ def test_a_group_of_ranked_samples_has_ended_when_all_that_run_have():
 
 
 @pytest.mark.control("best_of returns the best, best first")
-def test_the_tests_see_a_ranking_that_is_upside_down(monkeypatch: pytest.MonkeyPatch, control):
+def test_control_reversed_ranking_is_detected(monkeypatch: pytest.MonkeyPatch, control):
     monkeypatch.setattr(engine_outputs, "_improbability", lambda sequence: sequence.cumulative_logprob)
     with control():
-        test_the_best_come_back_best_first_and_are_counted_anew()
+        test_best_samples_are_sorted_and_renumbered()

@@ -16,7 +16,7 @@ SAMPLED = StepResult(1, (5,), mask_checksums=(7,))
 
 
 @pytest.mark.parametrize(("rank", "own", "expected"), [(0, (), (7,)), (1, (), (7,)), (2, (7,), (7,)), (3, (8,), (8,))])
-def test_a_rank_that_samples_keeps_the_checksum_of_its_own_masks(rank: int, own: tuple[int, ...], expected: Any):
+def test_sampling_rank_keeps_own_mask_checksum(rank: int, own: tuple[int, ...], expected: Any):
     """Of two stages of two shards: rank 2 tells the others; rank 3 has made masks too."""
     executor: Any = SimpleNamespace(
         max_concurrent_batches=2,

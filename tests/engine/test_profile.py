@@ -42,7 +42,7 @@ def names_in(path: Path) -> set[str]:
     return {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
 
 
-def test_a_trace_holds_what_was_computed_between_start_and_stop(llm: LLM, tmp_path: Path):
+def test_trace_covers_steps_between_start_and_stop(llm: LLM, tmp_path: Path):
     llm.start_profile(tmp_path / "traces")
     (output,) = llm.generate(["copy q ="], SHORT, use_tqdm=False)
     assert llm.stop_profile() == [str(tmp_path / "traces" / "trace.rank0.json")]
@@ -50,7 +50,7 @@ def test_a_trace_holds_what_was_computed_between_start_and_stop(llm: LLM, tmp_pa
     assert any(name.startswith("aten::") for name in names_in(tmp_path / "traces" / "trace.rank0.json"))
 
 
-def test_a_second_start_and_a_stop_without_a_start_are_refused_and_the_engine_goes_on(llm: LLM, tmp_path: Path):
+def test_profile_rejects_unmatched_start_and_stop(llm: LLM, tmp_path: Path):
     undone = r"^worker event '{}' was undone on every rank: rank 0: RuntimeError: {}"
     with pytest.raises(WorkerEventError, match=undone.format("stop_profile", "no profile is running")):
         llm.stop_profile()
@@ -61,13 +61,13 @@ def test_a_second_start_and_a_stop_without_a_start_are_refused_and_the_engine_go
     assert llm.stop_profile() == [str(tmp_path / "trace.rank0.json")]
 
 
-def test_a_folder_that_cannot_be_made_is_refused(llm: LLM, tmp_path: Path):
+def test_profile_rejects_unwritable_folder(llm: LLM, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkerEventError, match=r"rank 0: (NotADirectoryError|FileExistsError)"):
         llm.start_profile(tmp_path / "file")
 
 
-def test_a_name_that_is_no_method_s_and_a_payload_that_cannot_travel_are_refused_at_once(llm: LLM):
+def test_worker_event_rejects_invalid_name_and_payload(llm: LLM):
     with pytest.raises(ValueError, match="worker event 'a b': give the NAME of the workers' methods prepare_NAME"):
         llm.worker_event("a b")
     with pytest.raises(TypeError, match="a value of type object cannot cross processes"):

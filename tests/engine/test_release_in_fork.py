@@ -32,7 +32,7 @@ class Written:
         return self._memory[0]
 
 
-def test_what_an_engine_has_is_given_back_by_its_own_process_only():
+def test_engine_resources_are_released_by_own_process_only():
     """The finalizer of `LLM` ran in a forked process that ended by sys.exit, and ended the parent's workers."""
     calls = Written()
     executor = SimpleNamespace(shutdown=calls.add, register_failure_callback=lambda callback: None)
@@ -44,7 +44,7 @@ def test_what_an_engine_has_is_given_back_by_its_own_process_only():
     assert calls.count == 2
 
 
-def test_shared_memory_is_left_by_its_own_process_only(monkeypatch: pytest.MonkeyPatch):
+def test_shared_memory_is_unlinked_by_own_process_only(monkeypatch: pytest.MonkeyPatch):
     """The other ranks were told that this one had left."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", mmap.PAGESIZE)
     calls = Written()

@@ -104,7 +104,7 @@ def test_uneven_replicas_divided_anew_answer_on():
 
 
 @pytest.mark.guarantee("reinitialize_distributed: empty caches, same answers")
-def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_cache(expected: str):
+def test_launcher_ranks_change_layout_with_equal_answers(expected: str):
     done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, PROMPT])
     assert done.returncode == 0, done.output
     for rank in ("0", "1"):
@@ -123,7 +123,7 @@ def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("forked_workers")
-def test_worker_processes_come_and_go_and_the_cache_is_empty(expected: str):
+def test_multiproc_layout_change_restarts_workers_with_empty_cache(expected: str):
     """Without `reset_prefix_cache` it answered from blocks that nobody had computed."""
     with LLM(MODEL, **OPTIONS, distributed_executor_backend="multiproc") as llm:
         assert answer(llm) == (expected, 0)
@@ -157,7 +157,7 @@ def test_restart_is_a_start_to_the_watchdog(monkeypatch: pytest.MonkeyPatch):
         assert [each.step for each in start] == [0, 0, 0]
 
 
-def test_unanswered_requests_are_counted_and_refused_and_then_answered():
+def test_restart_rejects_unanswered_requests():
     with LLM(MODEL, **OPTIONS) as llm:
         for _ in range(2):
             llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=3))
@@ -178,7 +178,7 @@ def test_unanswered_requests_are_counted_and_refused_and_then_answered():
 
 
 @pytest.mark.control("reinitialize_distributed: empty caches, same answers")
-def test_an_engine_that_kept_its_index_of_blocks_would_be_seen(expected: str, monkeypatch: pytest.MonkeyPatch):
+def test_control_kept_block_index_is_detected(expected: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: the new workers with the old names of blocks."""
     monkeypatch.setattr(factory, "CacheManager", functools.cache(CacheManager))
     with LLM(MODEL, **OPTIONS) as llm:

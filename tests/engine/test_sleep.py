@@ -71,7 +71,7 @@ def cached_tokens(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_after_level_1_answers_are_as_before_and_nothing_is_cached(dtype: str):
+def test_sleep_level_1_keeps_answers_and_drops_cache(dtype: str):
     with open_llm(dtype=dtype, enable_sleep_mode=True, host_tier_gib=0.01, swap_space=0.01) as llm:
         expected = answers(llm)
         assert cached_tokens(llm) > 0
@@ -155,7 +155,7 @@ def asleep_again(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "wake", [as_trl_does, all_at_once, cache_first, cache_before_the_load, in_two_partial_updates, asleep_again]
 )
-def test_after_level_2_every_legal_order_leads_to_weights_that_were_loaded(llm: LLM, wake: Any, old: Any):
+def test_sleep_level_2_orders_end_with_loaded_weights(llm: LLM, wake: Any, old: Any):
     answers(llm)
     llm.sleep(level=2)
     wake(llm)
@@ -163,7 +163,7 @@ def test_after_level_2_every_legal_order_leads_to_weights_that_were_loaded(llm: 
 
 
 @pytest.mark.control("sleep, wake_up")
-def test_a_weight_that_was_not_loaded_would_be_seen(llm: LLM, old: Any):
+def test_control_weight_that_was_not_loaded_is_detected(llm: LLM, old: Any):
     """Negative control: without the rule of coverage the poison reaches the answers."""
     llm.sleep(level=2)
     llm.wake_up()
@@ -228,7 +228,7 @@ def test_weights_that_sleep_are_neither_written_nor_read(llm: LLM, old: Any):
     assert answers(llm) == old
 
 
-def test_what_a_sleeping_worker_is_given_to_compute_is_refused(llm: LLM):
+def test_sleeping_worker_rejects_a_step(llm: LLM):
     """The last guard, behind all others: never a crash in memory that is not there."""
     llm.sleep(2)
     llm.llm_engine.executor.sleeping_tags = ()
@@ -278,7 +278,7 @@ def given_back(llm: LLM, *, keeping: bool = False) -> tuple[int, int]:
 
 
 @pytest.mark.guarantee("sleep, wake_up")
-def test_the_memory_of_cache_and_weights_is_given_back_each_time(caplog: pytest.LogCaptureFixture):
+def test_sleep_releases_memory_each_time(caplog: pytest.LogCaptureFixture):
     with open_llm(num_blocks=3000, swap_space=0) as llm, caplog.at_level(logging.INFO, "spmd_worker"):
         num_bytes, num_less = given_back(llm)
         assert num_less > 0.9 * num_bytes > 50e6
@@ -308,7 +308,7 @@ def test_memory_that_somebody_keeps_is_seen():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_any_order_the_engine_computes_with_whole_weights_or_says_what_is_missing(llm: LLM, seed: int, old: Any):
+def test_sleep_orders_compute_with_complete_weights_only(llm: LLM, seed: int, old: Any):
     draws, asleep, is_missing = random.Random(seed), set[str](), False
     for _ in range(40):
         kind = draws.choice(["sleep 1", "sleep 2", "weights", "kv_cache", "both", "load", "generate", "reset"])
@@ -387,7 +387,7 @@ def check_woken_together(done: ranks.CompletedRanks, folder: Path) -> None:
 
 
 @pytest.mark.control("Ranks wake together or not at all")
-def test_a_rank_that_wakes_though_another_cannot_is_seen(tmp_path: Path):
+def test_control_partial_wake_up_is_detected(tmp_path: Path):
     """Negative control: rank 0 commits what rank 1 has refused."""
     done = ranks.run_forked([__file__, json.dumps(TP), tmp_path, "hasty"], nproc=2, timeout_s=240)
     with pytest.raises(AssertionError, match=r"assert llm\.sleeping_tags == BOTH"):

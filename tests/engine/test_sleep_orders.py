@@ -289,7 +289,7 @@ LONG = settings(
 
 
 @pytest.mark.matrix
-def test_any_order_is_answered_by_the_right_weights_or_refused_in_one_sentence():
+def test_call_orders_answer_with_right_weights_or_reject():
     run_state_machine_as_test(SleepMachine, settings=SHORT)
 
 

@@ -101,7 +101,7 @@ def asked_by_threads(llm: LLM, num_threads: int = 4) -> dict[str, Any]:
     return found
 
 
-def test_requests_of_any_thread_are_answered_as_those_of_one_call(llm: LLM):
+def test_thread_requests_get_the_answers_of_one_call(llm: LLM):
     expected = answers(llm)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -162,7 +162,7 @@ def added_while_a_step_takes_events(llm: LLM, lock: Any, until: Callable[[thread
 
 
 @pytest.mark.guarantee("Other threads may add and abort while one steps")
-def test_a_request_that_comes_while_a_step_takes_the_others_is_not_lost(llm: LLM):
+def test_request_during_take_is_not_lost(llm: LLM):
     lock = WantedLock()
     assert added_while_a_step_takes_events(llm, lock, lambda _: lock.wanted.wait(LIMIT_S)) == 2
 
@@ -226,7 +226,7 @@ def numbers_added_amid_an_admission(llm: LLM, lock: Any, until: Callable[[thread
     return numbers
 
 
-def test_no_number_is_given_twice_whenever_a_request_comes(llm: LLM):
+def test_request_ids_are_unique_between_bytecodes(llm: LLM):
     lock = WantedLock()
 
     def until_it_waits_or_ended(thread: threading.Thread) -> None:
@@ -245,7 +245,7 @@ def test_without_the_lock_one_would_be(llm: LLM):
         numbers_added_amid_an_admission(llm, NoLock(), lambda thread: thread.join(LIMIT_S))
 
 
-def test_an_abort_between_any_two_bytecodes_of_a_step_is_not_lost(llm: LLM):
+def test_abort_between_bytecodes_is_not_lost(llm: LLM):
     """By a finalizer or a signal's handler, which no lock keeps out: they run in the thread that has it."""
     engine = llm.llm_engine
     for place in count(1):
@@ -263,7 +263,7 @@ def test_an_abort_between_any_two_bytecodes_of_a_step_is_not_lost(llm: LLM):
     engine.step()
 
 
-def test_an_abort_by_the_thread_that_has_the_engines_lock_waits_for_nobody(llm: LLM):
+def test_abort_in_lock_holding_thread_does_not_deadlock(llm: LLM):
     """Another thread waits for the lock meanwhile."""
     engine, lock = llm.llm_engine, WantedLock()
     engine.calls.lock = lock
@@ -280,7 +280,7 @@ def test_an_abort_by_the_thread_that_has_the_engines_lock_waits_for_nobody(llm: 
     assert reasons == {"first": "abort", "second": "length"}
 
 
-def test_no_step_begins_before_the_one_before_has_given_its_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_steps_of_threads_do_not_overlap(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     engine, said = llm.llm_engine, list[str]()
     give = engine._outputs_of
 
@@ -352,7 +352,7 @@ def tried_meanwhile(llm: LLM, calls: dict[str, Callable[[LLM], object]], drive: 
     return said
 
 
-def test_one_thread_at_a_time_drives_and_is_named(llm: LLM):
+def test_second_driving_thread_is_rejected_by_name(llm: LLM):
     expected = answers(llm)
     said = tried_meanwhile(llm, CALLS | QUEUES, lambda: llm.generate(PROMPTS[:2], params(0), use_tqdm=False))
     main = threading.current_thread().name
@@ -386,7 +386,7 @@ def test_one_after_the_other_threads_may_call_anything(llm: LLM):
     ],
     ids=str,
 )
-def test_threads_of_rank_0_ask_while_the_others_follow(layout: dict[str, int], tmp_path: Path):
+def test_rank_0_threads_add_requests_while_others_follow(layout: dict[str, int], tmp_path: Path):
     done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
     assert done.returncode == 0, done.output
     seen = json.loads((tmp_path / "0.json").read_text())

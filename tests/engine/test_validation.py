@@ -30,7 +30,7 @@ LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)
         ((1,), {"stop_token_ids": [10]}, "token_out_of_vocabulary", "stop_token_ids: token id 10 is outside"),
     ],
 )
-def test_a_request_that_cannot_be_answered_has_a_code_and_a_way_out(prompt, sampling, code, words):
+def test_invalid_request_has_code_and_remedy(prompt, sampling, code, words):
     with pytest.raises(RequestError, match=words) as refused:
         LIMITS.check(prompt, SamplingParams(**sampling))
     assert refused.value.code == code
@@ -98,7 +98,7 @@ def test_a_row_is_checked_once(checked: list[int], tmp_path: Path):
         ("9" * 5000, [-1]),
     ],
 )
-def test_ids_are_numbers_or_texts_alone_or_in_any_iterable(given: object, expected: list[int]):
+def test_request_ids_may_be_numbers_texts_or_iterables(given: object, expected: list[int]):
     assert as_request_ids(given) == expected
 
 
@@ -106,7 +106,7 @@ def test_ids_are_numbers_or_texts_alone_or_in_any_iterable(given: object, expect
     ("given", "named"),
     [(None, "None"), (1.0, "1.0"), (True, "True"), (b"12", "b'12'"), (["1", None], "None"), ([["1"]], "['1']")],
 )
-def test_anything_else_is_named_with_what_to_give(given: object, named: str):
+def test_invalid_request_id_is_named(given: object, named: str):
     with pytest.raises(TypeError) as refused:
         as_request_ids(given)
     assert str(refused.value) == (
@@ -115,7 +115,7 @@ def test_anything_else_is_named_with_what_to_give(given: object, named: str):
     )
 
 
-def test_what_is_no_request_is_a_type_error_and_what_cannot_be_answered_a_value_error():
+def test_request_errors_are_type_or_value_errors():
     LIMITS.check([1, 2], SamplingParams())
     for ids, sampling in (("12", SamplingParams()), ([1.5], SamplingParams()), ([1], None)):
         with pytest.raises(TypeError, match=r"give (a list of )?(a )?whole numbers?|give SamplingParams"):

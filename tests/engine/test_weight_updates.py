@@ -133,7 +133,7 @@ def from_a_folder(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "load", [one_by_one, all_at_once_without_a_word, by_the_names_of_vllm, in_a_with, in_two_parts, from_a_folder]
 )
-def test_new_weights_answer_as_a_model_that_has_them(llm: LLM, load: Callable[[LLM], None], old: Any, new: Any):
+def test_new_weights_answer_like_their_own_model(llm: LLM, load: Callable[[LLM], None], old: Any, new: Any):
     assert answers(llm) == old
     assert max(output.num_cached_tokens for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)) > 0
     load(llm)
@@ -144,7 +144,7 @@ def test_new_weights_answer_as_a_model_that_has_them(llm: LLM, load: Callable[[L
     assert answers(llm) == old
 
 
-def test_a_version_that_comes_with_a_worker_event_is_no_ranks_own_commit(llm: LLM, old: Any, new: Any, tmp_path: Path):
+def test_worker_event_version_is_not_compared(llm: LLM, old: Any, new: Any, tmp_path: Path):
     assert answers(llm) == old
     llm.llm_engine.worker_event("start_profile", str(tmp_path), [CommitWeights(7, 38)])
     llm.llm_engine.worker_event("stop_profile", None, [CommitWeights(8, 38)])
@@ -158,7 +158,7 @@ def test_a_version_that_comes_with_a_worker_event_is_no_ranks_own_commit(llm: LL
         llm.llm_engine.changes.weights.check_agreed([CommitWeights(7, 38), EndWorkerEvent(1, "")])
 
 
-def test_a_request_that_waits_to_be_admitted_is_answered_by_the_new_weights(llm: LLM, new: Any):
+def test_waiting_request_is_answered_by_new_weights(llm: LLM, new: Any):
     answers(llm)
     for prompt in PROMPTS:
         llm.llm_engine.add_request(llm.get_tokenizer().encode(prompt), GREEDY)
@@ -199,7 +199,7 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 
 @pytest.mark.guarantee("Weight updates are whole or refused")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_weights_that_did_not_come_are_named_and_nothing_runs_until_they_have(llm: LLM, call, new: Any):
+def test_missing_weights_are_named_and_block_steps(llm: LLM, call, new: Any):
     tensors = new_tensors()
     last = tensors.pop(NORM)
     trainers_model(llm).load_weights(tensors.items())
@@ -214,7 +214,7 @@ def test_weights_that_did_not_come_are_named_and_nothing_runs_until_they_have(ll
     assert answers(llm) == new
 
 
-def test_weights_that_stay_are_meant_to_where_the_caller_says_so(llm: LLM, old: Any, new: Any):
+def test_partial_update_keeps_other_weights(llm: LLM, old: Any, new: Any):
     trainers_model(llm).load_weights([(NORM, new_tensors()[NORM])])
     with pytest.raises(MissingWeightsError):
         answers(llm)
@@ -226,7 +226,7 @@ def test_weights_that_stay_are_meant_to_where_the_caller_says_so(llm: LLM, old: 
     assert answers(llm) == old
 
 
-def test_between_the_beginning_and_the_end_of_an_update_nothing_is_computed(llm: LLM, new: Any):
+def test_open_update_blocks_steps(llm: LLM, new: Any):
     with pytest.raises(RuntimeError, match="no weight update was begun: call start_weight_update first"):
         llm.finish_weight_update()
     llm.start_weight_update()
@@ -247,7 +247,7 @@ def in_a_with_that_raises(load: Callable[[str, Tensor], None]) -> None:
     load("norm", new_tensors()[NORM])
 
 
-def test_after_an_exception_inside_all_weights_have_to_come(llm: LLM, new: Any):
+def test_failed_update_block_requires_all_weights(llm: LLM, new: Any):
     with pytest.raises(ValueError, match=r"^norm: "), llm.weight_update(partial=True) as load:
         in_a_with_that_raises(load)
     with pytest.raises(MissingWeightsError):
@@ -256,7 +256,7 @@ def test_after_an_exception_inside_all_weights_have_to_come(llm: LLM, new: Any):
     assert answers(llm) == new
 
 
-def test_what_is_refused_changes_nothing_and_opens_no_update(llm: LLM, old: Any, tmp_path: Path):
+def test_rejected_tensors_change_nothing(llm: LLM, old: Any, tmp_path: Path):
     model, tensors = trainers_model(llm), new_tensors()
     for name, tensor in (("norm", tensors[NORM]), (NORM, tensors[NORM][1:]), (NORM, tensors[NORM] / 0)):
         with pytest.raises(ValueError, match=rf"^{name}: "):
@@ -281,7 +281,7 @@ def test_while_a_request_is_answered_no_weight_changes(llm: LLM, old: Any, new: 
     assert answers(llm) == new
 
 
-def test_an_engine_says_how_long_a_sequence_may_be_where_trainers_look():
+def test_max_model_len_is_where_trainers_read_it():
     with open_llm(max_model_len=77) as llm:
         assert llm.llm_engine.model_config.max_model_len == 77
 
@@ -314,9 +314,7 @@ def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None
 @pytest.mark.guarantee("Weight updates are whole or refused")
 @pytest.mark.guarantee("While ranks load new weights nothing is exchanged")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
-def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
-    layout: dict[str, int], tmp_path: Path, old: Any, new: Any
-):
+def test_ranks_compute_with_equal_new_weights_only(layout: dict[str, int], tmp_path: Path, old: Any, new: Any):
     done = ranks.run_forked([__file__, json.dumps(layout), tmp_path, changed_model()], nproc=2, timeout_s=90)
     assert done.returncode == 0, done.output
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -354,7 +352,7 @@ def check_loaded_alone(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.control("While ranks load new weights nothing is exchanged")
-def test_the_check_sees_a_load_in_which_ranks_wait_for_each_other(tmp_path: Path, control):
+def test_control_load_with_collective_is_detected(tmp_path: Path, control):
     """Negative control: rank 1 waits until rank 0, which loads nothing, has closed."""
     done = ranks.run_forked([__file__, json.dumps(TP), tmp_path, "waiting"], nproc=2, timeout_s=240)
     assert done.returncode == 0, done.output
@@ -506,7 +504,7 @@ def are_equal_after(*calls: str, **how: Any) -> list[bool]:
     return found
 
 
-def test_ranks_compare_which_calls_were_refused_and_all_of_them():
+def test_ranks_compare_all_rejected_calls():
     # As often on both, and not the same calls.
     assert are_equal_after("0", "1") == [False]
     # What all refused afterwards does not make good what one refused, nor what the other one refused.

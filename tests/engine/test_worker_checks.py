@@ -59,13 +59,13 @@ def new_llm(worker: str, **options: object) -> LLM:
         ("SickWorker", RuntimeError, "the device adds 1 and 1 to 3"),
     ],
 )
-def test_workers_that_cannot_do_it_are_refused_before_the_first_step(worker: str, kind: type, message: str):
+def test_unsuitable_worker_is_rejected_before_first_step(worker: str, kind: type, message: str):
     with pytest.raises(kind) as refused:
         new_llm(f"{HERE}.{worker}")
     assert str(refused.value).startswith(message.format(f"{HERE}.{worker}"))
 
 
-def test_replicas_of_one_rank_on_one_gpu_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
+def test_replicas_on_one_gpu_are_rejected_before_loading(monkeypatch: pytest.MonkeyPatch):
     """Which nothing else would notice: no collective of NCCL is between them."""
     loaded = []
     monkeypatch.setattr(GpuWorker, "load_model", lambda self: loaded.append(self))
@@ -79,13 +79,13 @@ def test_replicas_of_one_rank_on_one_gpu_are_refused_before_anything_is_loaded(m
     assert loaded == []
 
 
-def test_a_worker_warms_up_once_its_cache_is_there():
+def test_worker_warms_up_after_cache_allocation():
     with new_llm(f"{HERE}.WarmWorker") as llm:
         assert llm.collective_rpc(lambda worker: worker.num_warmed_blocks) == [32]
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_a_worker_that_died_while_nothing_ran_is_named_before_anything_is_asked_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_dead_idle_worker_is_named_by_next_call(monkeypatch: pytest.MonkeyPatch):
     """The engine is told by the executor's failure callback; nothing is queued and no step begins."""
     monkeypatch.syspath_prepend(ranks.REPOSITORY / "tests" / "executor")
     with new_llm("plain_worker.PlainWorker", distributed_executor_backend="multiproc") as llm:

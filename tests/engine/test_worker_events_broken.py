@@ -24,7 +24,7 @@ DYING = """
 
 
 @pytest.mark.control("Worker events change all workers or none")
-def test_a_rank_that_commits_before_the_others_are_ok_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
+def test_control_early_commit_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: the test of what holds fails where ranks do not wait for each other."""
     monkeypatch.setattr(test_worker_events, "SCRIPT", __file__)
     with control():
@@ -32,7 +32,7 @@ def test_a_rank_that_commits_before_the_others_are_ok_is_seen(tmp_path: Path, mo
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_rank_that_dies_while_it_prepares_is_named_by_the_other(tmp_path: Path):
+def test_rank_dying_in_prepare_is_named(tmp_path: Path):
     done = ranks.run_ranks(DYING, nproc=2, timeout_s=240, arguments=[ranks.REPOSITORY / "scripts/demo/model", tmp_path])
     assert done.stdout.startswith("RankFailedError: "), done.output
     assert "rank 1" in done.stdout, done.output

@@ -135,7 +135,7 @@ def answers(seen: dict[str, Any], first: int = 0) -> list[list[int]]:
     return [seen["alone"][str(prompt)] for prompt in seen["prompts"][first:]]
 
 
-def test_each_rank_gets_the_answers_of_its_own_prompts(seen: list[dict[str, Any]]):
+def test_rank_gets_only_its_own_answers(seen: list[dict[str, Any]]):
     for each in seen:
         assert each["gathered"] == answers(each)
         assert each["own"] == [str(index) for index in range(len(each["prompts"]))]
@@ -143,7 +143,7 @@ def test_each_rank_gets_the_answers_of_its_own_prompts(seen: list[dict[str, Any]
     assert (seen[0]["nothing"], seen[1]["nothing"]) == ([], answers(seen[1]))
 
 
-def test_what_a_row_draws_does_not_depend_on_how_many_prompts_the_others_bring(seen: list[dict[str, Any]]):
+def test_row_random_stream_is_independent_of_other_ranks(seen: list[dict[str, Any]]):
     assert seen[0]["drawn beside 0"] == seen[0]["drawn beside 2"]
     # Another rank's prompts of the same index draw other numbers, and so does another call.
     assert seen[1]["drawn beside 2"][0] != seen[0]["drawn beside 2"][0]
@@ -151,7 +151,7 @@ def test_what_a_row_draws_does_not_depend_on_how_many_prompts_the_others_bring(s
 
 
 @pytest.mark.guarantee("In turns() loops need not be equally long")
-def test_ranks_take_as_many_turns_as_they_like(seen: list[dict[str, Any]]):
+def test_ranks_may_differ_in_number_of_turns(seen: list[dict[str, Any]]):
     assert seen[0]["turns"] == [answers(seen[0], first) for first in (0, 1, 2)]
     assert seen[1]["turns"] == [answers(seen[1])]
     assert [each["no turns"] for each in seen] == [[], []]
@@ -168,7 +168,7 @@ def test_prompts_that_are_refused_are_their_ranks_error(seen: list[dict[str, Any
     assert seen[0]["refused in turns"] == answers(seen[0])
 
 
-def test_an_error_that_leaves_the_block_ends_the_turns_of_all_and_the_engine_goes_on(seen: list[dict[str, Any]]):
+def test_turns_end_on_all_ranks_after_an_error(seen: list[dict[str, Any]]):
     assert [each["broken_tool"] for each in seen] == [
         "RankFailedError: rank 1 failed before turns: KeyError: 'no such tool'",
         "KeyError: 'no such tool'",
@@ -182,7 +182,7 @@ def test_an_error_that_leaves_the_block_ends_the_turns_of_all_and_the_engine_goe
         assert each["afterwards"]
 
 
-def test_calls_of_all_ranks_are_refused_in_turns_and_cost_no_other_rank_anything(seen: list[dict[str, Any]]):
+def test_turns_reject_collective_calls_locally(seen: list[dict[str, Any]]):
     refused = "RuntimeError: worker_event is a call that all ranks make together: leave the block of llm.turns() first"
     assert [each["event_in_turns"] for each in seen] == [answers(seen[0]), refused]
     assert all(each["afterwards"] for each in seen)
@@ -198,7 +198,7 @@ CALLS_OF_ALL: dict[str, Callable[[LLM], object]] = {
 }
 
 
-def test_every_call_of_all_ranks_is_refused_in_turns():
+def test_turns_reject_every_collective_call():
     """Of one rank too, whose script may get more."""
     with LLM(checkpoint_folder("llama3"), num_blocks=64, device="cpu") as llm:
         for name, call in CALLS_OF_ALL.items():
@@ -227,7 +227,7 @@ class Interrupted:
         pass
 
 
-def test_an_exchange_that_is_left_halfway_is_the_last_of_the_engine(monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_exchange_fails_the_engine(monkeypatch: pytest.MonkeyPatch):
     """Half of what the other ranks sent would be read as the next call's."""
     with LLM(checkpoint_folder("llama3"), num_blocks=64, device="cpu") as llm:
         monkeypatch.setattr(llm.llm_engine, "engine_channel", Interrupted())
@@ -283,7 +283,7 @@ llm.close()
 
 @pytest.mark.parametrize("fault", ["Ctrl-C", pytest.param("an error", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("where", ["answers", "prompts that differ"])
-def test_what_ranks_send_each_other_later_in_a_call_is_no_other(tmp_path: Path, where: str, fault: str):
+def test_later_exchanges_of_a_call_stay_matched(tmp_path: Path, where: str, fault: str):
     arguments = [checkpoint_folder("llama3"), where, fault]
     done = ranks.run_ranks(BROKEN_LATER, 2, timeout_s=240, arguments=arguments, cwd=tmp_path)
     assert done.returncode == 0, done.output
@@ -292,7 +292,7 @@ def test_what_ranks_send_each_other_later_in_a_call_is_no_other(tmp_path: Path, 
 
 
 @pytest.mark.control("In turns() loops need not be equally long")
-def test_the_control_loops_of_different_length_do_not_meet_without_turns(seen: list[dict[str, Any]]):
+def test_control_unequal_loops_deadlock_without_turns(seen: list[dict[str, Any]]):
     for each in seen:
         assert each["loop_without_turns"] == (
             'RanksDisagreeError: ranks were given different calls: call is "generate(gather=True)" on rank 0, '

@@ -34,7 +34,7 @@ def rounds(num_replicas: int, timeout_s: float = 30.0, store: PlainStore | None 
     return [ReplicaRound(store, prefix, replica, num_replicas, timeout_s) for replica in range(num_replicas)]
 
 
-def test_shares_are_half_of_an_equal_part_and_shrink_to_one():
+def test_round_shares_shrink_from_half_to_one():
     num_left, shares = 40, []
     while num_left:
         shares.append(share_of(num_left, 2, most=8))
@@ -43,7 +43,7 @@ def test_shares_are_half_of_an_equal_part_and_shrink_to_one():
     assert [share_of(num_left, 4, most=100) for num_left in (0, -3, 1, 7, 80)] == [0, 0, 1, 1, 10]
 
 
-def test_every_place_is_taken_once_by_whoever_comes_first():
+def test_round_positions_are_taken_once():
     first, second = rounds(2)
     assert [first.take(10, 9), first.take(10, 9), second.take(10, 1), first.take(10, 9)] == [
         range(2),
@@ -69,7 +69,7 @@ def test_four_replicas_at_once_take_every_place_once():
     assert sorted(place for places in taken for place in places) == list(range(5000))
 
 
-def test_a_later_round_begins_anew_and_leaves_nothing_behind():
+def test_round_has_own_keys_and_removes_them():
     store = PlainStore()
     first, second = rounds(2, store=store)
     first.take(4, 4)
@@ -86,7 +86,7 @@ def test_a_later_round_begins_anew_and_leaves_nothing_behind():
     assert not later.is_over
 
 
-def test_a_round_is_over_when_the_last_replica_has_finished():
+def test_round_is_over_when_all_replicas_finished():
     each = rounds(3)
     each[1].finish()
     each[0].finish()
@@ -95,7 +95,7 @@ def test_a_round_is_over_when_the_last_replica_has_finished():
     assert all(one.is_over for one in each)
 
 
-def test_whoever_waits_hears_of_a_failure_at_once_and_the_first_word_counts():
+def test_round_failure_reaches_waiters_and_first_wins():
     first, second, third = rounds(3)
     threading.Timer(0.2, second.fail, ["rank 1 raised ValueError: of its own"]).start()
     with pytest.raises(RankFailedError, match=r"^rank 1 raised ValueError: of its own$"):
@@ -111,7 +111,7 @@ def test_whoever_waits_hears_of_silence_after_the_timeout():
         wait(first)
 
 
-def test_a_replica_that_works_for_longer_than_the_timeout_is_waited_for(clock: Clock):
+def test_round_waits_for_slow_replica_with_heartbeat(clock: Clock):
     """The control of the test before: the beats make the difference."""
     first, second = rounds(2, timeout_s=1.0)
     for _ in range(50):
@@ -138,7 +138,7 @@ def wait(each: ReplicaRound) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, (3 << 20) + 5], ids=str)
-def test_bytes_of_any_length_are_put_and_taken_once(size: int):
+def test_store_bytes_are_put_and_taken_once(size: int):
     store, payload = PlainStore(), bytes(index % 251 for index in range(size))
     assert take_bytes(store, "rows") is None
     put_bytes(store, "rows", payload)
