@@ -9,26 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llm_calls import GREEDY, NAME, PROMPTS, SAMPLED, run, tokens
 from reference_models import (
     checkpoint_folder,
-    mixed_prompts,
     random_prompt,
     reference_model,
     write_text_checkpoint,
 )
 
-from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError, ModelConfigError, PromptsRefusedError
 from spmd_worker.engine.calls import call_runner
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.engine import Engine
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.runner.model_runner import ModelRunner
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-PROMPTS = mixed_prompts(8, 40, seed=5)
-NAME = "llama3"
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +46,6 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_llm(text_folder: Path) -> Iterator[LLM]:
     with LLM(text_folder, num_blocks=300) as made:
         yield made
-
-
-def run(llm: LLM, prompts: object, sampling: object = GREEDY, **options: object) -> list[RequestOutput]:
-    return llm.generate(prompts, sampling, use_tqdm=False, **options)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 # What goes in.

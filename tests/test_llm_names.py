@@ -88,7 +88,7 @@ def test_unsupported_arguments_are_rejected(llm: LLM, extra: dict[str, Any], mes
 def test_chat_accepts_neutral_priority(text_llm: LLM):
     for priority in (None, 0, [0]):
         assert len(text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=priority)) == 1
-    with pytest.raises(ValueError, match="^priority is rejected"):
+    with pytest.raises(ValueError, match=r"^priority is rejected"):
         text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=1)
 
 

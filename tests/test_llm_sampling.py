@@ -9,23 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from llm_calls import GREEDY, NAME, PROMPTS, SAMPLED, run, tokens
 from reference_models import (
     EOS_TOKEN_ID,
     checkpoint_folder,
-    mixed_prompts,
     random_prompt,
     reference_logits,
     reference_model,
     write_text_checkpoint,
 )
 
-from spmd_worker import LLM, PromptsRefusedError, RequestOutput, SamplingParams
+from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-PROMPTS = mixed_prompts(8, 40, seed=5)
-NAME = "llama3"
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +32,6 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("text"))
-
-
-def run(llm: LLM, prompts: object, sampling: object = GREEDY, **options: object) -> list[RequestOutput]:
-    return llm.generate(prompts, sampling, use_tqdm=False, **options)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def log_softmax_after(prompt: list[int]) -> torch.Tensor:
