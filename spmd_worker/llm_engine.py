@@ -151,7 +151,8 @@ class LLMEngine(Engine):
         """
         check_request_extras(trace_headers, others)
         check_extras(1, lora_request, [priority], tokenization_kwargs)
-        _check_arrival(arrival_time)
+        if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
+            raise TypeError(f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch")
         if not isinstance(prompt_text, str | None):
             raise TypeError(f"prompt_text is a {type(prompt_text).__name__}: give text")
         if params is None:
@@ -312,8 +313,3 @@ class LLMEngine(Engine):
         with self.calls.inside("collective_rpc"):
             self.life.check_not_closed()
             return self.executor.collective_rpc(method, timeout, args, kwargs)
-
-
-def _check_arrival(value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise TypeError(f"arrival_time is a {type(value).__name__}: give seconds since the epoch, or leave it out")

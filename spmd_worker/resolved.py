@@ -17,7 +17,7 @@ from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig, TextForm, check_sees_earlier, last_token_pooling
+from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.ranks.expert_layout import expert_layout_of
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of
 from spmd_worker.replica.sequence.defaults import default_sampling
@@ -181,20 +181,16 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
     elif pooling.label_token_ids:
         _check_label_tokens(pooling.label_token_ids, files, location)
     if options.default_prompt_name is not None:
-        pooling = replace(pooling, text=_with_prompt(pooling.text, options.default_prompt_name))
+        name, known = options.default_prompt_name, [name for name, _ in pooling.text.prompts]
+        if name and name not in known:
+            raise ConfigError(
+                f"model.default_prompt_name={name} is not one of the folder's prompts "
+                f"({', '.join(known) or 'config_sentence_transformers.json has none'}): name one, or '' for none"
+            )
+        pooling = replace(pooling, text=replace(pooling.text, default_prompt=name))
     if options.pooling_type is not None:
         pooling = replace(pooling, pooling_type=options.pooling_type)
     return replace(pooling, is_matryoshka=True) if options.allow_any_dimensions else pooling
-
-
-def _with_prompt(text: TextForm, name: str) -> TextForm:
-    if name and name not in dict(text.prompts):
-        known = ", ".join(name for name, _ in text.prompts)
-        raise ConfigError(
-            f"model.default_prompt_name={name} is not one of the folder's prompts "
-            f"({known or 'config_sentence_transformers.json has none'}): name one of them, or '' for no prompt"
-        )
-    return replace(text, default_prompt=name)
 
 
 def _check_plain_logits(key: str, config: ModelConfig) -> None:

@@ -66,16 +66,16 @@ class StepPipeline:
             self._execute(step)
         result = self._executor.wait_for_step(step.result) if isinstance(step.result, Future) else step.result
         assert result is not None, plan.step
-        return step.agreed, self._shared(result) if self._sampling_rank and plan.has_rows else result
-
-    def _execute(self, step: _StepInFlight) -> None:
-        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._max_steps > 1)
-
-    def _shared(self, result: StepResult) -> StepResult:
-        """Broadcast the result of the last stage, which sampled, to every rank."""
+        if not (self._sampling_rank and plan.has_rows):
+            return step.agreed, result
+        # The last stage sampled.
         is_source = self._channel.rank == self._sampling_rank
         payload = self._channel.broadcast(encode_result(result) if is_source else None, self._sampling_rank)
         shared = decode_result(payload)
         # A rank of the last stage has made its own masks.
         own_masks = result.mask_checksums or shared.mask_checksums
-        return replace(shared, finished_transfers=result.finished_transfers, mask_checksums=own_masks)
+        shared = replace(shared, finished_transfers=result.finished_transfers, mask_checksums=own_masks)
+        return step.agreed, shared
+
+    def _execute(self, step: _StepInFlight) -> None:
+        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._max_steps > 1)

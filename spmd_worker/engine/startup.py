@@ -35,7 +35,6 @@ from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.ranks.transport.connect import open_step_channel
 from spmd_worker.ranks.transport.membership import check_members, run_secret
 from spmd_worker.replica.lockstep.agreement import canonical, check_equal
-from spmd_worker.replica.lockstep.channel import FollowerChannel, LeaderChannel
 from spmd_worker.replica.lockstep.lockstep import Lockstep
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
@@ -159,7 +158,12 @@ def _start(
                 arithmetic = {"arithmetic": executor.reports()[0].arithmetic}
                 check_equal("kernels", engine_channel.gather(canonical(arithmetic)))
             # The channel last: it starts a thread.
-            step_channel = _open_channel(config, channel, executor.environment)
+            step_channel = None
+            if channel.size > 1:
+                environment = executor.environment
+                is_one_node = environment.local_world_size == environment.world_size
+                address = None if is_one_node else environment.master_address
+                step_channel = open_step_channel(channel, address, config.executor.timeout_s)
             lockstep = Lockstep(step_channel, config.executor.digest_every, scheduler.limits.num_in_flight)
         except BaseException as error:
             # Before the groups are closed, which may take a while.
@@ -211,15 +215,6 @@ def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
                 f"{key} has blocks of {spec.block_size} tokens on worker {rank}, but cache.block_size is "
                 f"{config.cache.block_size}: they must be equal"
             )
-
-
-def _open_channel(
-    config: RunConfig, channel: ControlChannel, environment: RankEnvironment
-) -> LeaderChannel | FollowerChannel | None:
-    if channel.size == 1:
-        return None
-    is_one_node = environment.local_world_size == environment.world_size
-    return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
 
 
 def _new_replica(resolved: ResolvedRun, sizes: CacheSizes) -> Scheduler:

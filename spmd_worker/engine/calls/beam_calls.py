@@ -1,12 +1,13 @@
 """Beam search over prompts: `LLM.beam_search`, a call of `generate` for each token."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.prompts import Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, check_options, without_error
@@ -73,10 +74,9 @@ class BeamCalls:
                         if beams:
                             search.advance([without_error(next(outputs)) for _ in beams])
                     bar.update()
-            return [BeamSearchOutput([self._with_text(beam, params) for beam in search.best()]) for search in searches]
-
-    def _with_text(self, beam: BeamSearchSequence, params: BeamSearchParams) -> BeamSearchSequence:
-        tokenizer = self._engine.tokenizer
-        return (
-            beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens, params.skip_special_tokens))
-        )
+            tokenizer = engine.tokenizer
+            found = [search.best() for search in searches]
+            if tokenizer is not None:
+                for beam in itertools.chain.from_iterable(found):
+                    beam.text = tokenizer.decode(beam.tokens, params.skip_special_tokens)
+            return [BeamSearchOutput(beams) for beams in found]

@@ -18,7 +18,6 @@ from spmd_worker.replica.sequence.outputs import (
     Pooled,
     PoolingOutput,
     PoolingRequestOutput,
-    RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
@@ -205,25 +204,23 @@ class PoolingCalls:
             return encoded
 
         outputs = self._runner.run(call, encode, None, gather=given.gather, use_tqdm=given.use_tqdm)
-        return [_pooled(output, make, output_class) for output in outputs]
-
-
-def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled], output_class: type[_Output]) -> _Output:
-    vector = without_error(output).vector
-    assert vector is not None, "a finished row without an error has a vector"
-    return output_class(output.request_id, make(vector), output.prompt_token_ids, output.num_cached_tokens)
+        made = []
+        for output in outputs:
+            vector = without_error(output).vector
+            assert vector is not None, "a finished row without an error has a vector"
+            made.append(
+                output_class(output.request_id, make(vector), output.prompt_token_ids, output.num_cached_tokens)
+            )
+        return made
 
 
 def _listed(given: GivenParams, count: int) -> list[PoolingParams]:
-    if isinstance(given, Sequence):
-        if len(given) != count:
-            raise ValueError(f"{len(given)} pooling params for {count} prompts: give one, or one for each prompt")
-        for each in given:
-            check_pooling(each)
-        return list(given)
-    params = PoolingParams() if given is None else given
-    check_pooling(params)
-    return [params] * count
+    listed = list(given) if isinstance(given, Sequence) else [PoolingParams() if given is None else given] * count
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} pooling params for {count} prompts: give one, or one for each prompt")
+    for each in listed:
+        check_pooling(each)
+    return listed
 
 
 def _as_texts(name: str, given: Any) -> list[str]:

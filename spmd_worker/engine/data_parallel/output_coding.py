@@ -19,20 +19,19 @@ def encode_outputs(outputs: Mapping[int, RequestOutput]) -> bytes:
 
 def decode_outputs(payload: bytes) -> dict[int, RequestOutput]:
     """The inverse of `encode_outputs`."""
-    return {index: _output(values) for index, values in json.loads(payload)}
+    outputs = {}
+    for index, values in json.loads(payload):
+        for completion in values["outputs"]:
+            completion["logprobs"] = _positions(completion["logprobs"])
+        values["outputs"] = [CompletionOutput(**completion) for completion in values["outputs"]]
+        values["prompt_logprobs"] = _positions(values["prompt_logprobs"])
+        outputs[index] = RequestOutput(**values)
+    return outputs
 
 
 def _fields(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
     """Fields by name, without those that differ from rank to rank; faster than `dataclasses.asdict`."""
     return {spec.name: getattr(record, spec.name) for spec in fields(record) if spec.compare}
-
-
-def _output(values: dict[str, Any]) -> RequestOutput:
-    values["outputs"] = [
-        CompletionOutput(**{**each, "logprobs": _positions(each["logprobs"])}) for each in values["outputs"]
-    ]
-    values["prompt_logprobs"] = _positions(values["prompt_logprobs"])
-    return RequestOutput(**values)
 
 
 def _positions(positions: list[dict[str, list[Any]] | None] | None) -> list[Any] | None:
