@@ -86,12 +86,12 @@ def test_parameters_must_match_prompts(llm: LLM):
 
 def test_generate_and_chat_reject_invalid_argument_types(llm: LLM):
     for prompts in (5, None, b"hello"):
-        with pytest.raises(TypeError, match=r"prompts is a \w+: give a prompt or a list of prompts"):
+        with pytest.raises(TypeError, match=r"prompts is a \w+"):
             run(llm, prompts)
     for messages in ("hello", None, {"role": "user"}):
         with pytest.raises(TypeError, match=r"messages is a \w+: give a list of messages"):
             llm.chat(messages, GREEDY, use_tqdm=False)
-    with pytest.raises(TypeError, match="sampling_params is a dict: give SamplingParams, or a list"):
+    with pytest.raises(TypeError, match="sampling_params is a dict"):
         run(llm, PROMPTS, {"temperature": 0})
     assert tokens(run(llm, (each for each in PROMPTS))) == tokens(run(llm, PROMPTS))
 
@@ -166,10 +166,10 @@ def test_invalid_prompts_raise_one_error_naming_all(llm: LLM):
         "with error"
     )
     with pytest.raises(
-        PromptsRefusedError, match=r"1 of 1 prompts(.|\n)*no tokenizer.json(.|\n)*or call chat\(\.\.\., on"
+        PromptsRefusedError, match=r"1 of 1 prompts(.|\n)*tokenizer\.json(.|\n)*on_error"
     ):
         llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match=r"on_error='rows' must be one of 'raise', 'row'"):
+    with pytest.raises(ValueError, match="on_error='rows'"):
         run(llm, PROMPTS, on_error="rows")
     assert llm.llm_engine.counters.num_steps == num_steps, "nothing ran"
     assert tokens(run(llm, PROMPTS, replace(SAMPLED, seed=4))) == expected
@@ -460,15 +460,15 @@ def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path)
     with pytest.raises(ModelConfigError, match="is not a folder"):
         LLM(tmp_path / "missing")
     folder = checkpoint_folder(NAME)
-    with pytest.raises(ConfigError, match=r"num_blocks=4 holds 64 tokens but max_model_len is 512.*at least 32"):
+    with pytest.raises(ConfigError, match=r"^num_blocks=4 .*max_model_len.*at least 32"):
         LLM(folder, num_blocks=4)
-    with pytest.raises(ConfigError, match="max_model_len=513 is more than the model's 512"):
+    with pytest.raises(ConfigError, match=r"^max_model_len=513"):
         LLM(folder, max_model_len=513)
     with pytest.raises(ConfigError, match="float16 is not supported on the CPU"):
         LLM(folder, dtype="float16", device="cpu")
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .*4 attention heads.* 1, 2 and 4"):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size=3 .* 1, 2 and 4"):
         LLM(folder, tensor_parallel_size=3)
-    with pytest.raises(ConfigError, match=r"runs one rank but the layout has 2: start them with torchrun"):
+    with pytest.raises(ConfigError, match="torchrun"):
         LLM(folder, distributed_executor_backend="uni", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"llama_nine_heads|1, 3 and 9"):
         LLM(checkpoint_folder("llama_nine_heads"), tensor_parallel_size=2)

@@ -111,7 +111,7 @@ def test_path_error_names_the_model(tmp_path: Path):
 @pytest.mark.finding(number="D8")
 @pytest.mark.parametrize("made", [LLM.from_engine_args, LLMEngine.from_engine_args], ids=["LLM", "LLMEngine"])
 def test_engine_args_error_names_keywords(made: Any):
-    with pytest.raises(ValueError, match=r"^num_gpu_blocks_override=3 holds 48 tokens but max_model_len is 256"):
+    with pytest.raises(ValueError, match=r"^num_gpu_blocks_override=3 .*max_model_len"):
         made(EngineArgs(MODEL, num_gpu_blocks_override=3, device="cpu"))
 
 
@@ -147,7 +147,7 @@ def test_weight_update_error_names_keywords():
     """The function that the block yields is called without `LLM`."""
     with LLM(MODEL, num_blocks=64, max_num_seqs=2, device="cpu") as own:
         with (
-            pytest.raises(ValueError, match=r"not finite in torch\.\w+: .*; set allow_nonfinite=True") as wrong,
+            pytest.raises(ValueError, match="allow_nonfinite=True") as wrong,
             own.weight_update() as load,
         ):
             load("model.norm.weight", torch.full((own.model_config.get_hidden_size(),), float("nan")))
@@ -178,5 +178,5 @@ def test_text_without_a_key_is_unchanged():
 def test_cache_beyond_host_memory_is_rejected():
     """It was a MemoryError of numpy."""
     folder = REPOSITORY / "scripts" / "demo" / "model"
-    with pytest.raises(ConfigError, match=r"^num_blocks=1000000000000 is too large: this rank would hold .* of blocks"):
+    with pytest.raises(ConfigError, match=r"^num_blocks=1000000000000"):
         LLM(str(folder), device="cpu", num_blocks=10**12)

@@ -268,7 +268,7 @@ def test_trust_remote_code_is_accepted_without_running_code(tmp_path: Path):
     text = json.dumps({**given, "architectures": ["OwnForCausalLM"], "auto_map": auto_map})
     (tmp_path / "config.json").write_text(text)
     for trusts in (True, False):
-        with pytest.raises(ModelConfigError, match=r"OwnForCausalLM.* is never run, whatever trust_remote_code"):
+        with pytest.raises(ModelConfigError, match="OwnForCausalLM"):
             LLM(tmp_path, trust_remote_code=trusts)
 
 

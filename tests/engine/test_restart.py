@@ -162,7 +162,7 @@ def test_restart_rejects_unanswered_requests():
         for _ in range(2):
             llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=3))
         llm.llm_engine.step()
-        with pytest.raises(RuntimeError, match=r"^2 requests of llm_engine\.add_request are not answered yet"):
+        with pytest.raises(RuntimeError, match=r"^2 requests"):
             llm.reinitialize_distributed()
         outputs = []
         while llm.llm_engine.has_unfinished_requests():

@@ -187,7 +187,7 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 
 def test_with_nothing_unanswered_vllms_modes_are_the_same(llm: LLM, old: Any):
     for call in (llm.sleep, llm.llm_engine.sleep):
-        with pytest.raises(ValueError, match="mode='stop' must be one of 'abort', 'wait', 'keep'"):
+        with pytest.raises(ValueError, match="mode='stop'"):
             call(1, mode="stop")
         assert not llm.is_sleeping
     for mode in ("abort", "wait", "keep"):
@@ -205,7 +205,7 @@ def test_asleep_nothing_is_computed(llm: LLM, call: Callable[[LLM], object], old
         # It is said first, before an update that has not ended either.
         llm.start_weight_update()
         num_steps = llm.llm_engine.counters.num_steps
-        with pytest.raises(RuntimeError, match=rf"^this LLM is asleep \({left}\): call wake_up\(\) before anything"):
+        with pytest.raises(RuntimeError, match=rf"asleep \({left}\)"):
             call(llm)
         assert llm.llm_engine.counters.num_steps == num_steps
         llm.finish_weight_update()
@@ -216,7 +216,7 @@ def test_asleep_nothing_is_computed(llm: LLM, call: Callable[[LLM], object], old
 def test_weights_that_sleep_are_neither_written_nor_read(llm: LLM, old: Any):
     for level in (1, 2):
         llm.sleep(level)
-        with pytest.raises(RuntimeError, match=r"the weights are asleep: call wake_up\(tags=\['weights'\]\) before"):
+        with pytest.raises(RuntimeError, match=r"wake_up\(tags=\['weights'\]\)"):
             load(llm)
         with pytest.raises(RuntimeError, match="the weights are asleep"):
             llm.collective_rpc("reload_weights")
@@ -232,7 +232,7 @@ def test_sleeping_worker_rejects_a_step(llm: LLM):
     """The last guard, behind all others: never a crash in memory that is not there."""
     llm.sleep(2)
     llm.llm_engine.executor.sleeping_tags = ()
-    with pytest.raises(RuntimeError, match="cannot run while this worker sleeps: call wake_up first"):
+    with pytest.raises(RuntimeError, match="wake_up"):
         answers(llm)
 
 
@@ -241,12 +241,12 @@ def test_arguments_and_times_that_are_wrong_change_nothing(llm: LLM, old: Any):
         with pytest.raises(ValueError, match=r"^level=.* must be 1 \(weights are kept"):
             llm.sleep(level)
     for tags in ("weights", ["weight"], [1]):
-        with pytest.raises(ValueError, match=r"^tags=.* must be None \(all\) or a list of 'weights', 'kv_cache'$"):
+        with pytest.raises(ValueError, match=r"^tags="):
             llm.wake_up(tags)
     llm.wake_up()
     request_id = llm.llm_engine.add_request([7, 8], GREEDY)
     for call in (llm.sleep, llm.wake_up):
-        with pytest.raises(RuntimeError, match=r"^1 requests of llm_engine.add_request are not answered yet: "):
+        with pytest.raises(RuntimeError, match=r"^1 requests"):
             call()
     llm.llm_engine.step()
     with pytest.raises(RuntimeError, match=r"^1 requests of"):

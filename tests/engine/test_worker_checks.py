@@ -74,7 +74,7 @@ def test_replicas_on_one_gpu_are_rejected_before_loading(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         ControlChannel, "gather", lambda self, payload: gather(self, payload) * (2 if b"H200" in payload else 1)
     )
-    with pytest.raises(ConfigError, match=r"^ranks 0, 1 of one host compute on the same GPU, H200 GPU-4ed7: give"):
+    with pytest.raises(ConfigError, match="H200 GPU-4ed7"):
         new_llm(f"{HERE}.GpuWorker")
     assert loaded == []
 
@@ -94,6 +94,6 @@ def test_dead_idle_worker_is_named_by_next_call(monkeypatch: pytest.MonkeyPatch)
         (pid,) = executor.worker_pids
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: executor.is_failed)
-        with pytest.raises(WorkerDiedError, match=rf"^worker rank 0 \(pid {pid}\) was killed by SIGKILL"):
+        with pytest.raises(WorkerDiedError, match=rf"pid {pid}\b.*SIGKILL"):
             llm.generate([[1, 2, 3]], use_tqdm=False)
         assert not llm.llm_engine.has_unfinished_requests()

@@ -99,7 +99,7 @@ def test_unanswerable_request_is_reported(provider: Any):
     (output,) = asked(provider, ["add 3 " * 60], temperature=0.0)
     assert (output.choices[0].stop_reason, output.choices[0].message.content) == ("model_length", "")
     assert "64" in output.error
-    with pytest.raises(ValueError, match="1 tools were given: answers of spmd_worker are text"):
+    with pytest.raises(ValueError, match=r"^1 tools"):
         asyncio.run(provider.generate([Record(role="user", content="a")], [Record()], "auto", Record()))
     image = Record(role="user", content=[Record(type="image", image="a.png")])
     with pytest.raises(ValueError, match="image"):

@@ -148,7 +148,7 @@ def test_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.Capt
     module.main(["rlhf", str(MODEL)])
     assert f"sampled {[first, second]}" in capsys.readouterr().out
     assert len({tuple(each) for each in first}) > 1
-    with pytest.raises(RuntimeError, match="LoRARequest was called: only ms-swift's colocate mode runs on spmd_worker"):
+    with pytest.raises(RuntimeError, match=r"^LoRARequest .*colocate"):
         engine.TensorLoRARequest(lora_name="a")
     with pytest.raises(RuntimeError, match="give --vllm_mode colocate"):
         engine.StatelessProcessGroup.create("a", 1, 0, 2)
@@ -156,7 +156,7 @@ def test_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.Capt
 
 def test_other_release_is_rejected_before_anything_is_replaced(swift: Path):
     write_swift(swift, "4.7.0")
-    with pytest.raises(ImportError, match=r"ms-swift 4.7.0 is installed and this package knows the calls of 4.6: pip"):
+    with pytest.raises(ImportError, match=r"ms-swift 4\.7\.0 .* 4\.6"):
         importlib.import_module(MODULE)
     assert "vllm" not in sys.modules
 
@@ -170,5 +170,5 @@ def test_late_import_is_reported(swift: Path):
     write_swift(swift)
     importlib.import_module("swift")
     sys.modules["vllm"] = importlib.import_module("swift.infer_engine")
-    with pytest.raises(ImportError, match=r"^vllm was imported already: import spmd_worker.integrations.swift before"):
+    with pytest.raises(ImportError, match=r"import spmd_worker.integrations.swift before"):
         importlib.import_module(MODULE)

@@ -238,7 +238,7 @@ def test_trl_script_runs_with_this_engine(ours: Ours, capfd: pytest.CaptureFixtu
     said = "spmd_worker samples for trl 1.16.0: is_vllm_available, LLM, SamplingParams, StructuredOutputsParams, "
     said += "RequestOutput of trl.generation.vllm_generation are replaced (none: vLLM is not installed)\n"
     assert output.err.startswith(said)
-    with pytest.raises(SystemExit, match=r"^usage: python -m spmd_worker.integrations.trl SCRIPT.py"):
+    with pytest.raises(SystemExit, match=r"^usage: .*integrations.trl SCRIPT.py"):
         sys.modules[MODULE].main([])
 
 
@@ -269,7 +269,7 @@ def test_other_trl_release_is_rejected_and_replaces_nothing(ours: Ours):
     assert "trl.generation" not in sys.modules
     write(init, '__version__ = "1.16.1"\n')
     write(ours.packages / generation, "LLM = None\n")
-    with pytest.raises(ImportError, match="has no is_vllm_available or VLLMGeneration: nothing is replaced"):
+    with pytest.raises(ImportError, match="is_vllm_available or VLLMGeneration"):
         ours.imported()
     assert sys.modules["trl.generation.vllm_generation"].LLM is None
 

@@ -107,7 +107,7 @@ def test_round_failure_reaches_waiters_and_first_wins():
 
 def test_whoever_waits_hears_of_silence_after_the_timeout():
     first, _ = rounds(2, timeout_s=1.0)
-    with at_least(1.0), pytest.raises(RankFailedError, match=r"^replica 1 is silent: no sign of life in 1 s$"):
+    with at_least(1.0), pytest.raises(RankFailedError, match=r"^replica 1 is silent: .* 1 s$"):
         wait(first)
 
 
