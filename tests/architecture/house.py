@@ -111,7 +111,7 @@ FORBIDDEN_NAMES = (
     *(f"hydra.utils.{name}" for name in ("call", "get_class", "get_method", "get_object", "instantiate")),
     "hydra._internal.instantiate",
 )
-MAY_USE = {"spmd_worker.integrations.trl": ("runpy",), "spmd_worker.integrations.swift": ("runpy",)}
+MAY_USE = {"spmd_worker.integrations.vllm_modules": ("runpy",)}
 """Modules that may use one of these names: launchers run the script that their command line names, as python does."""
 FORBIDDEN_BUILTINS = ("eval", "exec", "__import__")
 FORBIDDEN_WORD = "_target_"
