@@ -143,7 +143,7 @@ def test_beams_may_fill_max_model_len(llm: LLM):
         ),
         ({"watermarking": True}, "watermarking=True is refused: answers are not watermarked"),
         ({"skip_special_tokens": 1}, "skip_special_tokens=1 must be true or false"),
-        ({"temperature": 0.7}, "temperature=0.7 must be 0: beams are the likeliest, not sampled"),
+        ({"temperature": 0.7}, "temperature=0.7 must be 0: beams are not sampled"),
     ],
 )
 def test_parameters_that_cannot_be_are_named(given: dict[str, object], words: str):

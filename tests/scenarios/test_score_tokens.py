@@ -104,7 +104,7 @@ def test_scored_row_may_fill_max_model_len(model: Path):
 def test_prompt_without_tokens_is_rejected(model: Path):
     """The first token of its completion was left out: two scores for three tokens."""
     with LLM(model, **SMALL) as llm:
-        with pytest.raises(PromptsRefusedError, match="the prompt has no tokens: nothing comes before the") as refused:
+        with pytest.raises(PromptsRefusedError, match="the prompt has no tokens, so the") as refused:
             llm.score_tokens([[5], {"prompt_token_ids": []}], [[8], [5, 6, 7]])
         assert list(refused.value.reasons) == [1]
         assert not llm.llm_engine.has_unfinished_requests()

@@ -87,7 +87,7 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
 @pytest.mark.parametrize(
     ("changes", "device", "words"),
     [
-        ({}, "cuda", "runs on the CPU alone"),
+        ({}, "cuda", "runs on the CPU only"),
         ({"intermediate_size": 200_000}, "cpu", "at most 131,072 inputs exactly"),
         ({"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
     ],
