@@ -49,7 +49,7 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         kinds: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-            (_positive, "an integer, 1 or more", ("beam_width", "max_tokens")),
+            (_positive, "a whole number, 1 or more", ("beam_width", "max_tokens")),
             (_finite, "a finite number", ("temperature", "length_penalty")),
             (plain_bool, "true or false", ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")),
         )

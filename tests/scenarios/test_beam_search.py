@@ -139,9 +139,9 @@ def test_beams_may_fill_max_model_len(llm: LLM):
         ({"max_tokens": 1.5}, "max_tokens=1.5 must be a whole number, 1 or more"),
         (
             {"structured_outputs": {"regex": "a"}},
-            "structured_outputs={'regex': 'a'} is refused: beams are not held to a",
+            "structured_outputs={'regex': 'a'} is rejected: beams are not constrained",
         ),
-        ({"watermarking": True}, "watermarking=True is refused: answers are not watermarked"),
+        ({"watermarking": True}, "watermarking=True is rejected: answers are not watermarked"),
         ({"skip_special_tokens": 1}, "skip_special_tokens=1 must be true or false"),
         ({"temperature": 0.7}, "temperature=0.7 must be 0: beams are not sampled"),
     ],
@@ -175,6 +175,6 @@ def test_beam_search_rejects_invalid_prompts_and_parameters(llm: LLM):
         llm.beam_search("hello", params)
     with pytest.raises(TypeError, match="params is a SamplingParams: give BeamSearchParams"):
         llm.beam_search(PROMPTS, SamplingParams())
-    with pytest.raises(ValueError, match="lora_request=x is refused"):
+    with pytest.raises(ValueError, match="lora_request=x"):
         llm.beam_search(PROMPTS, params, lora_request="x")
     assert llm.beam_search([], params) == []
