@@ -136,7 +136,7 @@ def test_matryoshka_dimensions_are_truncated_then_normalised() -> None:
         nothing = {"chat_template": None, "tokenization_kwargs": {}, "use_tqdm": False}
         cosine = llm.score("ab", ["ab", "naïve café"], **nothing)
         for key, value in (("chat_template", "{{ messages }}"), ("tokenization_kwargs", {"truncation": True})):
-            with pytest.raises(ValueError, match=f"{key}=.* is refused: "):
+            with pytest.raises(ValueError, match=f"{key}="):
                 llm.score("ab", "ab", **{**nothing, key: value})
     assert whole.outputs.hidden_size == SIZES["hidden_size"]
     assert cosine[0].outputs.score == pytest.approx(1.0, abs=1e-12)
