@@ -165,9 +165,7 @@ def test_invalid_prompts_raise_one_error_naming_all(llm: LLM):
         "leave them out, or call generate(..., on_error='row'), which answers the others and gives these an output "
         "with error"
     )
-    with pytest.raises(
-        PromptsRefusedError, match=r"1 of 1 prompts(.|\n)*tokenizer\.json(.|\n)*on_error"
-    ):
+    with pytest.raises(PromptsRefusedError, match=r"1 of 1 prompts(.|\n)*tokenizer\.json(.|\n)*on_error"):
         llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="on_error='rows'"):
         run(llm, PROMPTS, on_error="rows")
