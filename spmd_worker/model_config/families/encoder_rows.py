@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.family import (
+    GATE_UP,
+    QKV,
     Attention,
     ClassifierFamily,
     Embedding,
@@ -21,8 +23,6 @@ from spmd_worker.model_config.families.family import (
     Windows,
 )
 from spmd_worker.model_config.families.table import FAMILIES
-
-_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Names:
@@ -53,83 +53,45 @@ def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Nam
     )
 
 
-_BERT_ATTENTION: Final = Attention(qkv_bias=True, output_bias=True)
-_BERT_NORMS: Final = Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True)
-_BERT_FEED_FORWARD: Final = FeedForward(bias=True, is_gated=False)
-_BERT_EMBEDDING: Final = Embedding(has_norm=True)
-_BERT_ENCODER: Final = Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily())
-_BERT_SPELLED: Final = {"num_key_value_heads": "", "head_dim": ""}
-_BERT_DEFAULTS: Final = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-}
-_BERT_REQUIRED: Final = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
-_ROBERTA_NAMES: Final = _bert_names("roberta.", "lm_head", "classifier.dense", "classifier.out_proj")
-_ROBERTA_EMBEDDING: Final = replace(_BERT_EMBEDDING, position_offset=2)
-_ROBERTA_ENCODER: Final = replace(_BERT_ENCODER, counts_offset=True)
-_ROBERTA_REQUIRED: Final = {**_BERT_REQUIRED, "pad_token_id": 1}
-_ROBERTA_DEFAULTS: Final = {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2}
+_BERT: Final = Family(
+    models="BERT: all-MiniLM, bge, gte, e5, ms-marco cross-encoders",
+    names=_bert_names("bert.", "cls", "bert.pooler.dense", "classifier"),
+    attention=Attention(qkv_bias=True, output_bias=True),
+    rope=None,
+    norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True),
+    feed_forward=FeedForward(bias=True, is_gated=False),
+    embedding=Embedding(has_norm=True),
+    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily()),
+    spelled={"num_key_value_heads": "", "head_dim": ""},
+    required={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
+    defaults={
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+    },
+)
+_ROBERTA: Final = replace(
+    _BERT,
+    models="RoBERTa: all-distilroberta, stsb cross-encoders",
+    names=_bert_names("roberta.", "lm_head", "classifier.dense", "classifier.out_proj"),
+    embedding=Embedding(has_norm=True, position_offset=2),
+    encoder=Encoder(token_types_key="type_vocab_size", counts_offset=True, classifier=ClassifierFamily()),
+    required={**_BERT.required, "pad_token_id": 1},
+    defaults={**_BERT.defaults, "pad_token_id": 1, "eos_token_id": 2},
+)
+_GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
 ENCODERS: Final[dict[str, Family]] = {
-    "BertModel": Family(
-        models="BERT: all-MiniLM, bge, gte, e5, ms-marco cross-encoders",
-        names=_bert_names("bert.", "cls", "bert.pooler.dense", "classifier"),
-        attention=_BERT_ATTENTION,
-        rope=None,
-        norms=_BERT_NORMS,
-        feed_forward=_BERT_FEED_FORWARD,
-        embedding=_BERT_EMBEDDING,
-        encoder=_BERT_ENCODER,
-        spelled=_BERT_SPELLED,
-        required=_BERT_REQUIRED,
-        defaults=_BERT_DEFAULTS,
-    ),
-    "RobertaModel": Family(
-        models="RoBERTa: all-distilroberta, stsb cross-encoders",
-        names=_ROBERTA_NAMES,
-        attention=_BERT_ATTENTION,
-        rope=None,
-        norms=_BERT_NORMS,
-        feed_forward=_BERT_FEED_FORWARD,
-        embedding=_ROBERTA_EMBEDDING,
-        encoder=_ROBERTA_ENCODER,
-        spelled=_BERT_SPELLED,
-        required=_ROBERTA_REQUIRED,
-        defaults=_ROBERTA_DEFAULTS,
-    ),
-    "XLMRobertaModel": Family(
-        models="XLM-R: bge-m3, multilingual-e5, bge-reranker",
-        names=_ROBERTA_NAMES,
-        attention=_BERT_ATTENTION,
-        rope=None,
-        norms=_BERT_NORMS,
-        feed_forward=_BERT_FEED_FORWARD,
-        embedding=_ROBERTA_EMBEDDING,
-        encoder=_ROBERTA_ENCODER,
-        spelled=_BERT_SPELLED,
-        required=_ROBERTA_REQUIRED,
-        defaults=_ROBERTA_DEFAULTS,
-    ),
-    "CamembertModel": Family(
-        models="CamemBERT",
-        names=_ROBERTA_NAMES,
-        attention=_BERT_ATTENTION,
-        rope=None,
-        norms=_BERT_NORMS,
-        feed_forward=_BERT_FEED_FORWARD,
-        embedding=_ROBERTA_EMBEDDING,
-        encoder=_ROBERTA_ENCODER,
-        spelled=_BERT_SPELLED,
-        required=_ROBERTA_REQUIRED,
-        defaults=_ROBERTA_DEFAULTS,
-    ),
+    "BertModel": _BERT,
+    "RobertaModel": _ROBERTA,
+    "XLMRobertaModel": replace(_ROBERTA, models="XLM-R: bge-m3, multilingual-e5, bge-reranker"),
+    "CamembertModel": replace(_ROBERTA, models="CamemBERT"),
     "ModernBertModel": Family(
         models="ModernBERT: gte-modernbert, nomic modernbert-embed",
         names=Names(
@@ -138,7 +100,7 @@ ENCODERS: Final[dict[str, Family]] = {
             norm="model.final_norm",
             norms=("attn_norm", "", "mlp_norm", ""),
             parts={"self_attn.o_proj": "attn.Wo", "mlp.down_proj": "mlp.Wo"},
-            fused={"attn.Wqkv": _QKV, "mlp.Wi": ("mlp.gate_proj", "mlp.up_proj")},
+            fused={"attn.Wqkv": QKV, "mlp.Wi": GATE_UP},
             optional_prefix="model.",
             ignored_prefixes=("head.", "decoder."),
             head_dense="head.dense",
@@ -185,12 +147,12 @@ ENCODERS: Final[dict[str, Family]] = {
         },
     ),
     "Gemma3TextModel": replace(
-        FAMILIES["Gemma3ForCausalLM"],
+        _GEMMA3,
         models="EmbeddingGemma",
-        names=replace(FAMILIES["Gemma3ForCausalLM"].names, optional_prefix="model."),
+        names=replace(_GEMMA3.names, optional_prefix="model."),
         head=Head(),
         encoder=Encoder(),
         required={"use_bidirectional_attention": True},
-        defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, "use_bidirectional_attention": False},
+        defaults={**_GEMMA3.defaults, "use_bidirectional_attention": False},
     ),
 }

@@ -3,6 +3,7 @@
 Each row is compared with transformers, and each entry broken, in tests/model/test_expert_rows.py.
 """
 
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
@@ -18,7 +19,7 @@ from spmd_worker.model_config.families.family import (
     TextPart,
     Windows,
     Wiring,
-    beside,
+    next_to,
 )
 
 _QWEN: Final[dict[str, Any]] = {
@@ -45,29 +46,55 @@ _DEEPSEEK_V3: Final[dict[str, Any]] = {
     "shared_key": "n_shared_experts",
     "counts_shared": True,
 }
-_GRANITE_ATTENTION: Final = Attention(scale_key="attention_multiplier")
-_GRANITE_FEED_FORWARD: Final = FeedForward(bias=False)
-_GRANITE_WIRING: Final = Wiring(residual_multiplier_key="residual_multiplier")
-_GRANITE_EMBEDDING: Final = Embedding(multiplier_key="embedding_multiplier")
-_GRANITE_HEAD: Final = Head(divisor_key="logits_scaling")
-_GRANITE_DEFAULTS: Final = {"eos_token_id": 2, "num_experts_per_tok": 2}
-_GRANITE_NAMES: Final[dict[str, Any]] = {
-    "layer_aliases": {
-        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
-        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
-    },
-    "stacked": (
-        StackedTensor("block_sparse_moe.input_linear.weight", ("gate_proj", "up_proj")),
-        StackedTensor("block_sparse_moe.output_linear.weight", ("down_proj",)),
-    ),
-}
 _GRANITE_EXPERTS: Final[dict[str, Any]] = {
     "default_count": 8,
     "size_key": "intermediate_size",
     "score": "softmax_chosen",
     "renormalises": False,
 }
+_GRANITE: Final = Family(
+    models="Granite 3 with experts: 1B-A400M, 3B-A800M",
+    names=Names(
+        parts={"mlp.gate": "block_sparse_moe.router.layer"},
+        layer_aliases={
+            "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+            "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+        },
+        stacked=(
+            StackedTensor("block_sparse_moe.input_linear.weight", ("gate_proj", "up_proj")),
+            StackedTensor("block_sparse_moe.output_linear.weight", ("down_proj",)),
+        ),
+    ),
+    attention=Attention(scale_key="attention_multiplier"),
+    feed_forward=FeedForward(bias=False),
+    experts=ExpertsFamily(**_GRANITE_EXPERTS),
+    wiring=Wiring(residual_multiplier_key="residual_multiplier"),
+    embedding=Embedding(multiplier_key="embedding_multiplier"),
+    head=Head(divisor_key="logits_scaling"),
+    defaults={"eos_token_id": 2, "num_experts_per_tok": 2},
+)
+_GLM4_NAMES: Final = Names(parts=_SHARED_EXPERTS, ignores_later_layers=True)
+_GLM4: Final = Family(
+    models="GLM-4.5, 4.6, 4.7",
+    names=_GLM4_NAMES,
+    attention=Attention(output_bias=False, qk_norm="head", qk_norm_key="use_qk_norm"),
+    rope=Rope(may_be_partial=True),
+    feed_forward=FeedForward(bias=False),
+    experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
+    required={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+)
 
 _TURNED_STACKS: Final = (
     StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj"), may_be_turned=True),
@@ -132,7 +159,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         models="Qwen3-VL with experts, the text: 30B-A3B, 235B-A22B",
-        names=beside(Names(stacked=_TURNED_STACKS), "visual"),
+        names=next_to(Names(stacked=_TURNED_STACKS), "visual"),
         attention=Attention(qk_norm="head"),
         feed_forward=FeedForward(bias=False),
         experts=ExpertsFamily(default_count=60, **_QWEN, renormalises=True),
@@ -234,76 +261,25 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "num_experts_per_tok": 4,
         },
     ),
-    "Glm4MoeForCausalLM": Family(
-        models="GLM-4.5, 4.6, 4.7",
-        names=Names(parts=_SHARED_EXPERTS, ignores_later_layers=True),
-        attention=Attention(output_bias=False, qk_norm="head", qk_norm_key="use_qk_norm"),
-        rope=Rope(may_be_partial=True),
-        feed_forward=FeedForward(bias=False),
-        experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
-        required={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
-    ),
-    "Glm4vMoeForConditionalGeneration": Family(
+    "Glm4MoeForCausalLM": _GLM4,
+    "Glm4vMoeForConditionalGeneration": replace(
+        _GLM4,
         models="GLM-4.5V, GLM-4.6V with experts, the text",
-        names=beside(Names(parts=_SHARED_EXPERTS, ignores_later_layers=True), "visual"),
+        names=next_to(_GLM4_NAMES, "visual"),
         attention=Attention(output_bias=False),
-        rope=Rope(may_be_partial=True),
-        feed_forward=FeedForward(bias=False),
-        experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
         text=TextPart(tie="also"),
-        required={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 65536,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "attention_bias": True,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
+        defaults={**_GLM4.defaults, "max_position_embeddings": 65536, "attention_bias": True},
     ),
-    "GraniteMoeForCausalLM": Family(
-        models="Granite 3 with experts: 1B-A400M, 3B-A800M",
-        names=Names(parts={"mlp.gate": "block_sparse_moe.router.layer"}, **_GRANITE_NAMES),
-        attention=_GRANITE_ATTENTION,
-        feed_forward=_GRANITE_FEED_FORWARD,
-        experts=ExpertsFamily(**_GRANITE_EXPERTS),
-        wiring=_GRANITE_WIRING,
-        embedding=_GRANITE_EMBEDDING,
-        head=_GRANITE_HEAD,
-        defaults=_GRANITE_DEFAULTS,
-    ),
-    "GraniteMoeSharedForCausalLM": Family(
+    "GraniteMoeForCausalLM": _GRANITE,
+    "GraniteMoeSharedForCausalLM": replace(
+        _GRANITE,
         models="Granite with experts and a shared one",
-        names=Names(
-            parts={
-                "mlp.gate": "block_sparse_moe.router.layer",
-                "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
-            },
+        names=replace(
+            _GRANITE.names,
+            parts={**_GRANITE.names.parts, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"},
             fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
-            **_GRANITE_NAMES,
         ),
-        attention=_GRANITE_ATTENTION,
-        feed_forward=_GRANITE_FEED_FORWARD,
         experts=ExpertsFamily(**_GRANITE_EXPERTS, shared_key="shared_intermediate_size"),
-        wiring=_GRANITE_WIRING,
-        embedding=_GRANITE_EMBEDDING,
-        head=_GRANITE_HEAD,
-        defaults=_GRANITE_DEFAULTS,
     ),
     "Dots1ForCausalLM": Family(
         models="dots.llm1",

@@ -20,6 +20,11 @@ NORM_PLACES: Final = ("input_layernorm", "attention_output_norm", "post_attentio
 """Our names for the norms before attention, after it, before the feed-forward and after it."""
 
 
+QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Our names of the projections to queries, keys and values."""
+GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """Checkpoint names. Those of a layer follow `layers` and its index.
@@ -85,14 +90,8 @@ class Names:
         return name
 
 
-def inside(names: Names, prefix: str) -> Names:
-    """The names of a model that is a part of another."""
-    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
-    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
-
-
-def beside(names: Names, *others: str) -> Names:
-    """The names of `model.language_model` beside `others`, which are for other input, with its head outside."""
+def next_to(names: Names, *others: str) -> Names:
+    """The names of `model.language_model` next to `others`, which are for other input, with its head outside."""
     return replace(
         names,
         embedding="model.language_model.embed_tokens",

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.family import (
+    QKV,
     Attention,
     Embedding,
     Family,
@@ -19,12 +20,7 @@ from spmd_worker.model_config.families.family import (
 from spmd_worker.model_config.rope import sliding_layers
 
 _ONE_NORM: Final = ("input_layernorm", "", "", "")
-_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYER_NORM_NORMS: Final = Norms(kind="layer", eps_key="layer_norm_eps")
-_COHERE_ROPE: Final = Rope(is_interleaved=True, rounding="angles")
-_COHERE_FEED_FORWARD: Final = FeedForward(bias=False)
-_COHERE_WIRING: Final = Wiring(is_parallel=True)
-_COHERE_HEAD: Final = Head(multiplier_key="logit_scale")
 _COHERE_DEFAULTS: Final = {
     "max_position_embeddings": 8192,
     "layer_norm_eps": 1e-5,
@@ -33,68 +29,89 @@ _COHERE_DEFAULTS: Final = {
     "eos_token_id": 255001,
 }
 
-_FALCON_NAMES: Final = Names(
-    embedding="transformer.word_embeddings",
-    layers="transformer.h",
-    norm="transformer.ln_f",
-    norms=_ONE_NORM,
-    parts={
-        "self_attn.o_proj": "self_attention.dense",
-        "mlp.up_proj": "mlp.dense_h_to_4h",
-        "mlp.down_proj": "mlp.dense_4h_to_h",
-    },
-    fused={"self_attention.query_key_value": _QKV},
-    ignored=("rotary_emb.inv_freq",),
+_COHERE_ROPE: Final = Rope(is_interleaved=True, rounding="angles")
+_COHERE: Final = Family(
+    models="Command R, Command R+, Aya",
+    names=Names(norms=_ONE_NORM),
+    attention=Attention(qk_norm="each_head", qk_norm_key="use_qk_norm"),
+    rope=_COHERE_ROPE,
+    norms=_LAYER_NORM_NORMS,
+    feed_forward=FeedForward(bias=False),
+    wiring=Wiring(is_parallel=True),
+    head=Head(multiplier_key="logit_scale"),
+    defaults={**_COHERE_DEFAULTS, "rope_theta": 500000.0},
 )
-_FALCON_ATTENTION: Final = Attention(qkv_bias="bias", output_bias="bias")
-_FALCON_NORMS: Final = Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon")
-_FALCON_FEED_FORWARD: Final = FeedForward(bias="bias", activation_key="activation", is_gated=False, size_factor=4)
-_FALCON_WIRING: Final = Wiring(is_parallel=True)
-_FALCON_DEFAULTS: Final = {
-    "vocab_size": 65024,
-    "hidden_size": 4544,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "layer_norm_epsilon": 1e-5,
-    "activation": "gelu",
-    "tie_word_embeddings": True,
-    "eos_token_id": 11,
-}
-_NEWER_FALCON_SPELLED: Final = {
-    "head_dim": "",
-    "intermediate_size": "ffn_hidden_size",
-    "num_key_value_heads": "num_kv_heads",
-}
-_NEWER_FALCON_NAMES: Final = replace(_FALCON_NAMES, by_kv_head=("self_attention.query_key_value",))
 
-_OPT_NAMES: Final = Names(
-    embedding="model.decoder.embed_tokens",
-    positions="model.decoder.embed_positions",
-    layers="model.decoder.layers",
-    norm="model.decoder.final_layer_norm",
-    norms=("self_attn_layer_norm", "", "final_layer_norm", ""),
-    parts={"self_attn.o_proj": "self_attn.out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
-    optional_prefix="model.",
-    project_in="model.decoder.project_in",
-    project_out="model.decoder.project_out",
+_NEW_FALCON: Final = Family(
+    names=Names(
+        embedding="transformer.word_embeddings",
+        layers="transformer.h",
+        norm="transformer.ln_f",
+        norms=("ln_attn", "", "ln_mlp", ""),
+        parts={
+            "self_attn.o_proj": "self_attention.dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        fused={"self_attention.query_key_value": QKV},
+        by_kv_head=("self_attention.query_key_value",),
+        ignored=("rotary_emb.inv_freq",),
+    ),
+    attention=Attention(qkv_bias="bias", output_bias="bias"),
+    norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon"),
+    feed_forward=FeedForward(bias="bias", activation_key="activation", is_gated=False, size_factor=4),
+    wiring=Wiring(is_parallel=True),
+    spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+    required={"alibi": False, "parallel_attn": True, "num_ln_in_parallel_attn": 2},
+    defaults={
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "layer_norm_epsilon": 1e-5,
+        "activation": "gelu",
+        "tie_word_embeddings": True,
+        "eos_token_id": 11,
+    },
 )
-_OPT_ATTENTION: Final = Attention(qkv_bias="enable_bias", output_bias="enable_bias")
-_OPT_NORMS: Final = Norms(kind="layer", has_bias=True, eps_key="", eps=1e-5)
-_OPT_FEED_FORWARD: Final = FeedForward(bias="enable_bias", activation_key="activation_function", is_gated=False)
-_OPT_EMBEDDING: Final = Embedding(position_offset=2, size_key="word_embed_proj_dim")
-_OPT_SPELLED: Final = {"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""}
-_OPT_DEFAULTS: Final = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "ffn_dim": 3072,
-    "num_attention_heads": 12,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
-_OPT_REQUIRED: Final = {"layer_norm_elementwise_affine": True}
+
+_OPT: Final = Family(
+    models="OPT: 125M to 66B",
+    names=Names(
+        embedding="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        layers="model.decoder.layers",
+        norm="model.decoder.final_layer_norm",
+        norms=("self_attn_layer_norm", "", "final_layer_norm", ""),
+        parts={"self_attn.o_proj": "self_attn.out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
+        optional_prefix="model.",
+        project_in="model.decoder.project_in",
+        project_out="model.decoder.project_out",
+    ),
+    attention=Attention(qkv_bias="enable_bias", output_bias="enable_bias"),
+    rope=None,
+    norms=Norms(kind="layer", has_bias=True, eps_key="", eps=1e-5),
+    feed_forward=FeedForward(bias="enable_bias", activation_key="activation_function", is_gated=False),
+    embedding=Embedding(position_offset=2, size_key="word_embed_proj_dim"),
+    spelled={"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""},
+    required={
+        "layer_norm_elementwise_affine": True,
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+    },
+    defaults={
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "num_attention_heads": 12,
+        "activation_function": "relu",
+        "enable_bias": True,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+)
+_OPT_VARIANT: Final = replace(_OPT, required={"layer_norm_elementwise_affine": True})
 
 LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     "OlmoForCausalLM": Family(
@@ -131,26 +148,13 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": 150024,
         },
     ),
-    "CohereForCausalLM": Family(
-        models="Command R, Command R+, Aya",
-        names=Names(norms=_ONE_NORM),
-        attention=Attention(qk_norm="each_head", qk_norm_key="use_qk_norm"),
-        rope=_COHERE_ROPE,
-        norms=_LAYER_NORM_NORMS,
-        feed_forward=_COHERE_FEED_FORWARD,
-        wiring=_COHERE_WIRING,
-        head=_COHERE_HEAD,
-        defaults={**_COHERE_DEFAULTS, "rope_theta": 500000.0},
-    ),
-    "Cohere2ForCausalLM": Family(
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
         models="Command R7B, Command A",
-        names=Names(norms=_ONE_NORM),
+        attention=Attention(),
         windows=Windows(rule="layer_types", full_every=4, full_every_key="sliding_window_pattern"),
         rope=replace(_COHERE_ROPE, layers=sliding_layers),
-        norms=_LAYER_NORM_NORMS,
-        feed_forward=_COHERE_FEED_FORWARD,
-        wiring=_COHERE_WIRING,
-        head=_COHERE_HEAD,
         defaults={**_COHERE_DEFAULTS, "sliding_window": 4096},
     ),
     "StableLmForCausalLM": Family(
@@ -215,7 +219,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
                 "mlp.up_proj": "mlp.dense_h_to_4h",
                 "mlp.down_proj": "mlp.dense_4h_to_h",
             },
-            fused={"attention.query_key_value": _QKV},
+            fused={"attention.query_key_value": QKV},
             by_kv_head=("attention.query_key_value",),
             ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
             aliases={"lm_head.": "embed_out."},
@@ -239,43 +243,23 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": 2,
         },
     ),
-    "FalconForCausalLM": Family(
+    "FalconForCausalLM": replace(
+        _NEW_FALCON,
         models="Falcon 7B, 40B, 180B, Falcon 2 11B",
-        names=_FALCON_NAMES,
-        attention=replace(_FALCON_ATTENTION, num_kv_heads=1),
-        norms=_FALCON_NORMS,
-        feed_forward=_FALCON_FEED_FORWARD,
-        wiring=_FALCON_WIRING,
+        names=replace(_NEW_FALCON.names, norms=_ONE_NORM, by_kv_head=()),
+        attention=replace(_NEW_FALCON.attention, num_kv_heads=1),
         spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
         required={"alibi": False, "multi_query": True, "parallel_attn": True, "num_ln_in_parallel_attn": 1},
-        defaults=_FALCON_DEFAULTS,
         forms=(
             Form(
                 {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-                Family(
-                    names=_NEWER_FALCON_NAMES,
-                    attention=_FALCON_ATTENTION,
-                    norms=_FALCON_NORMS,
-                    feed_forward=_FALCON_FEED_FORWARD,
-                    wiring=_FALCON_WIRING,
-                    spelled=_NEWER_FALCON_SPELLED,
+                replace(
+                    _NEW_FALCON,
+                    names=replace(_NEW_FALCON.names, norms=_ONE_NORM),
                     required={"alibi": False, "parallel_attn": True},
-                    defaults=_FALCON_DEFAULTS,
                 ),
             ),
-            Form(
-                {"new_decoder_architecture": True},
-                Family(
-                    names=replace(_NEWER_FALCON_NAMES, norms=("ln_attn", "", "ln_mlp", "")),
-                    attention=_FALCON_ATTENTION,
-                    norms=_FALCON_NORMS,
-                    feed_forward=_FALCON_FEED_FORWARD,
-                    wiring=_FALCON_WIRING,
-                    spelled=_NEWER_FALCON_SPELLED,
-                    required={"alibi": False, "parallel_attn": True, "num_ln_in_parallel_attn": 2},
-                    defaults=_FALCON_DEFAULTS,
-                ),
-            ),
+            Form({"new_decoder_architecture": True}, _NEW_FALCON),
         ),
     ),
     "GPTBigCodeForCausalLM": Family(
@@ -287,7 +271,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             norm="transformer.ln_f",
             norms=("ln_1", "", "ln_2", ""),
             parts={"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-            fused={"attn.c_attn": _QKV},
+            fused={"attn.c_attn": QKV},
             ignored=(".attn.bias", ".attn.masked_bias"),
         ),
         attention=Attention(qkv_bias=True, output_bias=True, num_kv_heads=1),
@@ -315,46 +299,18 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": 50256,
         },
     ),
-    "OPTForCausalLM": Family(
-        models="OPT: 125M to 66B",
-        names=_OPT_NAMES,
-        attention=_OPT_ATTENTION,
-        rope=None,
-        norms=_OPT_NORMS,
-        feed_forward=_OPT_FEED_FORWARD,
-        embedding=_OPT_EMBEDDING,
-        spelled=_OPT_SPELLED,
-        required={**_OPT_REQUIRED, "do_layer_norm_before": True, "_remove_final_layer_norm": False},
-        defaults=_OPT_DEFAULTS,
+    "OPTForCausalLM": replace(
+        _OPT,
         forms=(
             Form(
                 {"do_layer_norm_before": False},
-                Family(
-                    names=replace(_OPT_NAMES, norm="", norms=("", "self_attn_layer_norm", "", "final_layer_norm")),
-                    attention=_OPT_ATTENTION,
-                    rope=None,
-                    norms=replace(_OPT_NORMS, are_of_sums=True),
-                    feed_forward=_OPT_FEED_FORWARD,
-                    embedding=_OPT_EMBEDDING,
-                    spelled=_OPT_SPELLED,
-                    required=_OPT_REQUIRED,
-                    defaults=_OPT_DEFAULTS,
+                replace(
+                    _OPT_VARIANT,
+                    names=replace(_OPT.names, norm="", norms=("", "self_attn_layer_norm", "", "final_layer_norm")),
+                    norms=replace(_OPT.norms, are_of_sums=True),
                 ),
             ),
-            Form(
-                {"_remove_final_layer_norm": True},
-                Family(
-                    names=replace(_OPT_NAMES, norm=""),
-                    attention=_OPT_ATTENTION,
-                    rope=None,
-                    norms=_OPT_NORMS,
-                    feed_forward=_OPT_FEED_FORWARD,
-                    embedding=_OPT_EMBEDDING,
-                    spelled=_OPT_SPELLED,
-                    required=_OPT_REQUIRED,
-                    defaults=_OPT_DEFAULTS,
-                ),
-            ),
+            Form({"_remove_final_layer_norm": True}, replace(_OPT_VARIANT, names=replace(_OPT.names, norm=""))),
         ),
     ),
 }

@@ -9,6 +9,8 @@ from typing import Final
 
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import (
+    GATE_UP,
+    QKV,
     Attention,
     Embedding,
     Family,
@@ -20,23 +22,50 @@ from spmd_worker.model_config.families.family import (
     TextPart,
     Windows,
     Wiring,
-    beside,
-    inside,
+    next_to,
 )
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
-from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, LANGUAGE_MODEL, OTHER_INPUT, TEXT_PART_ROWS
+from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 from spmd_worker.model_config.rope import listed_layers
 
-_QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
-_MISTRAL_DEFAULTS: Final = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-    "eos_token_id": 2,
-}
-_GATE_UP: Final = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
-_GEMMA_SIZES: Final = {
+_QWEN2: Final = Family(
+    models="Qwen2, Qwen2.5",
+    attention=Attention(qkv_bias=True, output_bias=False),
+    windows=Windows(rule="late_layers"),
+    feed_forward=FeedForward(bias=False),
+    defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+)
+_QWEN2_VL: Final = replace(
+    _QWEN2,
+    models="Qwen2-VL, the text",
+    names=Names(ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}),
+    text=TextPart(tie="also"),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "eos_token_id": 151645,
+    },
+)
+_GEMMA: Final = Family(
+    models="Gemma",
+    attention=Attention(head_size=256),
+    norms=Norms(offset=1.0, rounds_once=True),
+    feed_forward=FeedForward(bias=False, activation_words={"gelu": "gelu_pytorch_tanh"}),
+    embedding=Embedding(by_root=True),
+    required={"use_bidirectional_attention": False},
+    defaults={
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    },
+)
+_GEMMA2_SIZES: Final = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
@@ -48,55 +77,57 @@ _GEMMA_SIZES: Final = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
-_GEMMA_NAMES: Final = Names(
-    norms=(
-        *("input_layernorm", "post_attention_layernorm"),
-        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    )
+_GEMMA2: Final = replace(
+    _GEMMA,
+    models="Gemma 2",
+    names=Names(
+        norms=(
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    ),
+    attention=Attention(head_size=256, scale_root_key="query_pre_attn_scalar", score_cap_key="attn_logit_softcapping"),
+    windows=Windows(rule="layer_types", full_every=2),
+    feed_forward=FeedForward(bias=False, activation_key="hidden_activation"),
+    head=Head(cap_key="final_logit_softcapping"),
+    defaults={
+        **_GEMMA2_SIZES,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
 )
-_GEMMA_ATTENTION: Final = Attention(head_size=256, scale_root_key="query_pre_attn_scalar")
-_GEMMA_WINDOWS: Final = Windows(rule="layer_types")
-_GEMMA_NORMS: Final = Norms(offset=1.0, rounds_once=True)
-_GEMMA_FEED_FORWARD: Final = FeedForward(bias=False, activation_key="hidden_activation")
-_GEMMA_EMBEDDING: Final = Embedding(by_root=True)
-_GEMMA_HEAD: Final = Head(cap_key="final_logit_softcapping")
-_GEMMA_REQUIRED: Final = {"use_bidirectional_attention": False}
-# Its files have a bound for scores too, and transformers makes no use of it.
-_GEMMA3_ATTENTION: Final = replace(_GEMMA_ATTENTION, qk_norm="head")
-_GEMMA3_WINDOWS: Final = replace(_GEMMA_WINDOWS, full_every=6, full_every_key="sliding_window_pattern")
-_GEMMA3_ROPE: Final = Rope(has_local=True)
-_GEMMA3_DEFAULTS: Final = {
-    **_GEMMA_SIZES,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1000000.0,
-}
-_QWEN_VL_NAMES: Final = Names(
-    ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}
+_GEMMA3: Final = replace(
+    _GEMMA2,
+    models="Gemma 3 of text alone: 270M, 1B",
+    # Its files have a bound for scores too, which transformers does not use.
+    attention=replace(_GEMMA2.attention, score_cap_key="", qk_norm="head"),
+    windows=Windows(rule="layer_types", full_every=6, full_every_key="sliding_window_pattern"),
+    rope=Rope(has_local=True),
+    defaults={
+        **_GEMMA2_SIZES,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+    },
 )
-_QWEN_VL_ATTENTION: Final = Attention(qkv_bias=True, output_bias=False)
-_QWEN_VL_WINDOWS: Final = Windows(rule="late_layers")
-_QWEN_VL_FEED_FORWARD: Final = FeedForward(bias=False)
-_QWEN_VL_TEXT: Final = TextPart(tie="also")
-_QWEN_VL_DEFAULTS: Final = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 80,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "eos_token_id": 151645,
-}
-_GLM_ATTENTION: Final = Attention(output_bias=False, head_size=128)
-_GLM_ROPE: Final = Rope(is_interleaved=True, may_be_partial=True)
-_GLM_FEED_FORWARD: Final = FeedForward(bias=False)
-_GLM_DEFAULTS: Final = {
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-    "eos_token_id": [151329, 151336, 151338],
-}
+_STARCODER: Final = LAYER_NORM_ROWS["GPTBigCodeForCausalLM"]
+_GLM: Final = Family(
+    models="GLM-4-9B",
+    names=Names(fused={"mlp.gate_up_proj": GATE_UP}),
+    attention=Attention(output_bias=False, head_size=128),
+    rope=Rope(is_interleaved=True, may_be_partial=True),
+    feed_forward=FeedForward(bias=False),
+    defaults={
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+)
 
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(defaults={"eos_token_id": 2}),
@@ -105,22 +136,15 @@ FAMILIES: Final[dict[str, Family]] = {
         attention=Attention(qkv_bias=False, output_bias=False),
         windows=Windows(rule="always"),
         feed_forward=FeedForward(bias=False),
-        defaults=_MISTRAL_DEFAULTS,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
     ),
-    "Qwen2ForCausalLM": Family(
-        models="Qwen2, Qwen2.5",
-        attention=Attention(qkv_bias=True, output_bias=False),
-        windows=Windows(rule="late_layers"),
-        feed_forward=FeedForward(bias=False),
-        defaults=_QWEN_DEFAULTS,
-    ),
-    "Qwen3ForCausalLM": Family(
-        models="Qwen3, dense",
-        attention=Attention(qk_norm="head", head_size=128),
-        windows=Windows(rule="late_layers"),
-        feed_forward=FeedForward(bias=False),
-        defaults=_QWEN_DEFAULTS,
-    ),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": replace(_QWEN2, models="Qwen3, dense", attention=Attention(qk_norm="head", head_size=128)),
     "SmolLM3ForCausalLM": Family(
         models="SmolLM3",
         rope=Rope(layers=listed_layers),
@@ -175,91 +199,20 @@ FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 50256,
         },
     ),
-    "GemmaForCausalLM": Family(
-        models="Gemma",
-        attention=Attention(head_size=256),
-        norms=Norms(offset=1.0, rounds_once=True),
-        feed_forward=FeedForward(bias=False, activation_words={"gelu": "gelu_pytorch_tanh"}),
-        embedding=Embedding(by_root=True),
-        required={"use_bidirectional_attention": False},
-        defaults={
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 8192,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "eos_token_id": 1,
-        },
-    ),
-    "Gemma2ForCausalLM": Family(
-        models="Gemma 2",
-        names=_GEMMA_NAMES,
-        attention=replace(_GEMMA_ATTENTION, score_cap_key="attn_logit_softcapping"),
-        windows=replace(_GEMMA_WINDOWS, full_every=2),
-        norms=_GEMMA_NORMS,
-        feed_forward=_GEMMA_FEED_FORWARD,
-        embedding=_GEMMA_EMBEDDING,
-        head=_GEMMA_HEAD,
-        required=_GEMMA_REQUIRED,
-        defaults={
-            **_GEMMA_SIZES,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
-    "Gemma3ForCausalLM": Family(
-        models="Gemma 3 of text alone: 270M, 1B",
-        names=_GEMMA_NAMES,
-        attention=_GEMMA3_ATTENTION,
-        windows=_GEMMA3_WINDOWS,
-        rope=_GEMMA3_ROPE,
-        norms=_GEMMA_NORMS,
-        feed_forward=_GEMMA_FEED_FORWARD,
-        embedding=_GEMMA_EMBEDDING,
-        head=_GEMMA_HEAD,
-        required=_GEMMA_REQUIRED,
-        defaults=_GEMMA3_DEFAULTS,
-    ),
-    "Gemma3ForConditionalGeneration": Family(
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
         models="Gemma 3, the text of 4B to 27B",
-        names=replace(
-            inside(_GEMMA_NAMES, "language_model."),
-            ignored_prefixes=OTHER_INPUT,
-            aliases=LANGUAGE_MODEL,
-        ),
-        attention=_GEMMA3_ATTENTION,
-        windows=_GEMMA3_WINDOWS,
-        rope=_GEMMA3_ROPE,
-        norms=_GEMMA_NORMS,
-        feed_forward=_GEMMA_FEED_FORWARD,
-        embedding=_GEMMA_EMBEDDING,
-        head=_GEMMA_HEAD,
+        names=inside_language_model(_GEMMA3.names),
         text=TextPart(ties_by_default=True),
-        required=_GEMMA_REQUIRED,
-        defaults=_GEMMA3_DEFAULTS,
     ),
-    "Qwen2VLForConditionalGeneration": Family(
-        models="Qwen2-VL, the text",
-        names=_QWEN_VL_NAMES,
-        attention=_QWEN_VL_ATTENTION,
-        windows=_QWEN_VL_WINDOWS,
-        feed_forward=_QWEN_VL_FEED_FORWARD,
-        text=_QWEN_VL_TEXT,
-        defaults=_QWEN_VL_DEFAULTS,
-    ),
-    "Qwen2_5_VLForConditionalGeneration": Family(
-        models="Qwen2.5-VL, the text",
-        names=_QWEN_VL_NAMES,
-        attention=_QWEN_VL_ATTENTION,
-        windows=_QWEN_VL_WINDOWS,
-        feed_forward=_QWEN_VL_FEED_FORWARD,
-        text=_QWEN_VL_TEXT,
-        defaults=_QWEN_VL_DEFAULTS,
-    ),
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, models="Qwen2.5-VL, the text"),
     "Qwen3VLForConditionalGeneration": Family(
         models="Qwen3-VL, dense, the text",
-        names=beside(Names(), "visual"),
+        names=next_to(Names(), "visual"),
         attention=Attention(qk_norm="head", head_size=128),
         feed_forward=FeedForward(bias=False),
         text=TextPart(),
@@ -267,9 +220,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Phi3ForCausalLM": Family(
         models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
-        names=Names(
-            fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
-        ),
+        names=Names(fused={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
         attention=Attention(qkv_bias=False, output_bias=False),
         windows=Windows(rule="always"),
         rope=Rope(may_be_partial=True),
@@ -298,65 +249,20 @@ FAMILIES: Final[dict[str, Family]] = {
         head=Head(divisor_key="logits_scaling"),
         defaults={"eos_token_id": 2},
     ),
-    "GlmForCausalLM": Family(
-        models="GLM-4-9B",
-        names=Names(fused=_GATE_UP),
-        attention=_GLM_ATTENTION,
-        rope=_GLM_ROPE,
-        feed_forward=_GLM_FEED_FORWARD,
-        defaults=_GLM_DEFAULTS,
-    ),
-    "Glm4ForCausalLM": Family(
-        models="GLM-4-0414",
-        names=GLM_NAMES,
-        attention=_GLM_ATTENTION,
-        rope=_GLM_ROPE,
-        feed_forward=_GLM_FEED_FORWARD,
-        defaults=_GLM_DEFAULTS,
-    ),
-    "GPT2LMHeadModel": Family(
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, models="GLM-4-0414", names=GLM_NAMES),
+    "GPT2LMHeadModel": replace(
+        _STARCODER,
         models="GPT-2",
-        names=Names(
-            embedding="transformer.wte",
-            positions="transformer.wpe",
-            layers="transformer.h",
-            norm="transformer.ln_f",
-            norms=("ln_1", "", "ln_2", ""),
-            parts={"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-            fused={"attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
-            are_transposed=True,
-            optional_prefix="transformer.",
-            ignored=(".attn.bias", ".attn.masked_bias"),
-        ),
+        names=replace(_STARCODER.names, are_transposed=True, optional_prefix="transformer."),
         attention=Attention(qkv_bias=True, output_bias=True),
-        rope=None,
-        norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon"),
-        feed_forward=FeedForward(bias=True, activation_key="activation_function", is_gated=False, size_factor=4),
-        spelled={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "max_position_embeddings": "n_positions",
-            "intermediate_size": "n_inner",
-            "num_key_value_heads": "",
-            "head_dim": "",
-        },
+        spelled={**_STARCODER.spelled, "num_key_value_heads": ""},
         required={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        defaults={
-            "vocab_size": 50257,
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-            "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-            "eos_token_id": 50256,
-        },
+        defaults={**_STARCODER.defaults, "activation_function": "gelu_new"},
     ),
     **TEXT_PART_ROWS,
     **RMS_ROWS,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.family import (
+    GATE_UP,
     Attention,
     Family,
     FeedForward,
@@ -15,12 +16,11 @@ from spmd_worker.model_config.families.family import (
     Names,
     Rope,
     TextPart,
-    beside,
-    inside,
+    next_to,
 )
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
-LANGUAGE_MODEL: Final = {
+_LANGUAGE_MODEL: Final = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
     "model.multi_modal_projector.": "multi_modal_projector.",
@@ -28,7 +28,16 @@ LANGUAGE_MODEL: Final = {
     "lm_head.": "language_model.lm_head.",
 }
 """Beginnings of names since transformers 4.52, by those before."""
-OTHER_INPUT: Final = ("vision_tower.", "multi_modal_projector.")
+_OTHER_INPUT: Final = ("vision_tower.", "multi_modal_projector.")
+
+
+def inside_language_model(names: Names, *ignored_prefixes: str) -> Names:
+    """The names of a model in `language_model.`, its head included; the prefixes are of modules for other input."""
+    tops = {name: f"language_model.{getattr(names, name)}" for name in ("embedding", "layers", "norm", "head")}
+    ignored = ignored_prefixes or _OTHER_INPUT
+    return replace(names, **tops, ignored_prefixes=ignored, aliases=_LANGUAGE_MODEL)  # type: ignore[arg-type]  # texts
+
+
 _LLAMA_SIZES: Final = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -79,9 +88,7 @@ def _text_of(
     )
 
 
-_LLAVA_NAMES: Final = replace(
-    inside(Names(), "language_model."), ignored_prefixes=(*OTHER_INPUT, "image_newline"), aliases=LANGUAGE_MODEL
-)
+_LLAVA_NAMES: Final = inside_language_model(Names(), *_OTHER_INPUT, "image_newline")
 _SMOLVLM_NAMES: Final = Names(
     embedding="model.text_model.embed_tokens",
     layers="model.text_model.layers",
@@ -91,12 +98,12 @@ _SMOLVLM_NAMES: Final = Names(
 _VIDEO_LLAVA_NAMES: Final = replace(
     _LLAVA_NAMES,
     ignored_prefixes=("image_tower.", "video_tower.", "multi_modal_projector."),
-    aliases={**LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
+    aliases={**_LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
 _TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
 GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    fused={"mlp.gate_up_proj": GATE_UP},
 )
 """Of GLM-4-0414, and of the text of GLM that takes images."""
 
@@ -104,7 +111,7 @@ GLM_NAMES: Final = Names(
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Mistral3ForConditionalGeneration": Family(
         models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
-        names=replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
+        names=inside_language_model(Names()),
         text=TextPart(
             ties_by_default=True, families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
         ),
@@ -135,20 +142,20 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "VideoLlavaForConditionalGeneration": _text_of("Video-LLaVA, the text", _VIDEO_LLAVA_NAMES, "llama"),
     "Idefics2ForConditionalGeneration": _text_of("Idefics2, the text", _SMOLVLM_NAMES, "mistral"),
     "VideoLlama3ForConditionalGeneration": _text_of(
-        "VideoLLaMA 3, the text", beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
+        "VideoLLaMA 3, the text", next_to(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
     "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR, the text", beside(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
+        "LightOnOCR, the text", next_to(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
     ),
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",
-        replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
+        inside_language_model(Names()),
         "qwen2",
         **_TIED,
     ),
     "JanusForConditionalGeneration": _text_of(
         "Janus, Janus-Pro, the text",
-        beside(
+        next_to(
             Names(),
             *("vision_model", "aligner", "vqmodel"),
             *("generation_embeddings", "generation_aligner", "generation_head"),
@@ -157,17 +164,17 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         **_TIED,
     ),
     "DeepseekVLForConditionalGeneration": _text_of(
-        "DeepSeek-VL 1.3B, the text", beside(Names(), "vision_model", "aligner"), "llama", **_TIED
+        "DeepSeek-VL 1.3B, the text", next_to(Names(), "vision_model", "aligner"), "llama", **_TIED
     ),
     "Exaone4_5_ForConditionalGeneration": _text_of(
         "EXAONE 4.5, the text",
-        replace(beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
+        replace(next_to(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
         "exaone4",
         "exaone4_5_text",
     ),
     "Glm4vForConditionalGeneration": Family(
         models="GLM-4.1V, GLM-4.6V-Flash, the text",
-        names=beside(GLM_NAMES, "visual"),
+        names=next_to(GLM_NAMES, "visual"),
         attention=Attention(qkv_bias=True, output_bias=False),
         rope=Rope(is_interleaved=True, may_be_partial=True),
         feed_forward=FeedForward(bias=False),
@@ -178,12 +185,12 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     ),
     "Glm46VForConditionalGeneration": Family(
         models="GLM-4.6V, dense, of the class of that name, the text",
-        names=beside(GLM_NAMES, "visual"),
+        names=next_to(GLM_NAMES, "visual"),
         text=TextPart(families={"glm4v_text": "Glm4vForConditionalGeneration"}),
     ),
     "GlmOcrForConditionalGeneration": Family(
         models="GLM-OCR, the text",
-        names=replace(beside(GLM_NAMES, "visual"), ignores_later_layers=True),
+        names=replace(next_to(GLM_NAMES, "visual"), ignores_later_layers=True),
         attention=Attention(qkv_bias=False, output_bias=False),
         rope=Rope(is_interleaved=True, may_be_partial=True),
         feed_forward=FeedForward(bias=False),
@@ -215,8 +222,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "MllamaForConditionalGeneration": Family(
         models="Llama 3.2 Vision, the text, which passes by the layers that look at images",
         names=replace(
-            inside(Names(), "language_model."),
-            ignored_prefixes=("vision_model.", "multi_modal_projector."),
+            inside_language_model(Names(), "vision_model.", "multi_modal_projector."),
             aliases={
                 "model.language_model.": "language_model.model.",
                 "model.vision_model.": "vision_model.",
