@@ -1,76 +1,104 @@
-"""Typed look-ups in a config.json: invalid values are ModelConfigErrors that name file, key, value and rule.
+"""Typed look-ups in a JSON file of a model folder. Errors are ModelConfigErrors with file, key, value and rule.
 
-Null and absent are the same, unless a family has a default. Knows nothing of the keys' meaning.
+Knows nothing of the keys' meaning.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
 
-MOST: Final = 2**31 - 1
-_MOST_LAYERS: Final = 1_024
+MAX_INT: Final = 2**31 - 1
+_MAX_LAYERS: Final = 1_024
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
-_LEAST_AMOUNT: Final = 1e-12
-_MOST_AMOUNT: Final = 1e12
-_MOST_SHOWN: Final = 80
+_MIN_NUMBER: Final = 1e-12
+_MAX_NUMBER: Final = 1e12
+_MAX_SHOWN: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """Contents of `path`, which is used in errors alone. `spelled` maps our keys to the file's, where they differ."""
+    """Contents of `path`, which is used in errors alone. `file_keys` maps our keys to the file's, where they differ.
+
+    Null and missing keys are the same unless `has_null_values`. `section` is the dotted path of a nested object;
+    `way_out` ends the errors of `choice`.
+    """
 
     config: Mapping[str, Any]
     path: Path
-    spelled: Mapping[str, str] = field(default_factory=dict)
+    file_keys: Mapping[str, str] = field(default_factory=dict)
+    section: str = ""
+    way_out: str = ""
+    has_null_values: bool = False
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The raw value; `default` for null and missing keys."""
-        value = self.config.get(self.spelled.get(key, key))
-        return default if value is None else value
+        """The raw value; `default` for a missing key."""
+        value = self.config.get(self.file_keys.get(key, key), default)
+        return default if value is None and not self.has_null_values else value
 
     def count(self, key: str, default: int | None = None) -> int:
         """An integer, 1 or more."""
-        most = _MOST_LAYERS if key == "num_hidden_layers" else MOST
-        return whole_number(self.get(key, default), self.where(key), 1, most)
+        most = _MAX_LAYERS if key == "num_hidden_layers" else MAX_INT
+        return checked_integer(self.get(key, default), self.where(key), 1, most)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0, in a range that float32 can compute with."""
-        return positive_number(self.get(key, default), self.where(key))
+        return checked_number(self.get(key, default), self.where(key))
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ModelConfigError(f"{self.where(key)}={shown(value)} must be true or false")
+            raise self.error(key, "must be true or false")
         return value
+
+    def choice(self, key: str, known: Sequence[Any], default: Any = None) -> Any:
+        """One of `known`."""
+        value = self.get(key, default)
+        # 4.0 and True are equal to integers in Python.
+        if not any(value == each and type(value) is type(each) for each in known):
+            words = [str(each).lower() if isinstance(each, bool) else str(each) for each in known if each is not None]
+            raise self.error(key, f"is not supported, only {' or '.join(words)}{self.way_out}")
+        return value
+
+    def object(self, key: str) -> "ConfigReader":
+        """The nested object; empty if it is missing or null."""
+        value = self.get(key)
+        if not isinstance(value, Mapping | None):
+            raise self.error(key, "must be an object")
+        is_plain = key.isprintable() and len(key) < _MAX_SHOWN
+        return replace(self, config=value or {}, section=f"{self.section}{key if is_plain else shown(key)}.")
+
+    def error(self, key: str, rule: str) -> ModelConfigError:
+        """An error about the key's value."""
+        return ModelConfigError(f"{self.where(key)}={shown(self.get(key))} {rule}")
 
     def where(self, key: str) -> str:
         """File and key, for an error."""
-        return f"{self.path}: {self.key(key)}"
+        return f"{self.path}: {self.section}{self.key(key)}"
 
     def key(self, key: str) -> str:
         """The file's name of one of our keys."""
-        return self.spelled.get(key) or key
+        return self.file_keys.get(key) or key
 
 
 def shown(value: Any) -> str:
     """A value of an untrusted file for an error, on one line, cut if it is long."""
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def whole_number(value: Any, where: str, least: int, most: int) -> int:
-    """`value`. Raises ModelConfigError."""
+def checked_integer(value: Any, where: str, least: int, most: int) -> int:
+    """`value`, an integer of a range. Raises ModelConfigError."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ModelConfigError(f"{where}={shown(value)} must be a whole number from {least} to {most}")
     return value
 
 
-def positive_number(value: Any, where: str) -> float:
-    """`value` as a float. Raises ModelConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_AMOUNT <= value <= _MOST_AMOUNT:
-        raise ModelConfigError(f"{where}={shown(value)} must be a number from {_LEAST_AMOUNT:g} to {_MOST_AMOUNT:g}")
+def checked_number(value: Any, where: str) -> float:
+    """`value` as a float above 0, in a range that float32 can compute with. Raises ModelConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _MIN_NUMBER <= value <= _MAX_NUMBER:
+        raise ModelConfigError(f"{where}={shown(value)} must be a number from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}")
     return float(value)

@@ -1,7 +1,7 @@
 """Reads the experts of each layer from config.json and the family's row. Knows nothing of tensors or ranks."""
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, shown
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.layer_config import ExpertsConfig
 
@@ -14,7 +14,7 @@ def read_experts(reader: ConfigReader, family: ExpertsFamily | None, num_layers:
     if family is None:
         return [None] * num_layers
     experts = _experts(reader, family)
-    first = whole_number(reader.get(family.first_key, 0), reader.where(family.first_key), 0, MOST)
+    first = checked_integer(reader.get(family.first_key, 0), reader.where(family.first_key), 0, MAX_INT)
     every = reader.count(family.every_key, 1)
     dense = reader.get(family.dense_layers_key, [])
     if not isinstance(dense, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in dense):
@@ -28,7 +28,7 @@ def read_experts(reader: ConfigReader, family: ExpertsFamily | None, num_layers:
 def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
     count_key = next((key for key in family.count_keys if reader.get(key) is not None), family.count_keys[0])
     given = reader.get(count_key, family.default_count or None)
-    count = whole_number(given, reader.where(count_key), 1, _MOST_EXPERTS)
+    count = checked_integer(given, reader.where(count_key), 1, _MOST_EXPERTS)
     num_chosen, size = reader.count("num_experts_per_tok"), reader.count(family.size_key)
     num_groups, num_chosen_groups = _groups(reader, count_key, count) if family.has_groups else (1, 1)
     num_left = count // num_groups * num_chosen_groups
@@ -38,7 +38,7 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
             f"{reader.where('num_experts_per_tok')}={num_chosen} is more than the {num_left} experts{groups} that a "
             f"token can choose from"
         )
-    shared = whole_number(reader.get(family.shared_key, 0), reader.where(family.shared_key), 0, MOST)
+    shared = checked_integer(reader.get(family.shared_key, 0), reader.where(family.shared_key), 0, MAX_INT)
     always = family.renormalises
     return ExpertsConfig(
         num_experts=count,

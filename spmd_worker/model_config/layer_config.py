@@ -72,8 +72,8 @@ class ExpertsConfig:
         return share.num_experts * each + shared + self.router_elements(hidden_size)
 
     @property
-    def whole(self) -> "ExpertShare":
-        """The share that is everything."""
+    def full_share(self) -> "ExpertShare":
+        """The share of a rank that has all experts."""
         return ExpertShare(self.num_experts, self.intermediate_size, self.shared_size)
 
 
@@ -156,7 +156,7 @@ def layer_elements(
     weights = hidden_size * (2 * query + 2 * key_value) + num_heads * layer.has_sinks
     biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
     if layer.experts is not None:
-        weights += layer.experts.elements(hidden_size, share or layer.experts.whole)
+        weights += layer.experts.elements(hidden_size, share or layer.experts.full_share)
     else:
         weights += (num_gates + 1) * hidden_size * num_columns
         biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias

@@ -15,11 +15,11 @@ from typing import Any, Final
 from spmd_worker.base import files
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, shown
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
-from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart
-from spmd_worker.model_config.families.table import FAMILIES, REFUSED
+from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
+from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
 from spmd_worker.model_config.pooling import (
     EncoderPooling,
@@ -59,9 +59,8 @@ _ACTIVATIONS: Final = {
     "xielu": "xielu",
 }
 """Name in config.json -> name in the kernels."""
-
-
 _POINTWISE: Final = tuple(name for name in _ACTIVATIONS if name != "xielu")
+"""Those without weights: xielu is a layer with weights, which no family has as a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,8 @@ class ModelConfig:
     learned positions, 0 for none; the first `position_offset` rows are unused. Embeddings are multiplied by
     `embedding_multiplier`, rounded to the dtype first with `rounds_multiplier`; logits are divided by `logit_divisor`
     and, if `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` describes stored weights that
-    are not plain; the model computes with them dequantised. `form` is the number of the architecture's variant, from 1;
-    0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and the head's
+    are not plain; the model computes with them dequantised. `variant` is the number of the architecture's variant, from
+    1; 0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and the head's
     inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the hidden size.
     Without `has_last_norm` the last layer's output is not normed.
 
@@ -103,7 +102,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     position_offset: int = 0
     has_head_bias: bool = False
-    form: int = 0
+    variant: int = 0
     pooling: PoolingConfig | None = None
     is_encoder: bool = False
     num_token_types: int = 0
@@ -118,7 +117,7 @@ class ModelConfig:
     def names(self) -> Names:
         """Tensor names of the checkpoint."""
         family = family_of(self.architecture)
-        return family.forms[self.form - 1].family.names if self.form else family.names
+        return family.variants[self.variant - 1].family.names if self.variant else family.names
 
     @property
     def embedding_size(self) -> int:
@@ -212,7 +211,7 @@ class ModelConfig:
     def num_expert_parameters(self) -> int:
         """Parameters of the routed experts of all layers; 0 for a dense model."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        routed = (replace(each.whole, num_shared_columns=0) for each in experts)
+        routed = (replace(each.full_share, num_shared_columns=0) for each in experts)
         sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
         return sum(sizes) - sum(each.router_elements(self.hidden_size) for each in experts)
 
@@ -278,13 +277,13 @@ def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
     """Whether the head of a text part is tied by its class's default alone; then the names in the files decide."""
     text = config.get("text_config")
     own = text.get(_TIE) if isinstance(text, Mapping) else None
-    # The class of a text that counts too has the same default.
+    # If the text config counts too, its class has the same default.
     is_silent = config.get(_TIE) is None or (_tie_also_counts(family) and config[_TIE] is False and own is None)
     return family.text is not None and family.text.ties_by_default and is_silent
 
 
 def _tie_also_counts(family: Family) -> bool:
-    """Whether one of the text's word and the whole's is enough."""
+    """Whether the tie counts if either the text config or the file has it."""
     return family.text is not None and family.text.tie == "also"
 
 
@@ -315,9 +314,9 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     if family.text is not None:
         config = _text_part(config, path, family)
         family = _family_of_text(family.text, given, path) if family.text.families else family
-    form = _form(family, config)
-    family = family.forms[form - 1].family if form else family
-    reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
+    variant = _variant(family, config)
+    family = family.variants[variant - 1].family if variant else family
+    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)
@@ -345,7 +344,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         quantization=quantization,
         position_offset=family.embedding.position_offset,
         has_head_bias=family.head.has_bias,
-        form=form,
+        variant=variant,
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
         unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
@@ -367,7 +366,7 @@ def _max_positions(reader: ConfigReader, family: Family) -> int:
     num_rows, offset = reader.count("max_position_embeddings", 2048), family.embedding.position_offset
     if not _counts_offset(family):
         return num_rows
-    return whole_number(num_rows, reader.where("max_position_embeddings"), offset + 1, MOST) - offset
+    return checked_integer(num_rows, reader.where("max_position_embeddings"), offset + 1, MAX_INT) - offset
 
 
 def _counts_offset(family: Family) -> bool:
@@ -380,18 +379,13 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
     rule = None if family.encoder is None else family.encoder.classifier
     if rule is None:
         return EncoderPooling(None, "cls", has_types)
-    reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
-    activation, pooling_type = rule.activation, "cls"
+    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
+    activation = rule.activation
     if rule.activation_key:
         activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
-    if rule.pooling_key:
-        pooling_type = reader.get(rule.pooling_key)
-        if pooling_type not in ("cls", "mean"):
-            raise ModelConfigError(
-                f"{reader.where(rule.pooling_key)}={shown(pooling_type)} is not run: only cls and mean are"
-            )
+    pooling_type = reader.choice(rule.pooling_key, ("cls", "mean")) if rule.pooling_key else "cls"
     norm = model_config.norm if rule.has_norm else None
-    return EncoderPooling(HeadConfig(activation, _bias(reader, rule.bias), norm), pooling_type, has_types)
+    return EncoderPooling(HeadConfig(activation, _flag(reader, rule.bias), norm), pooling_type, has_types)
 
 
 def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
@@ -409,12 +403,10 @@ def _layers(
     attention, norms, feed_forward = family.attention, family.norms, family.feed_forward
     num_kv_heads = attention.num_kv_heads or reader.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise ModelConfigError(
-            f"{reader.where('num_attention_heads')}={num_heads} is not a multiple of "
-            f"{reader.spelled.get('num_key_value_heads', 'num_key_value_heads')}={num_kv_heads}"
-        )
+        key = reader.file_keys.get("num_key_value_heads", "num_key_value_heads")
+        raise reader.error("num_attention_heads", f"is not a multiple of {key}={num_kv_heads}")
     head_size = _head_size(reader, family, hidden_size, num_heads)
-    is_parallel = _bias(reader, family.wiring.is_parallel)
+    is_parallel = _flag(reader, family.wiring.is_parallel)
     layer = LayerConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -426,12 +418,12 @@ def _layers(
             reader.number(norms.eps_key, norms.eps),
             norms.offset,
             norms.rounds_once,
-            _bias(reader, norms.has_bias),
+            _flag(reader, norms.has_bias),
             norms.has_weight,
         ),
-        has_qkv_bias=_bias(reader, attention.qkv_bias),
-        has_output_bias=_bias(reader, attention.output_bias),
-        has_mlp_bias=_bias(reader, feed_forward.bias),
+        has_qkv_bias=_flag(reader, attention.qkv_bias),
+        has_output_bias=_flag(reader, attention.output_bias),
+        has_mlp_bias=_flag(reader, feed_forward.bias),
         qk_norm=_qk_norm(reader, attention),
         score_cap=_number(reader, attention.score_cap_key, 0.0),
         norms=_norms(family, is_parallel),
@@ -446,10 +438,10 @@ def _layers(
     ropes = _ropes(reader, family.rope, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
     experts = read_experts(reader, family.experts, num_layers)
-    firsts = [(index > 0 or norms.has_first) and layer.norms[0] for index in range(num_layers)]
-    passed = _image_layers(reader, family)
-    of_all = zip(windows, _ropes_of_layers(reader, family.rope, windows), experts, firsts, strict=True)
-    kinds = [kind for number, kind in enumerate(of_all) if number not in passed]
+    first_norms = [(index > 0 or norms.has_first) and layer.norms[0] for index in range(num_layers)]
+    skipped = _image_layers(reader, family)
+    of_all = zip(windows, _ropes_of_layers(reader, family.rope, windows), experts, first_norms, strict=True)
+    kinds = [kind for number, kind in enumerate(of_all) if number not in skipped]
     layers = {
         kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2], norms=(kind[3], *layer.norms[1:]))
         for kind in dict.fromkeys(kinds)
@@ -464,10 +456,10 @@ def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
     num_layers, listed = reader.count("num_hidden_layers"), reader.get(family.images.key)
     where = reader.where(family.images.key)
     if not isinstance(listed, list):
-        raise ModelConfigError(f"{where}={shown(listed)} must be a list of layers, from 0 on")
-    numbers = {whole_number(number, where, 0, MOST) for number in listed}
+        raise reader.error(family.images.key, "must be a list of layers, from 0 on")
+    numbers = {checked_integer(number, where, 0, MAX_INT) for number in listed}
     if numbers.issuperset(range(num_layers)):
-        raise ModelConfigError(f"{where}={shown(listed)} leaves none of num_hidden_layers={num_layers} for text")
+        raise reader.error(family.images.key, f"leaves none of num_hidden_layers={num_layers} for text")
     return tuple(sorted(number for number in numbers if number < num_layers))
 
 
@@ -482,7 +474,7 @@ def _ropes_of_layers(reader: ConfigReader, rope: Rope | None, windows: tuple[int
         return (None,) * len(windows)
     if rope.has_local:
         return tuple(int(window > 0) for window in windows)
-    return tuple(0 if turns else None for turns in rope.layers(reader, windows))
+    return tuple(0 if is_rotated else None for is_rotated in rope.layers(reader, windows))
 
 
 def _ropes(reader: ConfigReader, rope: Rope | None, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
@@ -491,45 +483,44 @@ def _ropes(reader: ConfigReader, rope: Rope | None, max_positions: int, head_siz
     if rope.has_local:
         ropes = read_local_rope(reader, max_positions, head_size)
         return tuple([replace(each, rounding=rope.rounding) for each in ropes])
-    found = read_rope(reader, max_positions, head_size, rope.turned_size_key, may_be_partial=rope.may_be_partial)
+    found = read_rope(reader, max_positions, head_size, rope.rotary_size_key, may_be_partial=rope.may_be_partial)
     found = found if rope.adjust is None else rope.adjust(found, reader, head_size)
     return (replace(found, is_interleaved=rope.is_interleaved, rounding=rope.rounding),)
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
-    names = config.get("architectures")
-    known = [family for family in FAMILIES if isinstance(names, list) and family in names]
-    known = known or [family for family in ENCODERS if isinstance(names, list) and family in map(encoder_of, names)]
-    known = known or [family for family in FAMILIES if isinstance(names, list) and family in map(decoder_of, names)]
-    if not known:
-        reasons = [
-            why for why, refused in REFUSED.items() if isinstance(names, list) and any(n in refused for n in names)
-        ]
-        what = "is not known" if isinstance(names, list) else "is no list of names"
-        why = f"is not run: {reasons[0]}" if reasons else what
-        if config.get("auto_map"):
-            why += ", and code from the model folder (auto_map) is never run, whatever trust_remote_code says"
-        # Known as unsupported: suggests no other.
-        names = names if isinstance(names, list) and not reasons else []
-        raise ModelConfigError(f"{path}: architectures={shown(config.get('architectures'))} {why}{_near(names)}")
-    return known[0]
+    """The row for `architectures`: a name of its own, else the base of an encoder's or of a decoder's name."""
+    given = config.get("architectures")
+    names = given if isinstance(given, list) else []
+    for table, base_of in ((FAMILIES, lambda name: name), (ENCODERS, encoder_of), (FAMILIES, decoder_of)):
+        bases = [base_of(name) for name in names]
+        for architecture in table:
+            if architecture in bases:
+                return architecture
+    reasons = [reason for reason, unsupported in UNSUPPORTED.items() if any(name in unsupported for name in names)]
+    rule = f"is not supported: {reasons[0]}" if reasons else "is unknown"
+    rule = rule if isinstance(given, list) else "must be a list of names"
+    if config.get("auto_map"):
+        rule += ", and code from the model folder (auto_map) is never run, whatever trust_remote_code says"
+    # One that is known as unsupported suggests no other.
+    raise ModelConfigError(f"{path}: architectures={shown(given)} {rule}{_near([] if reasons else names)}")
 
 
 def _near(names: Sequence[Any]) -> str:
     """Architectures of similar names, and the list of all."""
     known = [*FAMILIES, *ENCODERS]
-    found = [each for name in names[:_MOST_NAMES] for each in get_close_matches(str(name)[:100], known, n=3)]
+    found = [each for name in names[:_MAX_NAMES] for each in get_close_matches(str(name)[:100], known, n=3)]
     near = f"; the nearest that run are {', '.join(dict.fromkeys(found))}" if found else ""
     return f"{near}: `spmd-worker families` lists the {len(known)} that run, as the README does"
 
 
-_MOST_NAMES: Final = 4
-_OF_THE_WHOLE: Final = ("eos_token_id", "dtype", "torch_dtype")
+_MAX_NAMES: Final = 4
+_OF_THE_FILE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"
 
 
 def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping[str, Any]:
-    """Settings of the part that takes text."""
+    """Settings of the text model."""
     text = config.get("text_config")
     if text is None:
         return config
@@ -539,8 +530,8 @@ def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping
     counts = _is_tied_by_class(config, family) or (_tie_also_counts(family) and tie in (None, False))
     tie = own_tie if counts and own_tie is not None else tie
     kept = {key: value for key, value in text.items() if key != _TIE}
-    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
-    return {**kept, **whole, **({} if tie is None else {_TIE: tie})}
+    shared = {key: config[key] for key in _OF_THE_FILE if config.get(key) is not None}
+    return {**kept, **shared, **({} if tie is None else {_TIE: tie})}
 
 
 def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Family:
@@ -548,16 +539,18 @@ def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Fa
     kinds, text = part.families, config.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
-        raise ModelConfigError(f"{path}: text_config.model_type={shown(kind)} is not run; only {', '.join(kinds)} are")
+        raise ModelConfigError(
+            f"{path}: text_config.model_type={shown(kind)} is not supported, only {', '.join(kinds)}"
+        )
     kind = next(iter(kinds)) if kind is None else kind
     row = FAMILIES[kinds[kind]]
     return replace(row, defaults={**part.defaults.get(kind, {}), **row.defaults})
 
 
-def _form(family: Family, config: Mapping[str, Any]) -> int:
-    """Index for `ModelConfig.form`."""
-    for number, form in enumerate(family.forms, start=1):
-        if all(config.get(key) == value for key, value in form.where.items()):
+def _variant(family: Family, config: Mapping[str, Any]) -> int:
+    """Index for `ModelConfig.variant`."""
+    for number, variant in enumerate(family.variants, start=1):
+        if all(config.get(key) == value for key, value in variant.keys.items()):
             return number
     return 0
 
@@ -565,7 +558,7 @@ def _form(family: Family, config: Mapping[str, Any]) -> int:
 def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
-            raise ModelConfigError(f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {value!r} is")
+            raise reader.error(key, f"is not supported, only {value!r}")
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
@@ -573,7 +566,7 @@ def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads
     if head_size % 2:
         raise ModelConfigError(
             f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even: "
-            f"rotary embedding turns pairs"
+            f"rotary embedding rotates pairs"
         )
     return head_size
 
@@ -593,14 +586,12 @@ def _activation(reader: ConfigReader, family: Family) -> str:
     rule = family.feed_forward
     name = reader.get(rule.activation_key, family.defaults.get(rule.activation_key, "silu"))
     name = rule.activation_words.get(name, name) if isinstance(name, str) else name
-    # It is a layer with weights, which no family has as a gate.
-    known = [each for each in _ACTIVATIONS if each != "xielu" or not rule.is_gated]
-    return _known_activation(reader, rule.activation_key, name, known)
+    return _known_activation(reader, rule.activation_key, name, _POINTWISE if rule.is_gated else (*_ACTIVATIONS,))
 
 
 def _known_activation(reader: ConfigReader, key: str, name: Any, known: Sequence[str]) -> str:
     if not isinstance(name, str) or name not in known:
-        raise ModelConfigError(f"{reader.where(key)}={shown(name)} is not supported; only {', '.join(known)} are")
+        raise ModelConfigError(f"{reader.where(key)}={shown(name)} is not supported, only {', '.join(known)}")
     return _ACTIVATIONS[name]
 
 
@@ -609,39 +600,43 @@ def _number(reader: ConfigReader, key: str, neutral: float) -> float:
     return reader.number(key) if key and reader.get(key) is not None else neutral
 
 
-def _bias(reader: ConfigReader, rule: bool | str) -> bool:
+def _flag(reader: ConfigReader, rule: bool | str) -> bool:
     return reader.flag(rule, False) if isinstance(rule, str) else rule
 
 
 def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> tuple[int, ...]:
-    """Window of each layer; the newer `layer_types` list takes precedence over the family's older rule."""
-    windows, rule = family.windows, family.windows.rule
-    is_by_flag = rule in ("late_layers", "even_layers", "in_use")
-    is_used = rule != "never" and (not is_by_flag or reader.flag("use_sliding_window", False))
+    """Window of each layer, 0 for full attention."""
+    rule = family.windows.rule
+    needs_flag = rule in ("late_layers", "even_layers", "in_use")
+    is_used = rule != "never" and (not needs_flag or reader.flag("use_sliding_window", False))
     if not is_used or reader.get("sliding_window") is None:
         _check_none_slides(reader, rule, "use_sliding_window" if not is_used else "sliding_window")
         return (0,) * num_layers
     window = reader.count("sliding_window")
-    if rule == "in_use":
-        return (window,) * num_layers
     # An encoder's counts both sides together, without the token itself.
     window = window // 2 + 1 if family.encoder is not None else window
-    layer_types = reader.get("layer_types")
-    if layer_types is not None:
-        _check_layer_types(layer_types, num_layers, reader.path)
-        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
-    if rule == "layer_types":
-        every = windows.full_every
-        if windows.full_every_key:
-            every = reader.count(windows.full_every_key, every)
-        skipped = 0 if windows.is_full_first else 1
-        return tuple(window if (layer + skipped) % every else 0 for layer in range(num_layers))
-    if rule == "always":
-        return (window,) * num_layers
-    bound = whole_number(reader.get("max_window_layers", 28), f"{reader.path}: max_window_layers", 0, MOST)
-    if rule == "even_layers":
-        return tuple(window if layer < bound and layer % 2 == 0 else 0 for layer in range(num_layers))
-    return tuple(window if layer >= bound else 0 for layer in range(num_layers))
+    return tuple(window if slides else 0 for slides in _sliding_layers(reader, family.windows, num_layers))
+
+
+def _sliding_layers(reader: ConfigReader, windows: Windows, num_layers: int) -> Sequence[bool]:
+    """Whether each layer slides; the newer `layer_types` list takes precedence over the family's older rule."""
+    layer_types, layers = reader.get("layer_types"), range(num_layers)
+    if layer_types is not None and windows.rule != "in_use":
+        known = ("full_attention", "sliding_attention")
+        is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+        if not is_list or any(kind not in known for kind in layer_types):
+            raise ModelConfigError(f"{reader.path}: layer_types must list {num_layers} of {', '.join(known)}")
+        return [kind == "sliding_attention" for kind in layer_types]
+    if windows.rule == "layer_types":
+        every, key = windows.full_every, windows.full_every_key
+        every = reader.count(key, every) if key else every
+        return [(layer + (not windows.is_full_first)) % every != 0 for layer in layers]
+    if windows.rule in ("always", "in_use"):
+        return [True] * num_layers
+    bound = checked_integer(reader.get("max_window_layers", 28), reader.where("max_window_layers"), 0, MAX_INT)
+    if windows.rule == "even_layers":
+        return [layer < bound and layer % 2 == 0 for layer in layers]
+    return [layer >= bound for layer in layers]
 
 
 def _check_none_slides(reader: ConfigReader, rule: str, key: str) -> None:
@@ -649,20 +644,8 @@ def _check_none_slides(reader: ConfigReader, rule: str, key: str) -> None:
     layer_types, is_read = reader.get("layer_types"), rule in ("late_layers", "even_layers", "layer_types")
     if is_read and isinstance(layer_types, list) and "sliding_attention" in layer_types:
         right = "a number" if key == "sliding_window" else "true"
-        raise ModelConfigError(
-            f"{reader.where(key)}={shown(reader.get(key))} leaves sliding_attention in layer_types without a window: "
-            f"set {reader.key(key)} to {right}, or list full_attention there"
-        )
-
-
-def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:
-    known = ("full_attention", "sliding_attention")
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or any(kind not in known for kind in layer_types)
-    ):
-        raise ModelConfigError(f"{path}: layer_types must list {num_layers} of {', '.join(known)}")
+        rule = "leaves sliding_attention in layer_types without a window"
+        raise reader.error(key, f"{rule}: set {reader.key(key)} to {right}, or list full_attention there")
 
 
 def _checkpoint_dtype(reader: ConfigReader) -> str:
@@ -670,12 +653,12 @@ def _checkpoint_dtype(reader: ConfigReader) -> str:
     key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
     given = reader.get(key, "float32")
     if not isinstance(given, str):
-        raise ModelConfigError(f"{reader.where(key)}={shown(given)} must be the name of a type, such as bfloat16")
+        raise reader.error(key, "must be the name of a type, such as bfloat16")
     name = given.removeprefix("torch.")
     if name in DTYPE_BYTES:
         return name
     logger.warning(
-        "%s=%s is not one of %s: model.dtype=auto takes float32, set model.dtype to compute in another",
+        "%s=%s is not one of %s: model.dtype=auto uses float32, set model.dtype to compute in another",
         *(reader.where(key), shown(given), ", ".join(DTYPE_BYTES)),
         extra=SAME_ON_EVERY_RANK,
     )
@@ -686,6 +669,6 @@ def _eos_token_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:
     value = reader.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelConfigError(f"{reader.path}: eos_token_id={shown(value)} must be a token id or a list of them")
+        raise reader.error("eos_token_id", "must be a token id or a list of them")
     # Some models name an id outside their vocabulary. It can never be sampled, so nothing is lost.
     return tuple(token for token in ids if 0 <= token < vocab_size)

@@ -12,24 +12,25 @@ from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.layer_config import NormConfig
 from spmd_worker.model_config.sentence_folder import (
+    MAX_SIZE,
     PLAIN_TEXT,
     POOLING_FILES,
     DenseConfig,
     SentenceFolder,
-    TextForm,
-    gives_token_types,
+    TextTransform,
     is_sentence_folder,
     module_folders,
+    outputs_token_types,
     pooling_files,
     read_activation,
     read_sentence_folder,
     tokenizer_length,
-    whole_size,
 )
 
-__all__ = ["POOLING_FILES", "DenseConfig", "TextForm", "module_folders", "pooling_files"]
+__all__ = ["POOLING_FILES", "DenseConfig", "TextTransform", "module_folders", "pooling_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class PoolingConfig:
     `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for the
     model's maximum. A `head` precedes the scores of an encoder. `is_encoder`: texts that are scored together are
     encoded as the tokenizer encodes a pair, not concatenated; `has_token_types`: the model accepts token types, and
-    gets them if the tokenizer outputs them (`gives_token_types`). `is_sentence_model`: the folder is of
+    gets them if the tokenizer outputs them (`outputs_token_types`). `is_sentence_model`: the folder is of
     sentence-transformers, which encodes texts of decoders like those of encoders. `text` is the transformation of a
     text before encoding, `similarity` the comparison of two vectors. Vectors are cut to `max_dimensions` after the
     normalisation, 0 for no cut.
@@ -99,9 +100,9 @@ class PoolingConfig:
     has_score_bias: bool = False
     is_encoder: bool = False
     has_token_types: bool = False
-    gives_token_types: bool = False
+    outputs_token_types: bool = False
     is_sentence_model: bool = False
-    text: TextForm = PLAIN_TEXT
+    text: TextTransform = PLAIN_TEXT
     similarity: str = "cosine"
     max_dimensions: int = 0
 
@@ -165,11 +166,6 @@ def encoder_of(architecture: object) -> str | None:
     return None
 
 
-def mean_pooling(hidden_size: int) -> PoolingConfig:
-    """Pooling of an encoder without pooling settings, as in sentence-transformers."""
-    return PoolingConfig("embed", "mean", hidden_size)
-
-
 def last_token_pooling(hidden_size: int) -> PoolingConfig:
     """Pooling of a decoder without pooling settings."""
     return PoolingConfig("embed", "last", hidden_size, is_normalized=True)
@@ -190,47 +186,44 @@ def read_pooling(
     if encoder is None and (not generates or is_sentence_model):
         check_sees_earlier(folder, sees_later(config))
     sentence = read_sentence_folder(folder, hidden_size) if is_sentence_model else None
-    pooling = _read(folder, config, hidden_size, sentence, encoder, generates=generates)
-    if pooling is None:
+    is_classifier = not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"])
+    if sentence is not None:
+        _check_architectures(folder, config, sentence, generates=generates, is_classifier=is_classifier)
+    reader = ConfigReader(config, folder / "config.json")
+    if is_classifier:
+        pooling = _classifier(reader, hidden_size, sentence, encoder)
+    elif sentence is not None:
+        pooling = _sentence_model(reader, hidden_size, sentence)
+    elif encoder is not None:
+        message = "%s has no pooling settings: a row's vector is the mean of its tokens'"
+        logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
+        pooling = PoolingConfig("embed", "mean", hidden_size)
+    elif generates:
         return None
+    else:
+        pooling = last_token_pooling(hidden_size)
+    if sentence is not None:
+        pooling = replace(pooling, max_tokens=sentence.max_tokens, text=sentence.text, is_sentence_model=True)
     if encoder is not None:
-        gives_types = encoder.has_token_types and gives_token_types(folder, config)
-        pooling = replace(
-            pooling, is_encoder=True, has_token_types=encoder.has_token_types, gives_token_types=gives_types
-        )
+        has_types = encoder.has_token_types
+        outputs_types = has_types and outputs_token_types(folder, config)
+        pooling = replace(pooling, is_encoder=True, has_token_types=has_types, outputs_token_types=outputs_types)
     return pooling if pooling.max_tokens else replace(pooling, max_tokens=tokenizer_length(folder))
 
 
-def _read(
-    folder: Path,
-    config: Mapping[str, Any],
-    hidden_size: int,
-    sentence: SentenceFolder | None,
-    encoder: EncoderPooling | None,
-    *,
-    generates: bool,
-) -> PoolingConfig | None:
-    is_classifier = not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"])
-    if sentence is not None:
-        wanted = {"Transformer": is_classifier, "LogitScore": generates}.get(sentence.kind, not is_classifier)
-        if not wanted:
-            raise ModelConfigError(
-                f"{folder}: modules.json makes the model one of {sentence.kind}, and config.json says "
-                f"architectures={config['architectures']}: save the folder again, so that both name one model"
-            )
-    if is_classifier:
-        return _classifier(folder, config, hidden_size, sentence, encoder)
-    if sentence is not None:
-        return _sentence_model(folder, config, hidden_size, sentence)
-    if encoder is not None:
-        message = "%s says nothing of pooling: a row's vector is the mean of its tokens'"
-        logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
-        return mean_pooling(hidden_size)
-    return None if generates else last_token_pooling(hidden_size)
+def _check_architectures(
+    folder: Path, config: Mapping[str, Any], sentence: SentenceFolder, *, generates: bool, is_classifier: bool
+) -> None:
+    """Check that modules.json and config.json describe the same kind of model."""
+    if not {"Transformer": is_classifier, "LogitScore": generates}.get(sentence.kind, not is_classifier):
+        raise ModelConfigError(
+            f"{folder}: modules.json makes the model one of {sentence.kind}, but config.json has "
+            f"architectures={config['architectures']}: save the folder again, so that both name one model"
+        )
 
 
 def sees_later(config: Mapping[str, Any]) -> str | None:
-    """The setting by which a decoder's tokens see later ones too; None if they do not."""
+    """The setting by which a decoder's tokens attend to later ones too; None if they do not."""
     plain = {"is_causal": True, "use_bidirectional_attention": False}
     return next((f"{key}={config[key]!r}" for key in plain if config.get(key) not in (None, plain[key])), None)
 
@@ -238,43 +231,36 @@ def sees_later(config: Mapping[str, Any]) -> str | None:
 def check_sees_earlier(folder: Path, setting: str | None) -> None:
     """Raise ModelConfigError for a decoder that pools and has a setting found by `sees_later`."""
     if setting is not None:
-        raise ModelConfigError(
-            f"{folder / 'config.json'}: {setting} is not run: a token sees those before it and no other"
-        )
+        rule = "a token attends to those before it and no other"
+        raise ModelConfigError(f"{folder / 'config.json'}: {setting} is not supported: {rule}")
 
 
 def _classifier(
-    folder: Path,
-    config: Mapping[str, Any],
-    hidden_size: int,
-    sentence: SentenceFolder | None,
-    encoder: EncoderPooling | None,
+    reader: ConfigReader, hidden_size: int, sentence: SentenceFolder | None, encoder: EncoderPooling | None
 ) -> PoolingConfig:
-    path = folder / "config.json"
     if encoder is not None and encoder.head is None:
-        raise ModelConfigError(f"{path}: architectures={config['architectures']} is not run")
-    labels = config.get("id2label")
-    num_labels = len(labels) if isinstance(labels, Mapping) and labels else config.get("num_labels", 2)
-    num_labels = whole_size(num_labels, f"{path}: num_labels")
-    pooling = PoolingConfig("classify", "last", hidden_size, num_labels=num_labels)
-    given = None if sentence is None else sentence.activation
-    pooling = replace(pooling, activation=given or _score_activation(config, path, num_labels, sentence))
+        raise reader.error("architectures", "is not supported: the encoder's family has no score head")
+    labels = reader.get("id2label")
+    num_labels = len(labels) if isinstance(labels, Mapping) and labels else reader.get("num_labels", 2)
+    num_labels = checked_integer(num_labels, reader.where("num_labels"), 1, MAX_SIZE)
+    activation = _score_activation(reader, num_labels, sentence)
+    pooling = PoolingConfig("classify", "last", hidden_size, num_labels=num_labels, activation=activation)
     if encoder is not None:
         pooling = replace(pooling, pooling_type=encoder.pooling_type, head=encoder.head, has_score_bias=True)
-    return pooling if sentence is None else _with_texts(pooling, sentence)
+    return pooling
 
 
-def _score_activation(
-    config: Mapping[str, Any], path: Path, num_labels: int, sentence: SentenceFolder | None = None
-) -> str:
-    """Activation in config.json, else the default for this number of labels."""
-    own = config.get("sentence_transformers")
+def _score_activation(reader: ConfigReader, num_labels: int, sentence: SentenceFolder | None) -> str:
+    """Activation of the folder or in config.json, else the default for this number of labels."""
+    if sentence is not None and sentence.activation is not None:
+        return sentence.activation
+    own = reader.get("sentence_transformers")
     given = own.get("activation_fn") if isinstance(own, Mapping) else None
     # Key before sentence-transformers 4.
-    given = config.get("sbert_ce_default_activation_function") if given is None else given
+    given = reader.get("sbert_ce_default_activation_function") if given is None else given
     if given is not None:
-        return read_activation(given, f"{path}: activation_fn", of_scores=True)
-    problem = config.get("problem_type")
+        return read_activation(given, reader.where("activation_fn"), of_scores=True)
+    problem = reader.get("problem_type")
     if sentence is None and problem in ("regression", "multi_label_classification"):
         return "none" if problem == "regression" else "sigmoid"
     if num_labels == 1:
@@ -282,34 +268,26 @@ def _score_activation(
     return "softmax" if sentence is None else "none"
 
 
-def _sentence_model(
-    folder: Path, config: Mapping[str, Any], hidden_size: int, sentence: SentenceFolder
-) -> PoolingConfig:
-    path = folder / "config.json"
+def _sentence_model(reader: ConfigReader, hidden_size: int, sentence: SentenceFolder) -> PoolingConfig:
     pooling = PoolingConfig("embed", sentence.pooling_type or "last", hidden_size, sentence.denses)
     if sentence.kind != "Pooling":
         num_labels = 1 if sentence.kind == "LogitScore" else sentence.denses[-1].num_outputs
-        pooling = replace(
+        return replace(
             pooling,
             task="classify",
             num_labels=num_labels,
-            activation=sentence.activation or _score_activation(config, path, num_labels, sentence),
+            activation=_score_activation(reader, num_labels, sentence),
             label_token_ids=sentence.label_token_ids,
         )
-        return _with_texts(pooling, sentence)
-    cuts = config.get("matryoshka_dimensions") or []
-    if not isinstance(cuts, list):
-        raise ModelConfigError(f"{path}: matryoshka_dimensions={cuts!r} must be a list")
-    pooling = replace(
+    key = "matryoshka_dimensions"
+    sizes = reader.get(key) or []
+    if not isinstance(sizes, list):
+        raise reader.error(key, "must be a list")
+    return replace(
         pooling,
         is_normalized=sentence.is_normalized,
-        matryoshka_dimensions=tuple(whole_size(each, f"{path}: matryoshka_dimensions") for each in cuts),
-        is_matryoshka=config.get("is_matryoshka") is True,
+        matryoshka_dimensions=tuple(checked_integer(each, reader.where(key), 1, MAX_SIZE) for each in sizes),
+        is_matryoshka=reader.get("is_matryoshka") is True,
         similarity=sentence.similarity,
         max_dimensions=sentence.max_dimensions,
     )
-    return _with_texts(pooling, sentence)
-
-
-def _with_texts(pooling: PoolingConfig, sentence: SentenceFolder) -> PoolingConfig:
-    return replace(pooling, max_tokens=sentence.max_tokens, text=sentence.text, is_sentence_model=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, positive_number, shown, whole_number
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number, shown
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -49,7 +49,7 @@ class RopeParameters:
     query_growth: float = 0.0
     rounding: str = "each step"
 
-    def turned_size(self, head_size: int) -> int:
+    def rotary_size(self, head_size: int) -> int:
         """Number of rotated elements of a head."""
         return int(head_size * self.partial_factor)
 
@@ -63,12 +63,12 @@ class RopeParameters:
 
 
 def read_rope(
-    reader: ConfigReader, max_positions: int, head_size: int, turned_size_key: str = "", *, may_be_partial: bool
+    reader: ConfigReader, max_positions: int, head_size: int, rotary_size_key: str = "", *, may_be_partial: bool
 ) -> RopeParameters:
     """The one rope of a model. Raises ModelConfigError."""
     given, key = _given(reader), "partial_rotary_factor"
-    if turned_size_key and reader.get(turned_size_key) is not None and given.get(key) is None:
-        given = {**given, key: reader.get(key, reader.count(turned_size_key) / head_size)}
+    if rotary_size_key and reader.get(rotary_size_key) is not None and given.get(key) is None:
+        given = {**given, key: reader.get(key, reader.count(rotary_size_key) / head_size)}
     return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
 
 
@@ -86,7 +86,7 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
     given = _given(reader)
     if rope.rope_type != "dynamic" or not given.get("alpha"):
         return rope
-    alpha = positive_number(given["alpha"], f"{reader.path}: rope dynamic alpha")
+    alpha = checked_number(given["alpha"], f"{reader.path}: rope dynamic alpha")
     if head_size < 4:
         raise ModelConfigError(f"{reader.where('head_dim')}={head_size} must be 4 or more where the rope has an alpha")
     return replace(
@@ -99,7 +99,7 @@ def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int
     del head_size
     given = _given(reader)
     beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
-    return replace(rope, query_growth=positive_number(beta, key)) if beta else rope
+    return replace(rope, query_growth=checked_number(beta, key)) if beta else rope
 
 
 def all_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
@@ -173,7 +173,7 @@ def rope_of(
     if not isinstance(truncate, bool):
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
-    theta = positive_number(theta, f"{reader.path}: rope_theta")
+    theta = checked_number(theta, f"{reader.path}: rope_theta")
     partial = _partial_factor(given, reader, head_size, may_be_partial)
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
@@ -202,7 +202,7 @@ def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: i
     value = given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)
     if value != 1.0 and not may_be_partial:
         raise ModelConfigError(f"{reader.path}: partial_rotary_factor other than 1 is not supported")
-    partial = positive_number(value, f"{reader.path}: partial_rotary_factor")
+    partial = checked_number(value, f"{reader.path}: partial_rotary_factor")
     if partial > 1 or int(head_size * partial) % 2 or int(head_size * partial) < 2:
         raise ModelConfigError(
             f"{reader.path}: partial_rotary_factor={partial:g} of head_dim={head_size} turns "
@@ -227,15 +227,15 @@ _OPTIONS: Final = {
 
 def _numbers(given: Mapping[str, Any], rope_type: str, reader: ConfigReader, max_positions: int) -> dict[str, Any]:
     key = "original_max_position_embeddings"
-    original = whole_number(reader.get(key, given.get(key) or max_positions), f"{reader.path}: {key}", 1, MOST)
+    original = checked_integer(reader.get(key, given.get(key) or max_positions), f"{reader.path}: {key}", 1, MAX_INT)
     if rope_type in ("yarn", "longrope") and given.get("factor") is None:
         given = {**given, "factor": max_positions / original}
     numbers: dict[str, Any] = {key: original}
     for each in _KEYS[rope_type]:
-        numbers[each] = positive_number(given.get(each), f"{reader.path}: rope {rope_type} {each}")
+        numbers[each] = checked_number(given.get(each), f"{reader.path}: rope {rope_type} {each}")
     for each in _OPTIONS.get(rope_type, ()):
         if given.get(each):
-            numbers[each] = positive_number(given[each], f"{reader.path}: rope {rope_type} {each}")
+            numbers[each] = checked_number(given[each], f"{reader.path}: rope {rope_type} {each}")
     return numbers
 
 
@@ -245,5 +245,5 @@ def _longrope_factors(given: Mapping[str, Any], reader: ConfigReader, num_pairs:
         values, where = given.get(key), f"{reader.path}: rope longrope {key}"
         if not isinstance(values, list) or len(values) != num_pairs:
             raise ModelConfigError(f"{where} must list {num_pairs} numbers, one for each pair of what is turned")
-        factors[f"{key}s"] = tuple(positive_number(value, where) for value in values)
+        factors[f"{key}s"] = tuple(checked_number(value, where) for value in values)
     return factors

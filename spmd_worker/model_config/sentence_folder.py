@@ -5,13 +5,14 @@ Knows files and rules; `pooling.py` makes one record of this and of config.json.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from spmd_worker.base import files
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, shown
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
@@ -25,13 +26,14 @@ _TRANSFORMER_FILES: Final = (
 """Settings of the Transformer: the first that exists. The later ones are names of old releases."""
 _TOKENIZER_FILE: Final = "tokenizer_config.json"
 _TOKENIZER_BYTES: Final = 256 * 1024 * 1024
-MOST_SIZE: Final = 2**20
+MAX_SIZE: Final = 2**20
 
 _OWN_TYPES: Final = "sentence_transformers."
 _MODEL_TYPES: Final = ("SentenceTransformer", "CrossEncoder")
 SIMILARITIES: Final = ("cosine", "dot", "euclidean", "manhattan")
 MESSAGE_FORMATS: Final = ("structured", "flat", "auto")
 
+_VECTOR: Final = "sentence_embedding"
 _MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _OLD_MODES: Final = {
     "pooling_mode_cls_token": "cls",
@@ -112,7 +114,7 @@ class DenseConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TextForm:
+class TextTransform:
     """Transformation of a text before it is encoded.
 
     `prompts` are texts by name, `default_prompt` the name of the one that is prepended to each text, "" for none. With
@@ -138,7 +140,7 @@ class TextForm:
         return bool(self.message_format or self.prompt)
 
 
-PLAIN_TEXT: Final = TextForm()
+PLAIN_TEXT: Final = TextTransform()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class SentenceFolder:
     is_normalized: bool = False
     label_token_ids: tuple[int, ...] = ()
     activation: str | None = None
-    text: TextForm = PLAIN_TEXT
+    text: TextTransform = PLAIN_TEXT
     similarity: str = "cosine"
     max_tokens: int = 0
     max_dimensions: int = 0
@@ -167,7 +169,7 @@ class SentenceFolder:
 class _Transformer:
     task: str
     max_tokens: int
-    text: TextForm
+    text: TextTransform
 
 
 def is_sentence_folder(folder: Path) -> bool:
@@ -185,67 +187,54 @@ def read_sentence_folder(folder: Path, hidden_size: int) -> SentenceFolder:
     for each in listed:
         if not str(each.get("type")).startswith(_OWN_TYPES):
             raise ModelConfigError(
-                f"{path}: module {each.get('type')!r} is code of the folder or of another package, which is never run: "
-                f"use a folder whose modules are sentence-transformers' own"
+                f"{path}: module {shown(each.get('type'))} is code of the folder or of another package, which is never "
+                f"run: use a folder whose modules are sentence-transformers' own"
             )
     return read
 
 
 def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size: int) -> SentenceFolder:
     path = folder / MODULES_FILE
-    kinds, where = [_word(each.get("type")) for each in listed], [each.get("path") for each in listed]
-    if kinds[:1] == ["Transformer"] and where[0]:
+    kinds, names = [_word(each.get("type")) for each in listed], [each.get("path") for each in listed]
+    if kinds[:1] == ["Transformer"] and names[0]:
         raise ModelConfigError(
-            f'{path}: the Transformer is in {where[0]!r}: its files must be in {folder} itself, with path ""'
+            f'{path}: the Transformer is in {shown(names[0])}: its files must be in {folder} itself, with path ""'
         )
-    settings_path = folder / SETTINGS_FILE
-    settings = _read(settings_path) if settings_path.exists() else {}
-    model_type = settings.get("model_type", _MODEL_TYPES[0])
-    if model_type not in _MODEL_TYPES:
-        raise ModelConfigError(
-            f"{settings_path}: model_type={model_type!r} is not run: {' and '.join(_MODEL_TYPES)} are; load the folder "
-            f"as one of these and save it again"
-        )
-    transformer = _transformer(folder)
-    text = _text_form(settings, settings_path, transformer.text)
+    settings = _open(folder / SETTINGS_FILE, is_optional=True)
+    is_scorer = settings.choice("model_type", _MODEL_TYPES, _MODEL_TYPES[0]) == "CrossEncoder"
+    transformer = _read_transformer(folder)
+    text = _with_prompts(transformer.text, settings)
     common: dict[str, Any] = {"text": text, "max_tokens": transformer.max_tokens}
-    if model_type == "CrossEncoder":
-        given = settings.get("activation_fn")
-        where_from = f"{settings_path}: activation_fn"
-        common["activation"] = None if given is None else read_activation(given, where_from, of_scores=True)
-    if model_type == "CrossEncoder" and kinds == ["Transformer"] and transformer.task == "sequence-classification":
+    given = settings.get("activation_fn")
+    if is_scorer and given is not None:
+        common["activation"] = read_activation(given, settings.where("activation_fn"), of_scores=True)
+    if is_scorer and (kinds, transformer.task) == (["Transformer"], "sequence-classification"):
         return SentenceFolder("Transformer", **common)
-    if (
-        model_type == "CrossEncoder"
-        and kinds == ["Transformer", "LogitScore"]
-        and transformer.task == "text-generation"
-    ):
-        return SentenceFolder("LogitScore", label_token_ids=_label_tokens(*_object(folder, where[1])), **common)
-    num_denses = kinds.count("Dense")
+    if is_scorer and (kinds, transformer.task) == (["Transformer", "LogitScore"], "text-generation"):
+        return SentenceFolder("LogitScore", label_token_ids=_label_tokens(_open_module(folder, names[1])), **common)
+    dense_names = [name for kind, name in zip(kinds, names) if kind == "Dense"]
     tail = ["Normalize"] if "Normalize" in kinds else []
-    is_pooled = kinds == ["Transformer", "Pooling", *["Dense"] * num_denses, *tail]
-    if not is_pooled or transformer.task != "feature-extraction" or (model_type == "CrossEncoder" and not num_denses):
+    is_pooled = kinds == ["Transformer", "Pooling", *["Dense"] * len(dense_names), *tail]
+    if not is_pooled or transformer.task != "feature-extraction" or (is_scorer and not dense_names):
         raise ModelConfigError(
-            f"{path}: modules {', '.join(kinds) or 'none'} are not run for transformer_task={transformer.task} of a "
-            f"{model_type}: only Transformer, Pooling, then Dense any number of times, then Normalize or not, are; and "
-            f"of a CrossEncoder its Transformer alone, with LogitScore, or with Pooling and Dense: save the folder in "
-            f"one of these forms"
+            f"{path}: modules {', '.join(kinds) or 'none'} are not supported for transformer_task={transformer.task} "
+            f"of a {_MODEL_TYPES[is_scorer]}, only Transformer, Pooling, any number of Dense, Normalize or not; of a "
+            f"CrossEncoder its Transformer alone, with LogitScore, or with Pooling and Dense: save the folder with one "
+            f"of these lists of modules"
         )
-    scores = model_type == "CrossEncoder"
-    denses = _denses(
-        folder, [place for kind, place in zip(kinds, where) if kind == "Dense"], hidden_size, scores=scores
-    )
-    if tail:
-        _check_normalize(folder, where[-1])
-        if scores:
-            raise ModelConfigError(f"{path}: Normalize behind the scores of a CrossEncoder is not run: take it out")
+    denses = _denses(folder, dense_names, hidden_size, scores=is_scorer)
+    if tail and _is_folder_name(names[-1]):
+        # Old releases make an empty folder.
+        _check_vector_names(_open(folder / names[-1] / "config.json", is_optional=True))
+    if tail and is_scorer:
+        raise ModelConfigError(f"{path}: Normalize after the scores of a CrossEncoder is not supported: remove it")
     return SentenceFolder(
-        "Dense" if scores else "Pooling",
-        _pooling_type(*_object(folder, where[1])),
+        "Dense" if is_scorer else "Pooling",
+        _pooling_type(_open_module(folder, names[1])),
         denses,
         is_normalized=bool(tail),
-        similarity=_similarity(settings, settings_path),
-        max_dimensions=_optional_whole(settings.get("truncate_dim"), f"{settings_path}: truncate_dim"),
+        similarity=settings.choice("similarity_fn_name", (*SIMILARITIES, None)) or "cosine",
+        max_dimensions=_size(settings, "truncate_dim"),
         **common,
     )
 
@@ -266,7 +255,7 @@ def module_folders(folder: Path, *kinds: str) -> list[str]:
     path = folder / MODULES_FILE
     listed = _listed(path) if path.exists() else []
     names = [each.get("path") for each in listed if not kinds or _word(each.get("type")) in kinds]
-    return [str(name) for name in names if _is_folder_name(name)]
+    return [name for name in names if _is_folder_name(name)]
 
 
 def tokenizer_length(folder: Path) -> int:
@@ -275,10 +264,10 @@ def tokenizer_length(folder: Path) -> int:
     # Old releases of transformers write `max_len`.
     length = settings.get("model_max_length", settings.get("max_len"))
     # transformers writes 1e30 for no limit.
-    return length if type(length) is int and 1 <= length <= MOST_SIZE else 0
+    return length if type(length) is int and 1 <= length <= MAX_SIZE else 0
 
 
-def gives_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
+def outputs_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether AutoTokenizer's output has token types; else a model uses 0 for every token. `config` is the folder's
     config.json.
     """
@@ -297,50 +286,33 @@ def read_activation(given: Any, where: str, *, of_scores: bool = False) -> str:
     known = {**_ACTIVATIONS, "Softmax": "softmax"} if of_scores else _ACTIVATIONS
     name = _word(given)
     if not str(given).startswith("torch.") or name not in known:
-        raise ModelConfigError(f"{where}={given!r} is not run: only torch's {', '.join(known)} are")
+        raise ModelConfigError(f"{where}={shown(given)} is not supported, only torch's {', '.join(known)}")
     return known[name]
 
 
-def whole_size(value: Any, where: str) -> int:
-    """The value, a size of 1 or more. Raises ModelConfigError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SIZE:
-        raise ModelConfigError(f"{where}={value!r} must be a whole number from 1 to {MOST_SIZE}")
-    return value
+def _size(reader: ConfigReader, key: str) -> int:
+    """The key's value, 1 or more; 0 for null and missing keys."""
+    value = reader.get(key)
+    return 0 if value is None else checked_integer(value, reader.where(key), 1, MAX_SIZE)
 
 
-def _optional_whole(value: Any, where: str) -> int:
-    return 0 if value is None else whole_size(value, where)
-
-
-def _transformer(folder: Path) -> _Transformer:
+def _read_transformer(folder: Path) -> _Transformer:
     """Settings of the Transformer, from the first file that exists and is not empty."""
-    paths = [folder / name for name in _TRANSFORMER_FILES]
-    path, settings = paths[0], {}
-    for each in paths:
-        settings = _read(each) if each.exists() else {}
-        if settings:
-            path = each
-            break
-    unknown = [key for key in settings if key not in _TRANSFORMER_KEYS]
-    if unknown:
-        raise ModelConfigError(f"{path}: {unknown[0]}={settings[unknown[0]]!r} is not known: take it out")
+    readers = (_open(folder / name, is_optional=True) for name in _TRANSFORMER_FILES)
+    settings = next((each for each in readers if each.config), ConfigReader({}, folder / _TRANSFORMER_FILES[0]))
+    for key in settings.config:
+        if key not in _TRANSFORMER_KEYS:
+            raise settings.error(key, "is unknown: remove it")
     if settings.get("do_lower_case") is True and not _makes_lowercase(folder):
-        raise ModelConfigError(f"{path}: do_lower_case=true is not run: put a lowercase normalizer into tokenizer.json")
+        raise settings.error("do_lower_case", "is not supported: put a lowercase normalizer into tokenizer.json")
     if settings.get("tokenizer_name_or_path") is not None:
-        raise ModelConfigError(
-            f"{path}: tokenizer_name_or_path={settings['tokenizer_name_or_path']!r} is not run: put the tokenizer's "
-            f"files into {folder} and take it out"
-        )
-    arguments = _loader_arguments(settings, path)
-    task = settings.get("transformer_task", "feature-extraction")
-    if task not in _TASKS:
-        raise ModelConfigError(f"{path}: transformer_task={task!r} is not run: one of {', '.join(_TASKS)} is")
-    message_format = _message_format(folder, settings, path, task)
-    form, own_length = _processing(settings.get("processing_kwargs"), path, message_format)
-    length = arguments.get("model_max_length")
-    key = f"{path}: model_max_length" if length is not None else f"{path}: max_seq_length"
-    length = settings.get("max_seq_length") if length is None else length
-    return _Transformer(task, own_length or _optional_whole(length, key) or tokenizer_length(folder), form)
+        rule = f"is not supported: put the tokenizer's files into {folder} and remove it"
+        raise settings.error("tokenizer_name_or_path", rule)
+    tokenizer = _tokenizer_arguments(settings)
+    task = settings.choice("transformer_task", (*_TASKS,), "feature-extraction")
+    text, max_length = _read_processing(settings, _message_format(settings, task))
+    max_tokens = max_length or _size(tokenizer, "model_max_length") or _size(settings, "max_seq_length")
+    return _Transformer(task, max_tokens or tokenizer_length(folder), text)
 
 
 def _makes_lowercase(folder: Path) -> bool:
@@ -360,187 +332,118 @@ def _makes_lowercase(folder: Path) -> bool:
     )
 
 
-def _loader_arguments(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The tokenizer's arguments. Raises ModelConfigError for those that would change an answer."""
-    tokenizer: Mapping[str, Any] = {}
+def _tokenizer_arguments(settings: ConfigReader) -> ConfigReader:
+    """The tokenizer's arguments. Raises ModelConfigError for arguments of a loader that would change an answer."""
     for key in (*_OLD_ARGUMENTS, *_HARMLESS):
-        given = settings.get(key)
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
-            raise ModelConfigError(f"{path}: {key}={given!r} must be an object")
-        kind = _OLD_ARGUMENTS.get(key, key)
-        for name in given:
+        arguments, kind = settings.object(key), _OLD_ARGUMENTS.get(key, key)
+        for name in arguments.config:
             if name not in _HARMLESS[kind]:
-                raise ModelConfigError(
-                    f"{path}: {key}.{name}={given[name]!r} is not run: put it into the folder's own files, and take it "
-                    f"out here"
-                )
-        tokenizer = given if kind == "processor_kwargs" else tokenizer
-    return tokenizer
+                raise arguments.error(name, "is not supported: put it into the folder's own files, and remove it here")
+    return settings.object("tokenizer_args" if settings.get("processor_kwargs") is None else "processor_kwargs")
 
 
-def _message_format(folder: Path, settings: Mapping[str, Any], path: Path, task: str) -> str:
+def _message_format(settings: ConfigReader, task: str) -> str:
     """Format of texts as messages of the chat template; "" if they are plain texts."""
-    given = settings.get("modality_config")
-    if given is None:
+    if settings.get("modality_config") is None:
         return ""
+    modalities = settings.object("modality_config")
+    readers = {kind: modalities.object(kind) for kind in modalities.config}
     output, name = _TASKS[task]
-    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
-        raise ModelConfigError(f"{path}: modality_config={given!r} must be an object of objects")
-    if settings.get("module_output_name") != name:
-        raise ModelConfigError(
-            f"{path}: module_output_name={settings.get('module_output_name')!r} is not run: {name} is, for "
-            f"transformer_task={task}"
-        )
+    settings.choice("module_output_name", (name,))
     # As in sentence-transformers: if messages are configured, texts become messages.
-    kind = "message" if "message" in given else "text"
-    if kind not in given:
-        raise ModelConfigError(
-            f"{path}: modality_config has no text: only texts are run, and {', '.join(given)} are not"
-        )
-    wanted = {"method": "forward", "method_output_name": output}
-    for key, value in wanted.items():
-        if given[kind].get(key) != value:
-            raise ModelConfigError(
-                f"{path}: modality_config.{kind}.{key}={given[kind].get(key)!r} is not run: {value} is"
-            )
-    if kind == "text":
-        return ""
-    form = given[kind].get("format", "auto")
-    if form not in MESSAGE_FORMATS:
-        raise ModelConfigError(
-            f"{path}: modality_config.message.format={form!r} is not run: one of {', '.join(MESSAGE_FORMATS)} is"
-        )
-    return str(form)
+    kind = "message" if "message" in readers else "text"
+    if kind not in readers:
+        raise settings.error("modality_config", "has no text: only texts are supported")
+    readers[kind].choice("method", ("forward",))
+    readers[kind].choice("method_output_name", (output,))
+    return "" if kind == "text" else str(readers[kind].choice("format", MESSAGE_FORMATS, "auto"))
 
 
-def _processing(given: Any, path: Path, message_format: str) -> tuple[TextForm, int]:
-    """Text settings and maximum length in `processing_kwargs`."""
-    given = {} if given is None else given
-    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping | None) for each in given.values()):
-        raise ModelConfigError(f"{path}: processing_kwargs={given!r} must be an object of objects")
-    most = 0
-    for kind in ("common", "text"):
-        for key, value in (given.get(kind) or {}).items():
-            where = f"{path}: processing_kwargs.{kind}.{key}"
+def _read_processing(settings: ConfigReader, message_format: str) -> tuple[TextTransform, int]:
+    """Text settings and maximum length in `processing_kwargs`; 0 for no maximum."""
+    arguments = settings.object("processing_kwargs")
+    readers = {kind: arguments.object(kind) for kind in (*arguments.config, "common", "text", "chat_template")}
+    max_length = 0
+    for reader in (readers["common"], readers["text"]):
+        for key, value in reader.config.items():
             if key == "max_length":
-                most = _optional_whole(value, where)
+                max_length = _size(reader, key)
             elif key not in _HARMLESS_CALL and not (key == "truncation" and value in _CUTTING):
-                raise ModelConfigError(f"{where}={value!r} is not run: take it out")
-    template = dict(given.get("chat_template") or {})
-    restores = template.pop("restore_suffix", True)
+                raise reader.error(key, "is not supported: remove it")
+    chat = readers["chat_template"]
     for key in ("max_length", "truncation", "padding", "return_tensors"):
-        if key in template:
-            raise ModelConfigError(
-                f"{path}: processing_kwargs.chat_template.{key}={template[key]!r} is not run: take it out, and name a "
-                f"length under processing_kwargs.text.max_length"
-            )
-    if not isinstance(restores, bool) or not isinstance(template.get("add_generation_prompt", False), bool):
-        raise ModelConfigError(
-            f"{path}: processing_kwargs.chat_template: restore_suffix and add_generation_prompt must be true or false"
-        )
-    variables = json.dumps(template, sort_keys=True, allow_nan=False)
-    return TextForm((), "", message_format, variables, restores), most
+        if key in chat.config:
+            raise chat.error(key, "is not supported: remove it, and set processing_kwargs.text.max_length instead")
+    restores_suffix = chat.flag("restore_suffix", True)
+    chat.flag("add_generation_prompt", False)
+    variables = {key: value for key, value in chat.config.items() if key != "restore_suffix"}
+    template_variables = json.dumps(variables, sort_keys=True, allow_nan=False)
+    return TextTransform((), "", message_format, template_variables, restores_suffix), max_length
 
 
-def _text_form(settings: Mapping[str, Any], path: Path, form: TextForm) -> TextForm:
-    """`form` with the folder's prompts."""
+def _with_prompts(text: TextTransform, settings: ConfigReader) -> TextTransform:
+    """`text` with the folder's prompts."""
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, Mapping) or not all(isinstance(each, str | None) for each in prompts.values()):
-        raise ModelConfigError(f"{path}: prompts={prompts!r} must be an object of texts")
-    known = {"query": "", "document": "", **{name: text or "" for name, text in prompts.items()}}
-    if default is not None and default not in known:
-        raise ModelConfigError(
-            f"{path}: default_prompt_name={default!r} is none of its prompts, {', '.join(known)}: name one of them"
-        )
-    return TextForm(
-        tuple(known.items()), default or "", form.message_format, form.template_variables, form.restores_suffix
-    )
+        raise settings.error("prompts", "must be an object of texts")
+    known = {"query": "", "document": "", **{name: prompt or "" for name, prompt in prompts.items()}}
+    if default not in (None, *known):
+        raise settings.error("default_prompt_name", f"is not one of the folder's prompts: name {' or '.join(known)}")
+    return replace(text, prompts=tuple(known.items()), default_prompt=default or "")
 
 
-def _similarity(settings: Mapping[str, Any], path: Path) -> str:
-    name = settings.get("similarity_fn_name")
-    if name is None:
-        return "cosine"
-    if name not in SIMILARITIES:
-        raise ModelConfigError(f"{path}: similarity_fn_name={name!r} is not run: one of {', '.join(SIMILARITIES)} is")
-    return str(name)
-
-
-def _label_tokens(settings: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+def _label_tokens(settings: ConfigReader) -> tuple[int, ...]:
     """(false, true), or the true one alone."""
-    if settings.get("module_input_name", "causal_logits") != "causal_logits":
-        raise ModelConfigError(
-            f"{path}: module_input_name={settings['module_input_name']!r} is not run: causal_logits is"
-        )
-    names = ("false_token_id", "true_token_id")
-    ids = [settings.get(name) for name in names if name == names[1] or settings.get(name) is not None]
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ModelConfigError(f"{path}: {' and '.join(names)} must be token ids, not {token_id!r}")
-    return tuple(ids)  # type: ignore[arg-type]  # checked above
+    settings.choice("module_input_name", ("causal_logits",), "causal_logits")
+    keys = ("true_token_id",) if settings.get("false_token_id") is None else ("false_token_id", "true_token_id")
+    return tuple(checked_integer(settings.get(key), settings.where(key), 0, MAX_INT) for key in keys)
 
 
-def _pooling_type(settings: Mapping[str, Any], path: Path) -> str:
+def _pooling_type(settings: ConfigReader) -> str:
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else mode
     if modes is None:
-        old = [key for key in _OLD_MODES if key in settings]
-        modes = [_OLD_MODES[key] for key in old if settings[key] is True] or ["mean"]
+        modes = [mode for key, mode in _OLD_MODES.items() if settings.get(key) is True] or ["mean"]
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in [*_MODES]:
-        raise ModelConfigError(f"{path}: pooling mode {modes!r} is not run: one of {', '.join(_MODES)} is")
+        words = f"only {' or '.join(_MODES)}"
+        raise ModelConfigError(f"{settings.path}: pooling mode {shown(modes)} is not supported, {words}")
     if settings.get("include_prompt", True) is not True:
-        raise ModelConfigError(
-            f"{path}: include_prompt=false is not run: every token of a row counts; set it to true where texts have no "
-            f"prompt"
-        )
+        rule = "is not supported: every token of a row counts; set it to true if texts have no prompt"
+        raise settings.error("include_prompt", rule)
     return _MODES[modes[0]]
 
 
-def _denses(folder: Path, places: Iterable[Any], hidden_size: int, *, scores: bool) -> tuple[DenseConfig, ...]:
-    denses, size, last = [], hidden_size, [*places]
-    for number, place in enumerate(last, 1):
-        settings, path = _object(folder, place)
-        own = "scores" if scores and number == len(last) else "sentence_embedding"
-        source = settings.get("module_input_name", "sentence_embedding")
-        target = settings.get("module_output_name") or source
-        if source != "sentence_embedding" or target != own:
-            raise ModelConfigError(
-                f"{path}: module_input_name={source!r} and module_output_name={target!r} are not run: "
-                f"sentence_embedding and {own} are"
-            )
-        if settings.get("use_residual", False) is not False:
-            raise ModelConfigError(f"{path}: use_residual={settings['use_residual']!r} is not run: false is")
-        bias = settings.get("bias", True)
-        if not isinstance(bias, bool):
-            raise ModelConfigError(f"{path}: bias={bias!r} must be true or false")
-        num_inputs = whole_size(settings.get("in_features"), f"{path}: in_features")
+def _denses(folder: Path, names: Sequence[Any], hidden_size: int, *, scores: bool) -> tuple[DenseConfig, ...]:
+    denses, size = [], hidden_size
+    for number, name in enumerate(names, 1):
+        settings = _open_module(folder, name)
+        _check_vector_names(settings, "scores" if scores and number == len(names) else _VECTOR)
+        settings.choice("use_residual", (False,), False)
+        has_bias = settings.flag("bias", True)
+        num_inputs, num_outputs = (
+            checked_integer(settings.get(key), settings.where(key), 1, MAX_SIZE)
+            for key in ("in_features", "out_features")
+        )
         if num_inputs != size:
-            raise ModelConfigError(f"{path.parent}: in_features={num_inputs}, it is given {size}")
-        size = whole_size(settings.get("out_features"), f"{path}: out_features")
+            raise settings.error("in_features", f"must be {size}, the size of the vector before it")
         activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
-        name = read_activation(activation, f"{path}: activation_function")
-        denses.append(DenseConfig(path.parent.name, num_inputs, size, bias, name))
+        activation = read_activation(activation, settings.where("activation_function"))
+        denses.append(DenseConfig(name, num_inputs, num_outputs, has_bias, activation))
+        size = num_outputs
     return tuple(denses)
 
 
-def _check_normalize(folder: Path, place: Any) -> None:
-    # Old releases make an empty folder.
-    path = folder / place / "config.json" if _is_folder_name(place) else None
-    settings = _read(path) if path is not None and path.exists() else {}
-    source = settings.get("module_input_name", "sentence_embedding")
-    target = settings.get("module_output_name") or source
-    if (source, target) != ("sentence_embedding", "sentence_embedding"):
-        raise ModelConfigError(
-            f"{path}: module_input_name={source!r} and module_output_name={target!r} are not run: sentence_embedding is"
-        )
+def _check_vector_names(settings: ConfigReader, output: str = _VECTOR) -> None:
+    """Check that a module reads the row's vector and replaces it, or outputs what a later one reads as `output`."""
+    source = settings.choice("module_input_name", (_VECTOR,), _VECTOR)
+    if (settings.get("module_output_name") or source) != output:
+        raise settings.error("module_output_name", f"is not supported, only {output}")
 
 
 def _listed(path: Path) -> list[Mapping[str, Any]]:
     try:
         text = files.read_regular_file(path)
-        # The parser takes objects only: an object cannot hide in a list of objects.
+        # The parser accepts objects only: an object cannot hide in a list of objects.
         modules = files.parse_json_object(b'{"modules":%s}' % text)["modules"]
     except (OSError, files.JsonError) as error:
         raise ModelConfigError(f"{path} cannot be read: {error}") from None
@@ -549,23 +452,25 @@ def _listed(path: Path) -> list[Mapping[str, Any]]:
     return modules
 
 
-def _is_folder_name(where: Any) -> bool:
-    return isinstance(where, str) and files.is_plain_name(where)
+def _is_folder_name(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and files.is_plain_name(name)
 
 
-def _object(folder: Path, where: Any) -> tuple[Mapping[str, Any], Path]:
-    """Settings of a module, and their path."""
-    if not _is_folder_name(where):
-        raise ModelConfigError(f"{folder / MODULES_FILE}: path {where!r} must be the name of a folder beside it")
-    path = folder / where / "config.json"
-    return _read(path), path
+def _open_module(folder: Path, name: Any) -> ConfigReader:
+    """Settings of a module."""
+    if not _is_folder_name(name):
+        raise ModelConfigError(f"{folder / MODULES_FILE}: path {shown(name)} must be the name of a folder next to it")
+    return _open(folder / name / "config.json")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _open(path: Path, *, is_optional: bool = False) -> ConfigReader:
+    """A reader of the file; of no settings if it is missing and `is_optional`. Null values are not missing ones."""
     try:
-        return files.parse_json_object(files.read_regular_file(path), allows_nan=True)
+        is_missing = is_optional and not path.exists()
+        config = {} if is_missing else files.parse_json_object(files.read_regular_file(path), allows_nan=True)
     except (OSError, files.JsonError) as error:
         raise ModelConfigError(f"{path} cannot be read: {error}") from None
+    return ConfigReader(config, path, has_null_values=True)
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows of the table: encoders, whose tokens see all of their row, by the architecture without a head. See `table.py`.
+"""Encoders, whose tokens attend to the complete row, by the architecture without a head; rows as in `table.py`.
 
 Each is compared with transformers and with sentence-transformers on checkpoints of its own
 (tests/scenarios/test_encoders.py).
@@ -26,7 +26,7 @@ from spmd_worker.model_config.families.table import FAMILIES
 
 
 def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Names:
-    """`head` is that of a masked model, which is not run; the others are of one that classifies."""
+    """`head` is that of a masked model, which is ignored; the others are of one that classifies."""
     return Names(
         embedding=f"{prefix}embeddings.word_embeddings",
         positions=f"{prefix}embeddings.position_embeddings",
@@ -62,7 +62,7 @@ _BERT: Final = Family(
     feed_forward=FeedForward(bias=True, is_gated=False),
     embedding=Embedding(has_norm=True),
     encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily()),
-    spelled={"num_key_value_heads": "", "head_dim": ""},
+    file_keys={"num_key_value_heads": "", "head_dim": ""},
     required={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
     defaults={
         "vocab_size": 30522,
@@ -123,7 +123,7 @@ ENCODERS: Final[dict[str, Family]] = {
                 has_norm=True,
             )
         ),
-        spelled={
+        file_keys={
             "num_key_value_heads": "",
             "head_dim": "",
             "sliding_window": "local_attention",

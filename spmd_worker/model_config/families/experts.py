@@ -1,7 +1,7 @@
-"""What one family of models does with experts, as data: how config.json counts them, and how a token's are chosen.
-`Family.experts` refers to it. Needs no torch.
+"""The experts of one family of models, as data: how config.json counts them, and how a token's are chosen.
 
-Entries that end in `_key` are keys of config.json, "" where the family has no such thing.
+`Family.experts` refers to it. Entries that end in `_key` are keys of config.json, "" if the family has none. Needs no
+torch.
 """
 
 from dataclasses import dataclass
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StackedTensor:
-    """Matrices of all experts as slices of one checkpoint tensor. `name` and `bias`, that of their biases, are whole
-    names within a layer; `parts` are the matrices of a slice, one below the other, in our words. A tensor is [experts,
-    outputs, inputs], or [experts, inputs, outputs] where `is_transposed`, and one of biases [experts, outputs].
-    `may_be_turned`: some files have it the other way round, which its shape says; one that is square is as here.
+    """Matrices of all experts as slices of one checkpoint tensor. `name` and `bias`, that of their biases, are full
+    names within a layer; `parts` are our names of the matrices of a slice, concatenated by rows. A tensor is [experts,
+    outputs, inputs], or [experts, inputs, outputs] with `is_transposed`, and one of biases [experts, outputs].
+    `may_be_transposed`: some files have the other order, which the shape shows; square matrices are as here.
     """
 
     name: str
     parts: tuple[str, ...]
     bias: str = ""
     is_transposed: bool = False
-    may_be_turned: bool = False
+    may_be_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsFamily:
-    """How a sparse layer is found, chooses and computes.
+    """Sparse layers: which layers they are, and how they choose and compute.
 
-    `count_keys` are spellings of one key: files have one of them, or none for `default_count` experts. `size_key` is
-    the columns of an expert. A layer is dense before `first_key`, where `every_key` does not divide its number, counted
-    from 1, and where `dense_layers_key` lists it. `score` is as in `ExpertsConfig`; `renormalises` True is always, a
-    text the key that says. `limit_key` is the bound of clamped gates. `shared_key` is the columns of the
+    `count_keys` are names of one key: files have one of them, or none for `default_count` experts. `size_key` is the
+    columns of an expert. A layer is dense before `first_key`, if `every_key` does not divide its number, counted from
+    1, and if `dense_layers_key` lists it. `score` is as in `ExpertsConfig`; `renormalises` is True or False in every
+    file, or the key that has the flag. `limit_key` is the bound of clamped gates. `shared_key` is the columns of the
     expert that every token visits, or, with `counts_shared`, how many times `size_key` they are.
     """
 

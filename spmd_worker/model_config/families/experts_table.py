@@ -1,4 +1,4 @@
-"""The families with experts that run, by architecture name; as in `table.py`, which joins them with the others.
+"""Rows of `table.py`: families with experts.
 
 Each row is compared with transformers, and each entry broken, in tests/model/test_expert_rows.py.
 """
@@ -96,9 +96,9 @@ _GLM4: Final = Family(
     },
 )
 
-_TURNED_STACKS: Final = (
-    StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj"), may_be_turned=True),
-    StackedTensor("mlp.experts.down_proj", ("down_proj",), may_be_turned=True),
+_EXPERT_STACKS: Final = (
+    StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj"), may_be_transposed=True),
+    StackedTensor("mlp.experts.down_proj", ("down_proj",), may_be_transposed=True),
 )
 
 EXPERT_FAMILIES: Final[dict[str, Family]] = {
@@ -159,7 +159,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         models="Qwen3-VL with experts, the text: 30B-A3B, 235B-A22B",
-        names=next_to(Names(stacked=_TURNED_STACKS), "visual"),
+        names=next_to(Names(stacked=_EXPERT_STACKS), "visual"),
         attention=Attention(qk_norm="head"),
         feed_forward=FeedForward(bias=False),
         experts=ExpertsFamily(default_count=60, **_QWEN, renormalises=True),
@@ -182,7 +182,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             layer_aliases={"mlp.": "block_sparse_moe."},
         ),
         attention=Attention(qkv_bias=False, output_bias=False, qk_norm="flat", head_size=128),
-        rope=Rope(may_be_partial=True, turned_size_key="rotary_dim"),
+        rope=Rope(may_be_partial=True, rotary_size_key="rotary_dim"),
         feed_forward=FeedForward(bias=False),
         experts=ExpertsFamily(
             default_count=256,

@@ -1,11 +1,11 @@
-"""What one family of models does differently from Llama's decoder, as data: a row of the table in `table.py`.
+"""The differences of one family of models from Llama's decoder, as data: a row of the table in `table.py`.
 
-A family says two things. How config.json is read: which key means what, and what a key means that is left out (a file
-of the hub leaves out what its class has as a default). And what the checkpoint calls its tensors: layers are built with
-names of our own, which are Llama's, and `Names` has the others. Reading gives one `LayerConfig` for each layer, so
-layers of one model may differ; the layers know no family.
+A row describes how config.json is read: the meaning of its keys, and the defaults of missing ones (files of the hub
+leave out the defaults of their class). It also maps tensor names: layers are built with our names, which are Llama's,
+and `Names` has the checkpoint's. Reading gives one `LayerConfig` for each layer, so layers of one model may differ; the
+layers know no family.
 
-Entries that end in `_key` are keys of config.json, "" where the family has no such thing. Needs no torch.
+Entries that end in `_key` are keys of config.json, "" if the family has none. Needs no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.rope import RopeParameters, all_layers
 
-NORM_PLACES: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
-"""Our names for the norms before attention, after it, before the feed-forward and after it."""
+NORM_POSITIONS: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
+"""Our names of the norms before attention, after it, before the feed-forward and after it."""
 
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -29,22 +29,20 @@ GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
 class Names:
     """Checkpoint names. Those of a layer follow `layers` and its index.
 
-    `norms` are the four places of `NORM_PLACES`, "" where there is no norm. `parts` renames modules of a layer, by our
-    name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
-    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
-    those that begin with one of `ignored_prefixes` are for other input than text. `aliases` are beginnings of names
-    that newer releases of transformers give the same tensors, in memory and in files, by the beginning here; those of
-    `layer_aliases` begin what follows the index. Of `fused` tensors, those in `by_kv_head` hold one key-value head
-    after the other, each with all of its parts.
+    `norms` are in the order of `NORM_POSITIONS`, "" for no norm. `parts` renames modules of a layer, by our name.
+    `fused` tensors are several of ours, concatenated by rows; those in `by_kv_head` hold one key-value head after the
+    other, each with all of its parts. `are_transposed`: matrices of a layer are [inputs, outputs]. Some files leave out
+    `optional_prefix`. Tensors that end in one of `ignored` are derived here; those that begin with one of
+    `ignored_prefixes` are for other input than text. `aliases` map beginnings of names in newer releases of
+    transformers, in memory and in files, to the ones here; `layer_aliases` do so after a layer's index,
+    `ending_aliases` for the endings in older files.
 
-    Names of experts have {} for the number in `parts`, which may hold whole names too. `stacked` are the tensors of
-    experts that are not separate; of separate ones transformers has stacked tensors in memory, see `CheckpointNames`.
-    `ignores_later_layers`: files may have layers beyond the model's, which speculate. `embedding_norm` and
-    `token_types` are of encoders; so are `head_dense` and `head_norm`, which come before `classifier`, the scores of a
-    model that classifies. Endings in `ending_aliases` are what older files have for those on the right.
-
-    A module of a layer with {} in its name in `parts` has each row of ours in a tensor of its own, by its number.
-    `project_in` and `project_out` are between embeddings, or logits, and layers, where these are of another size.
+    Names of experts have {} for the number in `parts`, which may hold full names too. `stacked` are the tensors of
+    experts that are not separate; transformers stacks separate ones in memory (`CheckpointNames`). A module of a layer
+    with {} in its name in `parts` has each of our rows in a tensor of its own, by number. `ignores_later_layers`: files
+    may have layers after the model's last, for speculative decoding. `embedding_norm` and `token_types` are of
+    encoders; so are `head_dense` and `head_norm`, which precede `classifier`, the scores of a model that classifies.
+    `project_in` and `project_out` are between embeddings, or logits, and layers of another size.
     """
 
     embedding: str = "model.embed_tokens"
@@ -74,7 +72,7 @@ class Names:
     project_out: str = ""
 
     def canonical(self, name: str) -> str:
-        """`name`, or that of which it is an alias."""
+        """The name here, of which `name` may be an alias."""
         for ending, ours in self.ending_aliases.items():
             if name.endswith(ending):
                 name = name.removesuffix(ending) + ours
@@ -103,9 +101,9 @@ def next_to(names: Names, *others: str) -> Names:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierFamily:
-    """What is between the hidden states of an encoder and its scores: a dense layer with `activation`, or what
-    `activation_key` says, and a norm where `has_norm`. It is given the first token's, or with `pooling_key` what that
-    says. `bias` is of the dense layer.
+    """The layers between the hidden states of an encoder and its scores: a dense layer with `activation`, or the one
+    named by `activation_key`, and a norm with `has_norm`. The input is the first token's hidden state, or the pooling
+    named by `pooling_key`. `bias` is of the dense layer.
     """
 
     activation: str = "tanh"
@@ -117,12 +115,12 @@ class ClassifierFamily:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`*_bias` True is always, False never, a text the key of config.json that says, here and below.
+    """A `*_bias`, here and below, is True or False in every file, or the key of config.json that has the flag.
 
-    `head_size` 0 means hidden size / heads, where no key says. `num_kv_heads` above 0: always so many. `qk_norm` and
-    `has_sinks` are as in `LayerConfig`; with `qk_norm_key`, false there is no norm of queries and keys. `scale_key` is
-    the scale of attention scores, `scale_root_key` what it is the inverse root of; without both it is the head size.
-    `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values.
+    `head_size` 0 means hidden size / heads, unless a key has it. `num_kv_heads` above 0 is the same in every file.
+    `qk_norm` and `has_sinks` are as in `LayerConfig`; if `qk_norm_key` is false, queries and keys have no norm.
+    `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the inverse root; without
+    both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values.
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -140,13 +138,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Layers that look back `sliding_window` tokens alone; half of it is to each side in an encoder.
+    """Layers with sliding-window attention, over `sliding_window` tokens; in an encoder half of it to each side.
 
     `rule`: "never", "always", "late_layers" (from layer `max_window_layers` on), "even_layers" (layers 0, 2, 4 and so
-    on before `max_window_layers`), "in_use" (every layer) or "layer_types" (all but every `full_every`th layer, which
-    `full_every_key` may say too; where `is_full_first`, of so many the first is the full one, not the last).
-    "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list in the file, `layer_types`, goes
-    before all but "never" and "in_use".
+    on before `max_window_layers`), "in_use" (every layer) or "layer_types" (all but every `full_every`th layer, or the
+    number in `full_every_key`; with `is_full_first` the first layer of each group is the full one, not the last).
+    "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list `layer_types` in the file takes
+    precedence over all but "never" and "in_use".
     """
 
     rule: str = "never"
@@ -157,10 +155,10 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """`has_local`: sliding layers have a rope of their own; else `layers` finds which layers turn, from the file and
-    their windows. `may_be_partial`: `partial_rotary_factor` counts, or in older files `turned_size_key`, how many
-    numbers of a head are turned. `is_interleaved` and `rounding` are as in `RopeParameters`. `adjust` is what an
-    architecture alone makes of the rope, from the file and the head size.
+    """Rotary embedding. `has_local`: sliding layers have a rope of their own; otherwise `layers` finds the layers with
+    rotated queries and keys, from the file and their windows. `may_be_partial`: `partial_rotary_factor` counts, or in
+    older files `rotary_size_key`, the number of rotated elements of a head. `is_interleaved` and `rounding` are as in
+    `RopeParameters`. `adjust` changes the rope for one architecture, from the file and the head size.
     """
 
     has_local: bool = False
@@ -168,15 +166,15 @@ class Rope:
     is_interleaved: bool = False
     rounding: str = "each step"
     may_be_partial: bool = False
-    turned_size_key: str = ""
+    rotary_size_key: str = ""
     adjust: Callable[[RopeParameters, ConfigReader, int], RopeParameters] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """`kind` to `has_weight` are as in `NormConfig`, `eps` is that of norms where no key says. `are_of_sums` is
-    `LayerConfig.norms_sums`. Without `has_first` the first layer has none before attention. Which of the four places of
-    a layer have one, and whether there is one behind the layers, the names say.
+    """`kind` to `has_weight` are as in `NormConfig`; `eps` is that of the norms if no key has it. `are_of_sums` is
+    `LayerConfig.norms_sums`. Without `has_first` the first layer has no norm before attention. `Names` determines the
+    norms of a layer, and whether there is one after the last.
     """
 
     kind: str = "rms"
@@ -192,8 +190,8 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """`is_gated` is as in `LayerConfig`. `activation_words` are what the file's words for activations mean here.
-    `size_factor`, times the hidden size, is the intermediate size where the file names none.
+    """`is_gated` is as in `LayerConfig`. `activation_words` maps the file's names of activations to those in
+    `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none.
     """
 
     bias: bool | str = "mlp_bias"
@@ -205,8 +203,8 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """`is_parallel` is as in `LayerConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then.
-    `residual_multiplier_key` is of what attention and feed-forward add.
+    """`is_parallel` is as in `LayerConfig`; `has_one_norm_in_parallel`: the feed-forward then has no norm of its own.
+    `residual_multiplier_key` scales the outputs of attention and feed-forward.
     """
 
     is_parallel: bool | str = False
@@ -216,9 +214,9 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; else by what
-    `multiplier_key` says. `size_key` is how wide they are, projected to the hidden size. Of a table of learned
-    positions the first `position_offset` rows are nobody's. `has_norm`: there is a norm before the layers.
+    """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
+    `multiplier_key`. `size_key` is their width, projected to the hidden size. The first `position_offset` rows of a
+    table of learned positions are unused. `has_norm`: there is a norm before the layers.
     """
 
     by_root: bool = False
@@ -240,15 +238,15 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The model takes images too and runs with text alone; its sizes are in `text_config`, or in older files where
+    """The model accepts images too and runs with text alone. Its sizes are in `text_config`, or in older files where
     those of other models are.
 
-    `tie` says whether the text's `tie_word_embeddings` counts beside that of the whole file: "never", or "also" (one of
-    both is enough). `ties_by_default`: where the whole says nothing its class ties, so the head is the embedding if the
-    files have no other, whatever the text says. Without files the text says it, else `defaults` of the row. `families`:
-    the text part is one of several; by `model_type` of the text, the architecture whose row says all but names. The
-    first where it says none. `defaults` is, by `model_type` too, what keys of the text mean that are left out beside
-    what the row says.
+    `tie` determines whether `tie_word_embeddings` of the text counts in addition to the file's: "never", or "also"
+    (either is enough). `ties_by_default`: if the file has no such key, its class ties, so the head is the embedding
+    unless the files have another, whatever the text config says. Without weight files the text config decides, then
+    `defaults` of the row. `families`: the text model is one of several; `model_type` of the text -> the architecture
+    whose row has everything but names; the first if it is missing. `defaults`, by `model_type` too, are those of keys
+    of the text that are missing, in addition to the row's.
     """
 
     tie: str = "never"
@@ -259,8 +257,8 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayers:
-    """`key` lists layers that look at images alone, which text passes by. `num_embeddings` rows of the table of
-    embeddings, behind those of the vocabulary, are of tokens that no text has.
+    """`key` lists layers that attend to images alone, which text skips. The last `num_embeddings` rows of the table
+    of embeddings, after the vocabulary's, are of tokens that no text has.
     """
 
     key: str = ""
@@ -269,9 +267,9 @@ class ImageLayers:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Tokens see those behind them too. `token_types_key`: how many types of token have embeddings. `counts_offset`:
-    `max_position_embeddings` counts the rows that are nobody's, and tokens of the last one's number have no position.
-    `classifier` is the head of one that classifies.
+    """Tokens attend to later ones too. `token_types_key` is the number of token types that have embeddings.
+    `counts_offset`: `max_position_embeddings` counts the unused rows, and tokens of the last such row's number have no
+    position. `classifier` is the head of a model that classifies.
     """
 
     token_types_key: str = ""
@@ -281,14 +279,13 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models: its differences from the plain decoder, by part of it. `models` are its names, for
-    people. `rope` None: positions are learned, a table of `max_position_embeddings` rows. `experts` None: every layer
-    is dense. The other parts are None where there is no such part.
+    """A family of models: its differences from the plain decoder, by part. `models` are its names, for people. `rope`
+    None: positions are learned, a table of `max_position_embeddings` rows. `experts` None: every layer is dense. Other
+    parts are None if the model has no such part.
 
-    `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
-    decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
-    must have one value if they are there. `forms` are other rows of the architecture, of which a file takes the first
-    that is for it.
+    `defaults` are those of keys missing in config.json, where transformers has another value than the plain decoder's.
+    `file_keys` are the file's names of our keys, "" for keys that it does not have. `required` keys must have one value
+    if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -305,15 +302,15 @@ class Family:
     text: TextPart | None = None
     images: ImageLayers | None = None
     encoder: Encoder | None = None
-    spelled: Mapping[str, str] = field(default_factory=dict)
+    file_keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    forms: "tuple[Form, ...]" = ()
+    variants: "tuple[Variant, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The row of files in which each key of `where` has its value."""
+class Variant:
+    """The row of files in which each of `keys` has this value."""
 
-    where: Mapping[str, Any]
+    keys: Mapping[str, Any]
     family: Family

@@ -1,4 +1,4 @@
-"""Rows of the table: families with layer norms, some with the feed-forward beside attention. See `table.py`."""
+"""Rows of `table.py`: families with layer norms, some with attention and feed-forward in parallel."""
 
 from dataclasses import replace
 from typing import Final
@@ -9,11 +9,11 @@ from spmd_worker.model_config.families.family import (
     Embedding,
     Family,
     FeedForward,
-    Form,
     Head,
     Names,
     Norms,
     Rope,
+    Variant,
     Windows,
     Wiring,
 )
@@ -61,7 +61,7 @@ _NEW_FALCON: Final = Family(
     norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon"),
     feed_forward=FeedForward(bias="bias", activation_key="activation", is_gated=False, size_factor=4),
     wiring=Wiring(is_parallel=True),
-    spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+    file_keys={"head_dim": "", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
     required={"alibi": False, "parallel_attn": True, "num_ln_in_parallel_attn": 2},
     defaults={
         "vocab_size": 65024,
@@ -93,7 +93,7 @@ _OPT: Final = Family(
     norms=Norms(kind="layer", has_bias=True, eps_key="", eps=1e-5),
     feed_forward=FeedForward(bias="enable_bias", activation_key="activation_function", is_gated=False),
     embedding=Embedding(position_offset=2, size_key="word_embed_proj_dim"),
-    spelled={"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""},
+    file_keys={"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""},
     required={
         "layer_norm_elementwise_affine": True,
         "do_layer_norm_before": True,
@@ -172,7 +172,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         norms=replace(_LAYER_NORM_NORMS, has_bias=True),
         feed_forward=FeedForward(bias=False),
         wiring=Wiring(is_parallel="use_parallel_residual", has_one_norm_in_parallel=True),
-        spelled={"head_dim": ""},
+        file_keys={"head_dim": ""},
         defaults={
             "num_key_value_heads": 32,
             "max_position_embeddings": 4096,
@@ -228,7 +228,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         norms=replace(_LAYER_NORM_NORMS, has_bias=True),
         feed_forward=FeedForward(bias=True, is_gated=False),
         wiring=Wiring(is_parallel="use_parallel_residual"),
-        spelled={
+        file_keys={
             "partial_rotary_factor": "rotary_pct",
             "rope_theta": "rotary_emb_base",
             "num_key_value_heads": "",
@@ -248,10 +248,10 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         models="Falcon 7B, 40B, 180B, Falcon 2 11B",
         names=replace(_NEW_FALCON.names, norms=_ONE_NORM, by_kv_head=()),
         attention=replace(_NEW_FALCON.attention, num_kv_heads=1),
-        spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
+        file_keys={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
         required={"alibi": False, "multi_query": True, "parallel_attn": True, "num_ln_in_parallel_attn": 1},
-        forms=(
-            Form(
+        variants=(
+            Variant(
                 {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
                 replace(
                     _NEW_FALCON,
@@ -259,7 +259,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
                     required={"alibi": False, "parallel_attn": True},
                 ),
             ),
-            Form({"new_decoder_architecture": True}, _NEW_FALCON),
+            Variant({"new_decoder_architecture": True}, _NEW_FALCON),
         ),
     ),
     "GPTBigCodeForCausalLM": Family(
@@ -278,7 +278,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         rope=None,
         norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_epsilon"),
         feed_forward=FeedForward(bias=True, activation_key="activation_function", is_gated=False, size_factor=4),
-        spelled={
+        file_keys={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",
             "num_attention_heads": "n_head",
@@ -301,8 +301,8 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     ),
     "OPTForCausalLM": replace(
         _OPT,
-        forms=(
-            Form(
+        variants=(
+            Variant(
                 {"do_layer_norm_before": False},
                 replace(
                     _OPT_VARIANT,
@@ -310,7 +310,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
                     norms=replace(_OPT.norms, are_of_sums=True),
                 ),
             ),
-            Form({"_remove_final_layer_norm": True}, replace(_OPT_VARIANT, names=replace(_OPT.names, norm=""))),
+            Variant({"_remove_final_layer_norm": True}, replace(_OPT_VARIANT, names=replace(_OPT.names, norm=""))),
         ),
     ),
 }

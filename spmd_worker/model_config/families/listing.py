@@ -1,18 +1,18 @@
-"""What runs and what is refused, as people read it: the text of `spmd-worker families` and the table of the README."""
+"""Supported and unsupported architectures, for people: the text of `spmd-worker families`, the table of the README."""
 
 from collections.abc import Iterator, Sequence
 
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family
-from spmd_worker.model_config.families.table import FAMILIES, REFUSED
+from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.quantization import READ_METHODS
 
 
 def describe_families() -> str:
     """Tables in Markdown: architectures that run, encoders, and known ones that do not, with the reason."""
-    runs = [(name, family.models, _refusals(family)) for name, family in FAMILIES.items()]
-    encoders = [(name, family.models, _refusals(family)) for name, family in ENCODERS.items()]
-    refused = [(", ".join(names), reason) for reason, names in REFUSED.items()]
+    runs = [(name, family.models, _unsupported_values(family)) for name, family in FAMILIES.items()]
+    encoders = [(name, family.models, _unsupported_values(family)) for name, family in ENCODERS.items()]
+    unsupported = [(", ".join(names), reason) for reason, names in UNSUPPORTED.items()]
     return "\n".join(
         [
             *_table(("architecture", "models", "refused where config.json has"), runs),
@@ -21,7 +21,7 @@ def describe_families() -> str:
             "",
             "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM.",
             "",
-            *_table(("not run", "because"), refused),
+            *_table(("not run", "because"), unsupported),
             "",
             "Any other architecture is refused by name. Weights that are quantised by "
             f"{', '.join(READ_METHODS)} (quantization_config) are dequantised when they are loaded.",
@@ -35,11 +35,10 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
         yield f"| {' | '.join(row)} |"
 
 
-def _refusals(family: Family) -> str:
-    # What tells forms apart is right with one value or another.
-    telling = {key for form in family.forms for key in form.where}
-    required = {key: value for key, value in family.required.items() if key not in telling}
-    found = [f"{key} other than {str(value).lower()}" for key, value in required.items()]
+def _unsupported_values(family: Family) -> str:
+    # Keys that distinguish variants may have either value.
+    either = {key for variant in family.variants for key in variant.keys}
+    found = [f"{key} other than {str(value).lower()}" for key, value in family.required.items() if key not in either]
     kinds = {} if family.text is None else family.text.families
     texts = [FAMILIES[name] for name in dict.fromkeys(kinds.values())] or [family]
     if any(each.rope is not None and not each.rope.may_be_partial for each in texts):

@@ -1,4 +1,4 @@
-"""Rows of the table: dense families with RMS norms that came after those in `table.py`. See there."""
+"""Rows of `table.py`: dense families with RMS norms, newer than those there."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
-"""The families that run, by architecture name: what each does differently from Llama.
+"""The supported families, by architecture name: differences from Llama.
 
-Each row is compared with transformers on a checkpoint of its own, and each entry set back to Llama's must be noticed
-there (tests/model/test_families.py).
+Each row is compared with transformers on a checkpoint of its own, which must detect each entry that is reset to Llama's
+(tests/model/test_families.py).
 """
 
 from dataclasses import replace
@@ -256,7 +256,7 @@ FAMILIES: Final[dict[str, Family]] = {
         models="GPT-2",
         names=replace(_STARCODER.names, are_transposed=True, optional_prefix="transformer."),
         attention=Attention(qkv_bias=True, output_bias=True),
-        spelled={**_STARCODER.spelled, "num_key_value_heads": ""},
+        file_keys={**_STARCODER.file_keys, "num_key_value_heads": ""},
         required={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
@@ -287,7 +287,7 @@ _LOGIT_SCALE: Final = (
 _RELATIVE: Final = "its attention knows positions by their distance, as learned biases"
 _HAS_ENCODER: Final = "it is a decoder beside an encoder"
 
-REFUSED: Final[dict[str, tuple[str, ...]]] = {
+UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
@@ -313,4 +313,4 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     _RELATIVE: ("MPNetModel", "T5EncoderModel"),
     _HAS_ENCODER: (*("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration"),),
 }
-"""Known architectures that do not run, by the reason."""
+"""Known but unsupported architectures, by the reason."""

@@ -1,6 +1,6 @@
-"""Rows of the table: checkpoints that take images beside text, of which the text part is one of several families.
+"""Rows of `table.py`: models that accept images too, whose text model is one of several families.
 
-See `table.py`. Names of tensors are those of the hub's files, which transformers writes too.
+Tensor names are those of the hub's files, which transformers writes too.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _LANGUAGE_MODEL: Final = {
     "model.image_newline": "image_newline",
     "lm_head.": "language_model.lm_head.",
 }
-"""Beginnings of names since transformers 4.52, by those before."""
+"""Beginnings of names since transformers 4.52 -> those before."""
 _OTHER_INPUT: Final = ("vision_tower.", "multi_modal_projector.")
 
 
@@ -55,14 +55,14 @@ _SIZES: Final[dict[str, dict[str, Any]]] = {
     "exaone4": _EXAONE_SIZES,
     "exaone4_5_text": _EXAONE_SIZES,
 }
-"""Of the classes, which files of these wrappers leave out."""
+"""Defaults of the classes, which files of these models leave out."""
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
-    # What the first files of EXAONE 4.5 call it.
+    # The name in the first files of EXAONE 4.5.
     "exaone4_5_text": "Exaone4ForCausalLM",
 }
 
@@ -75,7 +75,7 @@ def _text_of(
     ties_by_default: bool = False,
     defaults: Mapping[str, Any] | None = None,
 ) -> Family:
-    """A wrapper of these kinds of text, the first where a file says none. `defaults` are of every kind."""
+    """A model whose text is of one of these kinds, the first if a file has none. `defaults` are of every kind."""
     return Family(
         models=models,
         names=names,
@@ -105,7 +105,7 @@ GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     fused={"mlp.gate_up_proj": GATE_UP},
 )
-"""Of GLM-4-0414, and of the text of GLM that takes images."""
+"""Names of GLM-4-0414, and of the text of GLM that accepts images."""
 
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
@@ -179,8 +179,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         rope=Rope(is_interleaved=True, may_be_partial=True),
         feed_forward=FeedForward(bias=False),
         text=TextPart(tie="also"),
-        # The size of a head is what the heads share, whatever a file says.
-        spelled={"head_dim": ""},
+        # The heads share the hidden size, whatever a file says.
+        file_keys={"head_dim": ""},
         defaults={"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     ),
     "Glm46VForConditionalGeneration": Family(
@@ -234,8 +234,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         feed_forward=FeedForward(bias=False),
         text=TextPart(),
         images=ImageLayers(key="cross_attention_layers", num_embeddings=8),
-        # Its head is never the embedding, which has more rows, and the heads share the hidden size.
-        spelled={"head_dim": "", "tie_word_embeddings": ""},
+        # Its head is never tied to the embedding, which has more rows; the heads share the hidden size.
+        file_keys={"head_dim": "", "tie_word_embeddings": ""},
         defaults={
             "vocab_size": 128256,
             "hidden_size": 4096,
