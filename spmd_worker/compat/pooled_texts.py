@@ -7,7 +7,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from spmd_worker.base.errors import ChatTemplateError
-from spmd_worker.model_config.sentence_folder import TextForm
+from spmd_worker.model_config.sentence_folder import TextTransform
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PAIR_ROLES: Final = ("query", "document")
@@ -23,7 +23,7 @@ _CHECKED: Final[WeakKeyDictionary[Tokenizer, dict[TextForm, str]]] = WeakKeyDict
 
 
 def encode_pooled_text(
-    form: TextForm, tokenizer: Tokenizer, first: str, second: str | None, max_tokens: int | None
+    form: TextTransform, tokenizer: Tokenizer, first: str, second: str | None, max_tokens: int | None
 ) -> tuple[list[int], int | None]:
     """`Tokenizer.encode_inside` with the folder's prompt or template. Raises ValueError if it cannot render them."""
     if not form.message_format:
@@ -40,7 +40,7 @@ def encode_pooled_text(
     return token_ids, len(token_ids)
 
 
-def _encode(form: TextForm, tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[int]:
+def _encode(form: TextTransform, tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[int]:
     return tokenizer.encode(_render(form, tokenizer, texts), add_special_tokens=False)
 
 

@@ -16,7 +16,7 @@ from spmd_worker.base.config import schema
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
-from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextForm
+from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
@@ -58,7 +58,7 @@ _RECORDS: Final[dict[str, type]] = {
         SamplingParams,
         StepResult,
         StructuredOutputsParams,
-        TextForm,
+        TextTransform,
         WeightFormat,
         WorkerReport,
     )

@@ -9,7 +9,7 @@ from spmd_worker.model_config.pooling import mean_pooling
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-CONFIG = replace(mean_pooling(8), is_encoder=True, has_token_types=True)
+CONFIG = replace(PoolingConfig("embed", "mean", 8), is_encoder=True, has_token_types=True)
 
 
 def no_tokenizer() -> Tokenizer:

@@ -46,7 +46,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model_config.families.family import Family
-from spmd_worker.model_config.families.table import FAMILIES, REFUSED
+from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.model_config.rope import sliding_layers, sliding_layers_or_all
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -371,8 +371,8 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
     bare = [{"architectures": [architecture]}] if architecture in HAVE_SIZES else []
     in_forms = [{}, {"rms_norm_eps": 0.5}] if architecture == "OPTForCausalLM" else [{}, {"num_kv_heads": 1}]
     of_forms = [
-        {**each, **form.where, **more}
-        for form in FAMILIES[architecture].forms
+        {**each, **form.keys, **more}
+        for form in FAMILIES[architecture].variants
         for each in (sized, *bare)
         for more in in_forms
     ]
@@ -390,7 +390,7 @@ def row_of(config: ModelConfig) -> Family:
     """Of its form, where it has one, and of its text, where that is another family's."""
     row = FAMILIES[config.architecture]
     row = FAMILIES[next(iter(row.text.families.values()))] if row.text is not None and row.text.families else row
-    return row.forms[config.form - 1].family if config.form else row
+    return row.variants[config.variant - 1].family if config.variant else row
 
 
 @pytest.mark.matrix
@@ -416,7 +416,7 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
             assert ours.intermediate_size == theirs.intermediate_size
         # Of these transformers ties the head unless the files have another; the hub's have one and do not say so.
         says_tied = "tie_word_embeddings" in config.get("text_config", {}) or architecture not in HAVE_OWN_HEADS
-        can_be_tied = row.spelled.get("tie_word_embeddings") != "" and whole.tie_word_embeddings
+        can_be_tied = row.file_keys.get("tie_word_embeddings") != "" and whole.tie_word_embeddings
         assert ours.has_tied_embeddings == (can_be_tied and says_tied)
         eps = [getattr(theirs, key) for key in EPSILONS if hasattr(theirs, key)]
         assert [ours.norm.eps] == (eps if row.norms.eps_key else [row.norms.eps])
@@ -594,21 +594,21 @@ def their_tensors(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.shape) for name, each in {**dict(model.named_parameters()), **buffers}.items()}
 
 
-_TABLES = ("models", "defaults", "spelled", "required")
+_TABLES = ("models", "defaults", "file_keys", "required")
 
 
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama has it, in one of its forms too."""
     found = mutants_of_row(row)
-    for number, form in enumerate(row.forms):
+    for number, form in enumerate(row.variants):
         families = [(what, replace(form, family=family)) for what, family in mutants_of_row(form.family)]
         wheres = [
-            (f"where.{key}", replace(form, where={each: form.where[each] for each in form.where if each != key}))
-            for key in form.where
+            (f"where.{key}", replace(form, keys={each: form.keys[each] for each in form.keys if each != key}))
+            for key in form.keys
         ]
         for what, mutant in (*families, *wheres):
-            forms = (*row.forms[:number], mutant, *row.forms[number + 1 :])
-            found.append((f"forms.{number}.{what}", replace(row, forms=forms)))
+            forms = (*row.variants[:number], mutant, *row.variants[number + 1 :])
+            found.append((f"forms.{number}.{what}", replace(row, variants=forms)))
     return found
 
 
@@ -618,7 +618,7 @@ def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
     unseen = ("text.ties_by_default", "names.aliases", "names.ignores_later_layers")
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
-        for table in ("defaults", "spelled", "required")
+        for table in ("defaults", "file_keys", "required")
         for given in [getattr(row, table)]
         for key in given
     ]
@@ -630,14 +630,14 @@ def readings(architecture: str) -> list[ModelConfig | str]:
     row = FAMILIES[architecture]
     minimal = minimal_files(architecture)
     refused = [{**minimal[0], key: "other"} for key in row.required]
-    for form in row.forms:
-        refused += [{**minimal[0], **form.where, key: "other"} for key in form.family.required]
-        refused += [{**minimal[0], key: value} for key, value in form.where.items()]
+    for form in row.variants:
+        refused += [{**minimal[0], **form.keys, key: "other"} for key in form.family.required]
+        refused += [{**minimal[0], key: value} for key, value in form.keys.items()]
     sized = spelled(architecture, {**SIZES, **OWN_SIZES.get(architecture, {})})
     named = {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 7.0}
     deep = {"num_hidden_layers": 90, "use_sliding_window": True, "sliding_window": 9}
     named = [{**sized, **named, "num_key_value_heads": 2, "head_dim": 48}, {**sized, **deep}]
-    named += [{**named[0], **form.where} for form in row.forms]
+    named += [{**named[0], **form.keys} for form in row.variants]
     tied = [(minimal[0], True), (minimal[-1], False)] if row.text is not None else []
     named += [{**config, "tie_word_embeddings": is_tied} for config, is_tied in tied]
     found: list[ModelConfig | str] = []
@@ -703,7 +703,7 @@ def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
 
 @pytest.mark.stress
 def test_what_transformers_wraps_around_a_text_of_the_table_runs_or_is_refused_by_name():
-    refused = {name for names in REFUSED.values() for name in names}
+    refused = {name for names in UNSUPPORTED.values() for name in names}
     texts = {*MODEL_TYPES.values(), "glm4v_text", "qwen3_vl_text", "mllama_text_model"}
     wrapped = {}
     for model_type, architecture in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():

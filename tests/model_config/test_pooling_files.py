@@ -8,7 +8,7 @@ import pytest
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.model_config import ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig, TextForm, pooling_files
+from spmd_worker.model_config.pooling import PoolingConfig, TextTransform, pooling_files
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
@@ -47,7 +47,7 @@ def read(folder: Path, architecture: str = "LlamaForCausalLM", modules: Any = ()
 )
 def test_old_and_new_pooling_keys_are_read(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
     files = read(tmp_path, modules=pooling(settings))
-    text = TextForm((("query", ""), ("document", "")))
+    text = TextTransform((("query", ""), ("document", "")))
     assert files.model_config.pooling == PoolingConfig("embed", kind, 32, is_sentence_model=True, text=text)
     assert files.generates
 
@@ -134,7 +134,7 @@ def test_module_path_outside_the_folder_is_not_read(tmp_path: Path, path: Any):
     [
         (pooling({"pooling_mode": "max"}), "1_Pooling/config.json: pooling mode .*max"),
         (pooling({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}), "pooling mode"),
-        (pooling({"pooling_mode": "mean", "include_prompt": False}), "include_prompt=false is not run"),
+        (pooling({"pooling_mode": "mean", "include_prompt": False}), "include_prompt=false is not supported"),
         ([*pooling({"pooling_mode": "mean"}), DENSE], "in_features=31, it is given 32"),
         ([*pooling({"pooling_mode": "mean"}), NORMALIZE, DENSE], "Normalize, Dense are not run"),
         ([TRANSFORMER, ("1_LSTM", "sentence_transformers.models.LSTM", {})], "Transformer, LSTM are not run"),
@@ -157,7 +157,7 @@ def test_encoders_with_relative_positions_are_rejected(tmp_path: Path, architect
 def test_attention_to_later_tokens_is_rejected_with_pooling(tmp_path: Path, given: dict[str, Any]) -> None:
     (key,) = given
     with pytest.raises(
-        ModelConfigError, match=rf"config.json: {key}={given[key]} is not run: a token sees those before"
+        ModelConfigError, match=rf"config.json: {key}={given[key]} is not supported: a token attends to those before"
     ):
         read(tmp_path, modules=pooling({"pooling_mode": "mean"}), **given)
 
@@ -165,6 +165,6 @@ def test_attention_to_later_tokens_is_rejected_with_pooling(tmp_path: Path, give
 def test_invalid_pooling_mode_is_rejected_in_any_folder(tmp_path: Path) -> None:
     """The digest covers the folder, whatever its name."""
     modules = [TRANSFORMER, ("pool", "sentence_transformers.models.Pooling", {"pooling_mode": [["mean"]]})]
-    with pytest.raises(ModelConfigError, match=r"pool/config.json: pooling mode \[\['mean'\]\] is not run"):
+    with pytest.raises(ModelConfigError, match=r"pool/config.json: pooling mode \[\['mean'\]\] is not supported"):
         read(tmp_path, modules=modules)
     assert tmp_path / "pool" / "config.json" in pooling_files(tmp_path)

@@ -327,7 +327,9 @@ def test_bidirectional_model_is_rejected_without_pooling_config(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **given}))
     (key,) = given
-    with pytest.raises(ModelConfigError, match=rf"config.json: {key}={given[key]} is not run: a token sees those"):
+    with pytest.raises(
+        ModelConfigError, match=rf"config.json: {key}={given[key]} is not supported: a token attends to those"
+    ):
         LLM(folder, **SETTINGS, **settings)
 
 

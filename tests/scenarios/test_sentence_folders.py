@@ -30,7 +30,7 @@ from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_poo
 from spmd_worker.frontends.openai.row import Row
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.model_config.model_config import read_model_files
-from spmd_worker.model_config.sentence_folder import gives_token_types
+from spmd_worker.model_config.sentence_folder import outputs_token_types
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 PAIRS = [("hello world", "the cache"), ("naïve café", "hello " * 30), ("a text about the scheduler " * 9, "x")]
@@ -338,22 +338,27 @@ BASE = "sentence_transformers.base.modules"
 @pytest.mark.parametrize(
     ("name", "file", "changes", "words"),
     [
-        ("identity", TOP, {"activation_fn": "mine.Identity"}, "activation_fn='mine.Identity' is not run"),
-        ("identity", TOP, {"model_type": "SparseEncoder"}, "model_type='SparseEncoder' is not run"),
+        ("identity", TOP, {"activation_fn": "mine.Identity"}, "activation_fn='mine.Identity' is not supported"),
+        ("identity", TOP, {"model_type": "SparseEncoder"}, "model_type='SparseEncoder' is not supported"),
         ("identity", TOP, {"model_type": "SentenceTransformer"}, "modules Transformer are not run"),
-        ("plain", TOP, {"similarity_fn_name": "maxsim"}, "similarity_fn_name='maxsim' is not run"),
+        ("plain", TOP, {"similarity_fn_name": "maxsim"}, "similarity_fn_name='maxsim' is not supported"),
         ("plain", TOP, {"default_prompt_name": "mine"}, "default_prompt_name='mine' is none of its prompts"),
         ("plain", TOP, {"truncate_dim": "many"}, "truncate_dim='many' must be a whole number"),
-        ("plain", SENTENCE, {"transformer_task": "fill-mask"}, "transformer_task='fill-mask' is not run"),
-        ("plain", SENTENCE, {"module_output_name": "other"}, "module_output_name='other' is not run"),
-        ("plain", SENTENCE, {"config_args": {"num_hidden_layers": 2}}, "config_args.num_hidden_layers=2 is not run"),
+        ("plain", SENTENCE, {"transformer_task": "fill-mask"}, "transformer_task='fill-mask' is not supported"),
+        ("plain", SENTENCE, {"module_output_name": "other"}, "module_output_name='other' is not supported"),
+        (
+            "plain",
+            SENTENCE,
+            {"config_args": {"num_hidden_layers": 2}},
+            "config_args.num_hidden_layers=2 is not supported",
+        ),
         ("plain", SENTENCE, {"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens=False"),
         ("plain", SENTENCE, {"modality_config": {"image": {}}}, "modality_config has no text"),
         ("plain", SENTENCE, {"new_setting": 3}, "new_setting=3 is not known"),
-        ("plain", SENTENCE, {"do_lower_case": True}, "do_lower_case=true is not run"),
-        ("plain", "1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "pooling mode .* is not run"),
-        ("cut", "2_Dense/config.json", {"use_residual": True}, "use_residual=True is not run"),
-        ("cut", "2_Dense/config.json", {"activation_function": "torch.nn.Mish"}, "torch.nn.Mish' is not run"),
+        ("plain", SENTENCE, {"do_lower_case": True}, "do_lower_case=true is not supported"),
+        ("plain", "1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "pooling mode .* is not supported"),
+        ("cut", "2_Dense/config.json", {"use_residual": True}, "use_residual=True is not supported"),
+        ("cut", "2_Dense/config.json", {"activation_function": "torch.nn.Mish"}, "torch.nn.Mish' is not supported"),
         ("cut", "2_Dense/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),
         ("cut", "3_Normalize/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),
         ("logits", "1_LogitScore/config.json", {"true_token_id": "yes"}, "must be token ids, not 'yes'"),
@@ -442,7 +447,7 @@ def test_token_types_are_given_where_autotokenizer_gives_them(named: str, names:
     edit(folder / "tokenizer_config.json", model_input_names=NAMES[names])
     edit(folder / CLASSES[named], tokenizer_class=named or ...)
     theirs = AutoTokenizer.from_pretrained(folder)("hello", "the world")
-    assert gives_token_types(folder, json.loads((folder / "config.json").read_text())) == ("token_type_ids" in theirs)
+    assert outputs_token_types(folder, json.loads((folder / "config.json").read_text())) == ("token_type_ids" in theirs)
 
 
 @pytest.mark.finding(number="A4")

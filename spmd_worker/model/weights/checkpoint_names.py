@@ -15,7 +15,7 @@ from typing import Final
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, Place, WeightSlice, nothing_of
-from spmd_worker.model_config.families.family import NORM_PLACES, Names
+from spmd_worker.model_config.families.family import NORM_POSITIONS, Names
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.pooling import PoolingConfig
@@ -57,7 +57,7 @@ class CheckpointNames:
         self._top_modules = {top for top in (*self._tops.values(), names.head) if top}
         has_own_head = self._has_score and pooling is not None and pooling.head is not None
         self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
-        norms = {ours: theirs for ours, theirs in zip(NORM_PLACES, names.norms) if theirs}
+        norms = {ours: theirs for ours, theirs in zip(NORM_POSITIONS, names.norms) if theirs}
         self._parts = {**norms, **names.parts}
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
@@ -194,7 +194,7 @@ class CheckpointNames:
         index, inside = found
         stack = next((each for each in self._names.stacked if each.name == inside), None)
         experts, hidden_size = self._model_config.layers[index].experts, self._model_config.hidden_size
-        if stack is None or not stack.may_be_turned or experts is None:
+        if stack is None or not stack.may_be_transposed or experts is None:
             return False
         rows, inputs = len(stack.parts) * experts.intermediate_size, hidden_size
         if stack.parts == ("down_proj",):

@@ -92,7 +92,7 @@ def test_a_tensor_by_key_value_heads_has_the_queries_keys_and_values_of_each_hea
 ):
     """Each row of the file goes where a reshape to [key-value heads, queries + key + value, size] has it."""
     row = FAMILIES["GPTNeoXForCausalLM"]
-    monkeypatch.setitem(FAMILIES, "GPTNeoXForCausalLM", replace(row, spelled={}))
+    monkeypatch.setitem(FAMILIES, "GPTNeoXForCausalLM", replace(row, file_keys={}))
     model_config = new_shape("GPTNeoXForCausalLM", rotary_pct=1.0)
     num_heads, num_kv_heads, head_size = model_config.num_heads, model_config.num_kv_heads, model_config.head_size
     per_head = num_heads // num_kv_heads
