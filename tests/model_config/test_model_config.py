@@ -250,7 +250,7 @@ def error_result(folder: Path) -> str:
 def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
     message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
     assert "MambaForCausalLM" in message
-    assert "is not run: some of its layers have a recurrent state" in message
+    assert "is not supported: some of its layers have a recurrent state" in message
     assert "`spmd-worker families` lists the" in error_result(write_folder(tmp_path, architectures=None))
     assert "`spmd-worker families` lists the" in error_result(
         write_folder(tmp_path, architectures=[["LlamaForCausalLM"]])
@@ -270,11 +270,11 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
         ),
         (
             {"architectures": ["Glm46VForConditionalGeneration"], "text_config": {"model_type": "glm4v_moe_text"}},
-            ["text_config.model_type='glm4v_moe_text'", "only glm4v_text are"],
+            ["text_config.model_type='glm4v_moe_text'", "only glm4v_text"],
         ),
-        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not run", "alibi"]),
+        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not supported", "alibi"]),
         ({"architectures": ["CohereForCausalLM"], "use_qk_norm": 1}, ["use_qk_norm=1", "true or false"]),
-        ({"hidden_act": "xielu"}, ["hidden_act='xielu' is not supported; only silu"]),
+        ({"hidden_act": "xielu"}, ["hidden_act='xielu' is not supported, only silu"]),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, ["alibi=True", "only False"]),
         (
             {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
@@ -296,7 +296,7 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
         ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 0}, ["word_embed_proj_dim=0", "whole number"]),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "gemma2"}},
-            ["text_config.model_type='gemma2'", "only llama, mistral, qwen2, qwen3 are"],
+            ["text_config.model_type='gemma2'", "only llama, mistral, qwen2, qwen3"],
         ),
         (
             {
@@ -305,7 +305,7 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
             },
             ["dynamic alpha='x'"],
         ),
-        ({"architectures": ["PhimoeForCausalLM"]}, ["PhimoeForCausalLM", "is not run", "experts"]),
+        ({"architectures": ["PhimoeForCausalLM"]}, ["PhimoeForCausalLM", "is not supported", "experts"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method='hqq'", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
         (
@@ -478,11 +478,11 @@ def _shape_or_refusal(config: dict[str, Any]) -> None:
     [
         (["Qwen3ForCausalLMM"], "; the nearest that run are Qwen3ForCausalLM, "),
         (["BertModell"], "; the nearest that run are BertModel"),
-        (["Nothing"], "is not known: `spmd-worker families`"),
-        (None, "architectures=None is no list of names: `spmd-worker families`"),
-        ("Qwen3ForCausalLM", "architectures='Qwen3ForCausalLM' is no list of names: `spmd-worker families`"),
-        (["T5EncoderModel"], "is not run: "),
-        (["x" * 10_000] * 1000, "is not known: `spmd-worker families`"),
+        (["Nothing"], "is unknown: `spmd-worker families`"),
+        (None, "architectures=None must be a list of names: `spmd-worker families`"),
+        ("Qwen3ForCausalLM", "architectures='Qwen3ForCausalLM' must be a list of names: `spmd-worker families`"),
+        (["T5EncoderModel"], "is not supported: "),
+        (["x" * 10_000] * 1000, "is unknown: `spmd-worker families`"),
     ],
 )
 def test_unknown_architecture_error_names_the_nearest(tmp_path: Path, given: Any, words: str):

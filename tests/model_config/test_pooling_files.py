@@ -125,7 +125,7 @@ def test_module_path_outside_the_folder_is_not_read(tmp_path: Path, path: Any):
     modules = [{"path": each, "type": f"x.{kind}"} for each, kind in (("", "Transformer"), (path, "Pooling"))]
     (folder / "modules.json").write_text(json.dumps(modules))
     assert pooling_files(folder) == [folder / "modules.json"]
-    with pytest.raises(ModelConfigError, match="must be the name of a folder beside it"):
+    with pytest.raises(ModelConfigError, match="must be the name of a folder"):
         read_model_files(folder)
 
 
@@ -134,10 +134,10 @@ def test_module_path_outside_the_folder_is_not_read(tmp_path: Path, path: Any):
     [
         (pooling({"pooling_mode": "max"}), "1_Pooling/config.json: pooling mode .*max"),
         (pooling({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}), "pooling mode"),
-        (pooling({"pooling_mode": "mean", "include_prompt": False}), "include_prompt=false is not supported"),
-        ([*pooling({"pooling_mode": "mean"}), DENSE], "in_features=31, it is given 32"),
-        ([*pooling({"pooling_mode": "mean"}), NORMALIZE, DENSE], "Normalize, Dense are not run"),
-        ([TRANSFORMER, ("1_LSTM", "sentence_transformers.models.LSTM", {})], "Transformer, LSTM are not run"),
+        (pooling({"pooling_mode": "mean", "include_prompt": False}), "include_prompt=False"),
+        ([*pooling({"pooling_mode": "mean"}), DENSE], "in_features=31 must be 32"),
+        ([*pooling({"pooling_mode": "mean"}), NORMALIZE, DENSE], "modules Transformer, Pooling, Normalize, Dense"),
+        ([TRANSFORMER, ("1_LSTM", "sentence_transformers.models.LSTM", {})], "modules Transformer, LSTM"),
         ([("0_Transformer", TRANSFORMER[1], {}), *pooling({"pooling_mode": "cls"})[1:]], "must be in .* itself"),
         ([TRANSFORMER, ("", "sentence_transformers.models.Pooling", {})], "must be the name of a folder"),
     ],
@@ -156,9 +156,7 @@ def test_encoders_with_relative_positions_are_rejected(tmp_path: Path, architect
 @pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}])
 def test_attention_to_later_tokens_is_rejected_with_pooling(tmp_path: Path, given: dict[str, Any]) -> None:
     (key,) = given
-    with pytest.raises(
-        ModelConfigError, match=rf"config.json: {key}={given[key]} is not supported: a token attends to those before"
-    ):
+    with pytest.raises(ModelConfigError, match=rf"config.json: {key}={given[key]}"):
         read(tmp_path, modules=pooling({"pooling_mode": "mean"}), **given)
 
 
