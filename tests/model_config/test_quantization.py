@@ -85,7 +85,10 @@ def weights(**changes: Any) -> dict[str, Any]:
         ({**GPTQ, "bits": "4"}, ["bits='4' is not supported"]),
         ({**GPTQ, "group_size": 0}, ["group_size=0 must be -1 (all inputs) or a whole number from 1"]),
         ({**GPTQ, "group_size": True}, ["group_size=True must be"]),
-        ({**GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format='marlin' is not supported, only gptq or gptq_v2"]),
+        (
+            {**GPTQ, "checkpoint_format": "marlin"},
+            ["checkpoint_format='marlin' is not supported, only gptq or gptq_v2"],
+        ),
         ({**GPTQ, "desc_act": "yes"}, ["desc_act='yes' is not supported, only false or true"]),
         ({**GPTQ, "sym": 1}, ["sym=1 is not supported"]),
         ({**GPTQ, "dynamic": {r"+:.*\.0\..*": {"bits": 8}}}, ["dynamic has '+:", "begin with -:"]),
@@ -98,7 +101,10 @@ def weights(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt='e5m2' is not supported, only e4m3"]),
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, ["modules_to_not_convert must list names"]),
         ({"quant_method": "fp8", "modules_to_not_convert": [3]}, ["modules_to_not_convert must list names"]),
-        ({**W4, "format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized' is not supported, only float-quantized"]),
+        (
+            {**W4, "format": "nvfp4-pack-quantized"},
+            ["format='nvfp4-pack-quantized' is not supported, only float-quantized"],
+        ),
         ({**W4, "format": "marlin-24"}, ["format='marlin-24' is not supported"]),
         ({**W4, "sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config is not supported"]),
         ({**W4, "transform_config": {"config_groups": {}}}, ["transform_config is not supported"]),

@@ -26,7 +26,7 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json in the family's own words, without keys that it does not have. What is turned in
     part of a head of 6 would be odd.
     """
-    words, is_partial = FAMILIES[architecture].spelled, "partial_rotary_factor" in FAMILIES[architecture].defaults
+    words, is_partial = FAMILIES[architecture].file_keys, "partial_rotary_factor" in FAMILIES[architecture].defaults
     given = {**config, "head_dim": 8} if is_partial and config.get("head_dim") == 6 else config
     own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
     return {"architectures": [architecture], **_few_experts(architecture), **own}
