@@ -193,6 +193,6 @@ def as_it_is(value: Any, *_: Any) -> Any:
 def test_broken_config_check_detects_unchecked_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the rule for whole numbers some file ends in a traceback, or takes too much."""
     use_once(tmp_path)
-    monkeypatch.setattr(config_reader, "whole_number", as_it_is)
+    monkeypatch.setattr(config_reader, "checked_integer", as_it_is)
     with pytest.raises((TypeError, MemoryError, OverflowError)):
         check_all(200, tmp_path)
