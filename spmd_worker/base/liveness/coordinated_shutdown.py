@@ -24,8 +24,9 @@ from spmd_worker.base.liveness.failure_diagnosis import (
     status_lines,
 )
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
-from spmd_worker.base.liveness.heartbeat_store import HeartbeatExchange
+from spmd_worker.base.liveness.heartbeat_exchange import HeartbeatExchange
 from spmd_worker.base.liveness.stall_clock import WatchClock
+from spmd_worker.base.liveness.watched import Watched
 from spmd_worker.base.process import children_of, parent_of, start_time_of, variables_of
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,13 @@ class CoordinatedShutdown:
 
     def __init__(
         self,
-        rank: int,
-        exits: bool,
+        watched: Watched,
         exchange: HeartbeatExchange,
         clock: WatchClock,
         stop: threading.Event,
         wake: threading.Event,
     ) -> None:
-        self._rank, self._exits, self._exchange, self._clock = rank, exits, exchange, clock
+        self._rank, self._exits, self._exchange, self._clock = watched.rank, watched.exits, exchange, clock
         self._stop, self._wake = stop, wake
 
     def find_diagnosis(self, look: Callable[[], object]) -> tuple[Diagnosis, list[RankStatus]] | None:
@@ -116,7 +116,9 @@ class CoordinatedShutdown:
             # A store that was never reached may have ended with rank 0, which hosts it without torchrun.
             is_host = status.rank == 0 and (self._exchange.is_lost or status.rank in diagnosis.ranks)
             return not self._exchange.is_connected and not is_host
-        return status.is_living and (self._exchange.is_shared or status.last_heartbeat.node == self._exchange.node)
+        return status.is_living and (
+            self._exchange.is_shared or status.last_heartbeat.node == self._exchange.peers.node
+        )
 
     def wait_for_main(self, diagnosis: Diagnosis, is_done: Callable[[], bool]) -> None:
         """Give the main thread time to end the process itself, and the rank that failed to end first."""

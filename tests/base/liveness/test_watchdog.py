@@ -22,14 +22,15 @@ from waiting import NotInTime, wait_until
 
 from spmd_worker.base.errors import ConfigError, RankFailedError, ReplicaDivergedError
 from spmd_worker.base.liveness import coordinated_shutdown as ending
-from spmd_worker.base.liveness import heartbeat_store as exchange
-from spmd_worker.base.liveness import stall_clock, watchdog
+from spmd_worker.base.liveness import heartbeat_exchange as exchange
+from spmd_worker.base.liveness import main_thread, stall_clock, watchdog
 from spmd_worker.base.liveness.coordinated_shutdown import CoordinatedShutdown
 from spmd_worker.base.liveness.error_file import read_records, write_elastic_file
 from spmd_worker.base.liveness.failure_diagnosis import SETTLE_S
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
 from spmd_worker.base.liveness.heartbeat_store import HeartbeatStore
-from spmd_worker.base.liveness.watchdog import Watchdog, Watched
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.liveness.watched import Watched
 from spmd_worker.base.process import node_name, start_time_of
 
 LONG_S, LIMIT_S = 1000.0, 300.0
@@ -280,8 +281,7 @@ def test_moving_main_thread_is_left_alone(make, caplog):
 @pytest.mark.finding(number="B8")
 def test_stacks_reach_stderr_only_at_the_hard_limit(make, caplog, capfd):
     """A step that took a fifth of the limit once printed the stacks of all threads, and then went on."""
-    ranks = make(1, timeout_s=60.0, run_dir=None)
-    ranks.all[0].watched = Watched(0, (0,), 20.0)
+    ranks = make(1, timeout_s=20.0, run_dir=None, exits=False)
     ranks.all[0].heartbeat.enter("execute", 7)
     ranks.start((0,))
     ranks.wait_until(lambda: bool(caplog.records))
@@ -326,8 +326,7 @@ def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
     limits: dict[int, float] = {}
 
     def within(limit_s: float, action: Callable[[], object]) -> object:
-        if getattr(action, "__name__", "") == "_run_before_exit":
-            limits[action.__self__.watched.rank] = limit_s
+        limits.update({each.watched.rank: limit_s for each in ranks.all if action is each.before_exit})
         return action()
 
     monkeypatch.setattr(watchdog, "within", within)
@@ -335,7 +334,7 @@ def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
     ranks.start((0, 1, 2))
     ranks.all[1].signalled()
     assert ranks.wait_for_exits(3) == {0: 1, 1: 143, 2: 1}
-    assert limits == {0: ending.LEAVE_S, 1: watchdog._SAVE_ANEW_S, 2: ending.LEAVE_S}
+    assert limits == {0: ending.LEAVE_S, 1: watchdog._SAVE_AGAIN_S, 2: ending.LEAVE_S}
     # A signal of this moment: what it saves has had no time yet.
     ranks.all[2].signalled()
     assert ranks.all[2]._saving_s() > ending.LEAVE_S - 0.5
@@ -395,9 +394,8 @@ def test_signalled_stuck_rank_exits_as_failed(make):
 def test_waiting_ranks_log_below_warning_without_stacks(make, monkeypatch, caplog, capfd):
     """The terminal is left to the rank they wait for."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(watchdog, "location_of", lambda thread_id: ("channel.py:4 receive", True))
-    ranks = make(1, timeout_s=60.0, run_dir=None)
-    ranks.all[0].watched = Watched(0, (0,), 2.0)
+    monkeypatch.setattr(main_thread, "location_of", lambda thread_id: ("channel.py:4 receive", True))
+    ranks = make(1, timeout_s=2.0, run_dir=None, exits=False)
     ranks.all[0].heartbeat.enter("execute", 7)
     ranks.start((0,))
     ranks.wait_until(lambda: bool(caplog.records))
@@ -565,7 +563,7 @@ def test_elastic_error_file_names_a_rank_busy_computing(make, tmp_path, monkeypa
     ranks.start((0, 1))
     ranks.all[1].heartbeat.enter("execute", 7)
     # So long that it cannot have begun after the wait.
-    ranks.wait_until(lambda: ranks.all[1]._stall.age_s > SETTLE_S + 1)
+    ranks.wait_until(lambda: ranks.all[1]._main.stall.age_s > SETTLE_S + 1)
     ranks.all[0].fail(RuntimeError("gloo: Timed out waiting 5000ms"))
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
     assert "error: rank 1 is busy while others waited for too long: step 7, phase execute, " in capsys.readouterr().err
@@ -673,7 +671,7 @@ def test_ranks_with_different_names_meet_under_agreed_name(make, joins: bool):
     if joins:
         for each in ranks.all:
             each.join_run("r")
-        ranks.wait_until(lambda: all(len(each._exchange._published) == 1 for each in ranks.all))
+        ranks.wait_until(lambda: all(len(each._exchange.peers.published) == 1 for each in ranks.all))
     ranks.all[1].fail(ValueError("boom"))
     secondary = RuntimeError("gloo: Connection closed by peer")
     ranks.all[0].fail(secondary)
@@ -694,7 +692,7 @@ def test_failed_attempt_is_forgotten_when_next_attempt_joins(make, caplog):
     ranks.begin(again)
     for each in (ranks.all[0], again):
         each.join_run("r")
-    ranks.wait_until(lambda: ranks.all[0]._exchange._published == {1})
+    ranks.wait_until(lambda: ranks.all[0]._exchange.peers.published == {1})
     ranks.time.advance(10.0)
     assert (ranks.all[0]._diagnosis, again._diagnosis, caplog.records) == (None, None, [])
     again.fail(ValueError("boom"))
@@ -745,7 +743,7 @@ def test_recovered_store_is_used_under_the_run_name(make, caplog):
     assert ranks.exits == {}
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == 2 * [
-        "the heartbeat store does not answer (Broken pipe): until it does, other ranks may take this one for silent"
+        "the heartbeat store does not answer (Broken pipe): until it does, other ranks may consider this one silent"
     ]
     for rank, count in enumerate(counts):
         last = RankHeartbeat.unpack(ranks.store.values[f"spmd_worker/watch/run r/heartbeat/{rank}"])
@@ -810,11 +808,11 @@ def test_gone_process_is_forgotten_when_its_rank_rejoins(make, monkeypatch, capl
     ranks.all[1].fail(ConfigError("seed=x"))
     ranks.wait_until(lambda: ranks.all[0]._diagnosis is not None)
     ranks.all[1].stop()
-    is_there(ranks.all[0]._exchange, "_has_no_process", lambda last_heartbeat: True)
-    ranks.wait_until(lambda: ranks.all[0]._exchange._gone.get(1) is not None)
+    is_there(ranks.all[0]._exchange.peers, "_has_no_process", lambda last_heartbeat: True)
+    ranks.wait_until(lambda: ranks.all[0]._exchange.peers._gone.get(1) is not None)
     ranks.all[0].join_run("r")
     ranks.wait_until(lambda: not ranks.all[0]._exchange.is_moving)
-    assert ranks.all[0]._exchange._gone.get(1) is None
+    assert ranks.all[0]._exchange.peers._gone.get(1) is None
     ranks.time.advance(5.0)
     assert ranks.all[0]._thread.is_alive()
     assert not ranks.all[0]._exchange.is_alarmed
