@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spmd_worker.base.liveness.heartbeat_store import OVER, HeartbeatStore
-from spmd_worker.base.liveness.watchdog import Watchdog, Watched
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.liveness.watched import Watched
 from spmd_worker.ranks.environment import RankEnvironment
 
 logger = logging.getLogger(__name__)

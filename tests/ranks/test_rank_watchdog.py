@@ -13,7 +13,7 @@ from waiting import LIMIT_S, wait_until
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, CLOSING, RankHeartbeat
 from spmd_worker.base.liveness.heartbeat_store import OVER
-from spmd_worker.base.liveness.watchdog import Watched
+from spmd_worker.base.liveness.watched import Watched
 from spmd_worker.ranks import rank_watchdog as watch
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.rank_watchdog import open_heartbeat_store, watch_guest, watch_program
