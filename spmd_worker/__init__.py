@@ -1,38 +1,26 @@
-"""A torchrun SPMD runtime for offline LLM inference. What people import is offered lazily (PEP 562)."""
+"""A torchrun SPMD runtime for offline LLM inference. Its public names are imported lazily (PEP 562)."""
 
 from importlib import import_module
 from typing import Any
 
-OFFERED = {
-    "LLM": "spmd_worker.llm",
-    "LLMEngine": "spmd_worker.llm_engine",
-    "EngineArgs": "spmd_worker.compat.engine_args",
-    "BeamSearchOutput": "spmd_worker.compat.beam_search",
-    "BeamSearchParams": "spmd_worker.compat.beam_search",
-    "BeamSearchSequence": "spmd_worker.compat.beam_search",
-    "PromptType": "spmd_worker.compat.prompts",
-    "TextPrompt": "spmd_worker.compat.prompts",
-    "TokensPrompt": "spmd_worker.compat.prompts",
-    "PromptsRefusedError": "spmd_worker.base.errors",
-    "WorkerEventError": "spmd_worker.base.errors",
-    "SamplingParams": "spmd_worker.replica.sequence.sampling_params",
-    "RequestOutputKind": "spmd_worker.replica.sequence.sampling_params",
-    "StructuredOutputsParams": "spmd_worker.replica.sequence.structured_outputs",
-    "GuidedDecodingParams": "spmd_worker.replica.sequence.structured_outputs",
-    "PoolingParams": "spmd_worker.replica.sequence.pooling_params",
-    "ClassificationOutput": "spmd_worker.replica.sequence.outputs",
-    "ClassificationRequestOutput": "spmd_worker.replica.sequence.outputs",
-    "CompletionOutput": "spmd_worker.replica.sequence.outputs",
-    "EmbeddingOutput": "spmd_worker.replica.sequence.outputs",
-    "EmbeddingRequestOutput": "spmd_worker.replica.sequence.outputs",
-    "Logprob": "spmd_worker.replica.sequence.outputs",
-    "PoolingOutput": "spmd_worker.replica.sequence.outputs",
-    "PoolingRequestOutput": "spmd_worker.replica.sequence.outputs",
-    "RequestMetrics": "spmd_worker.replica.sequence.outputs",
-    "RequestOutput": "spmd_worker.replica.sequence.outputs",
-    "ScoringOutput": "spmd_worker.replica.sequence.outputs",
-    "ScoringRequestOutput": "spmd_worker.replica.sequence.outputs",
+_MODULES = {
+    "llm": ("LLM",),
+    "llm_engine": ("LLMEngine",),
+    "compat.engine_args": ("EngineArgs",),
+    "compat.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "compat.prompts": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "base.errors": ("PromptsRefusedError", "WorkerEventError"),
+    "replica.sequence.sampling_params": ("SamplingParams", "RequestOutputKind"),
+    "replica.sequence.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
+    "replica.sequence.pooling_params": ("PoolingParams",),
+    "replica.sequence.outputs": (
+        *("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput"),
+        *("EmbeddingRequestOutput", "Logprob", "PoolingOutput", "PoolingRequestOutput", "RequestMetrics"),
+        *("RequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+    ),
 }
+OFFERED = {name: f"spmd_worker.{module}" for module, names in _MODULES.items() for name in names}
+"""Public name -> the module that has it."""
 ABSENT = {
     **dict.fromkeys(
         ("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"),
@@ -47,38 +35,9 @@ ABSENT = {
     "ModelRegistry": "model classes are those of this package: `spmd-worker families` lists them",
     "initialize_ray_cluster": "torchrun starts the ranks, or LLM itself on one node",
 }
-"""Names of vLLM's that are not here, and the way out."""
+"""vLLM's names that are missing here -> the way out."""
 
-__all__ = [
-    "LLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "ClassificationOutput",
-    "ClassificationRequestOutput",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "EngineArgs",
-    "GuidedDecodingParams",
-    "LLMEngine",
-    "Logprob",
-    "PoolingOutput",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "PromptType",
-    "PromptsRefusedError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "WorkerEventError",
-]
+__all__ = [*OFFERED]
 
 
 def __getattr__(name: str) -> Any:

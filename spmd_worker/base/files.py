@@ -5,13 +5,13 @@ import errno
 import json
 import os
 import stat
-from itertools import chain
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 CONFIG_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of a configuration file."""
-_MOST_NAME_BYTES: Final = 255
+_MAX_NAME_BYTES: Final = 255
 """Maximum length of a file name on common systems."""
 
 
@@ -19,8 +19,8 @@ class OwnFileError(OSError):
     """A path for a job's own file holds something else; a link would redirect the write or the read."""
 
     def __init__(self, path: Path, fault: str) -> None:
-        rule = "what a job makes are regular files with one link: remove it, or give another folder"
-        super().__init__(errno.ELOOP, f"{fault}, and {rule}", str(path))
+        rule = "files of a job must be regular files with one link: remove it, or give another folder"
+        super().__init__(errno.ELOOP, f"{fault}, but {rule}", str(path))
 
     def __str__(self) -> str:
         return f"{self.filename} {self.strerror}"
@@ -30,13 +30,12 @@ def is_plain_name(name: str) -> bool:
     """Whether it can only mean a file or folder directly inside another, on any system, and can be printed."""
     if not name.isprintable() or name in ("", ".", ".."):
         return False
-    return len(name.encode()) <= _MOST_NAME_BYTES and "/" not in name and "\\" not in name
+    return len(name.encode()) <= _MAX_NAME_BYTES and "/" not in name and "\\" not in name
 
 
 def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
-    """Write `data` to a file, atomically: a reader sees the old file, or all of the new one.
-
-    With `is_durable` it is on the disk, under its name, when this returns. Raises OSError; the old file is unchanged.
+    """Write `data` to a file, atomically: a reader sees the old file, or all of the new one. With `is_durable` it is on
+    the disk, under its name, when this returns. Raises OSError; the old file is unchanged.
     """
     partial = partial_path(path)
     fault = own_file_fault(partial)
@@ -155,7 +154,7 @@ def _fault(found: os.stat_result) -> str | None:
         return f"has {found.st_nlink} links" if found.st_nlink > 1 else None
     kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
     kinds |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-    return f"is {kinds.get(stat.S_IFMT(found.st_mode), 'no regular file')}"
+    return f"is {kinds.get(stat.S_IFMT(found.st_mode), 'not a regular file')}"
 
 
 def open_regular_file(path: Path, size: str = "") -> BinaryIO:
@@ -170,14 +169,14 @@ def open_regular_file(path: Path, size: str = "") -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
+def read_regular_file(path: Path, max_bytes: int = CONFIG_BYTES) -> bytes:
     """Contents of a file that a job did not make. Raises OSError as `open_regular_file` does, and for a file of more
-    than `most_bytes`.
+    than `max_bytes`.
     """
-    with open_regular_file(path, f" of at most {most_bytes:,} bytes") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(f"{path} has more than {most_bytes:,} bytes: give one of at most so many")
+    with open_regular_file(path, f" of at most {max_bytes:,} bytes") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"{path} has more than {max_bytes:,} bytes, which is the limit")
     return content
 
 
@@ -206,8 +205,9 @@ def parse_json_object(data: bytes, *, max_nesting: int | None = None, allows_nan
         value = _parse(text, allows_nan)
     except RecursionError:
         raise JsonError("nested_too_deeply", "is nested too deeply") from None
-    can_be_deeper = max_nesting is not None and data.count(b"[") + data.count(b"{") > max_nesting
-    if max_nesting is not None and can_be_deeper and _is_deeper_than(value, max_nesting):
+    # Counting is fast, and enough for most rows.
+    num_containers = data.count(b"[") + data.count(b"{")
+    if max_nesting is not None and num_containers > max_nesting and _is_deeper_than(value, max_nesting):
         raise JsonError("nested_too_deeply", f"is nested more than {max_nesting} levels deep")
     if not isinstance(value, dict):
         raise JsonError("not_an_object", f"must be a JSON object, not {_kind(value)}")
@@ -225,9 +225,9 @@ def read_json_object(path: Path, *, allows_nan: bool = False) -> dict[str, Any]:
 
 
 def _parse(text: str, allows_nan: bool) -> Any:
-    refuse = None if allows_nan else _refuse_constant
+    parse_constant = None if allows_nan else _reject_constant
     try:
-        return json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=refuse)
+        return json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=parse_constant)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.rstrip() else f"character {error.pos}"
         raise JsonError("invalid_json", f"is not JSON: {error.msg} at {where}") from None
@@ -235,28 +235,20 @@ def _parse(text: str, allows_nan: bool) -> Any:
         raise
     except ValueError:
         # Python does not convert integers of more than 4,300 digits.
-        raise JsonError("invalid_json", "is not JSON: it holds a whole number of thousands of digits") from None
+        raise JsonError("invalid_json", "is not JSON: it has an integer of thousands of digits") from None
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        name = _first_duplicate(pairs)
+        counts = Counter(name for name, _ in pairs)
+        name = next(name for name in counts if counts[name] > 1)
         raise JsonError("invalid_json", f"is not strict JSON: the key {name[:100]!r} appears twice in one object")
     return value
 
 
-def _first_duplicate(pairs: list[tuple[str, Any]]) -> str:
-    seen: dict[str, None] = {}
-    for name, _ in pairs:
-        if name in seen:
-            return name
-        seen[name] = None
-    raise AssertionError("no key appears twice")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise JsonError("invalid_json", f"is not JSON: it holds {name}, which is not a JSON number")
+def _reject_constant(name: str) -> Any:
+    raise JsonError("invalid_json", f"is not JSON: it has {name}, which is not a JSON number")
 
 
 def _is_deeper_than(value: Any, limit: int) -> bool:

@@ -28,21 +28,21 @@ def explain_keywords(words: Mapping[str, Mapping[str, str]] = {}) -> Callable[[_
     the nearest. `words`, by method and keyword, replace that hint.
     """
 
-    def decorate(made: _Class) -> _Class:
-        for name, member in list(vars(made).items()):
+    def decorate(cls: _Class) -> _Class:
+        for name, member in list(vars(cls).items()):
+            hints = words.get(name, _NO_WORDS)
             if name.startswith("_") and name != "__init__":
                 continue
-            said = words.get(name, _NO_WORDS)
             if isinstance(member, classmethod | staticmethod):
-                setattr(made, name, type(member)(_explained(member.__func__, made, said)))
+                setattr(cls, name, type(member)(_with_hints(member.__func__, cls, hints)))
             elif inspect.isfunction(member):
-                setattr(made, name, _explained(member, made, said))
-        return made
+                setattr(cls, name, _with_hints(member, cls, hints))
+        return cls
 
     return decorate
 
 
-def _explained(function: Callable[..., Any], made: type, words: Mapping[str, str]) -> Callable[..., Any]:
+def _with_hints(function: Callable[..., Any], cls: type, words: Mapping[str, str]) -> Callable[..., Any]:
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return function
@@ -57,8 +57,8 @@ def _explained(function: Callable[..., Any], made: type, words: Mapping[str, str
             unknown = [name for name in named if name not in parameters]
             if not unknown:
                 raise
-            # The caller's word for an inherited method is the class of the object.
-            kind = type(given[0]) if given and isinstance(given[0], made) else made
+            # An inherited method is called by the name of the object's class.
+            kind = type(given[0]) if given and isinstance(given[0], cls) else cls
             label = f"{kind.__name__}{end}"
             raise TypeError(f"{label} has no keyword {unknown[0]}{hint(unknown[0], known, words)}") from None
 

@@ -5,6 +5,8 @@ from typing import NoReturn
 from spmd_worker.base.errors import ConfigError
 
 
-def refuse_without(package: str, extra: str, what: str, error: ImportError) -> NoReturn:
-    """Raise ConfigError for `what`, which needs `package`: from the except clause of its import."""
-    raise ConfigError(f"{what} needs {package}, which is not installed: pip install 'spmd-worker[{extra}]'") from error
+def refuse_without(package: str, extra: str, feature: str, error: ImportError) -> NoReturn:
+    """Raise ConfigError for `feature`, which needs `package`: from the except clause of its import."""
+    raise ConfigError(
+        f"{feature} needs {package}, which is not installed: pip install 'spmd-worker[{extra}]'"
+    ) from error

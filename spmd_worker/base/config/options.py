@@ -1,6 +1,7 @@
-"""Option records: one for each key of the schema, beside its type and its default, and the checks that follow from it.
+"""Option records: one for each key of the schema, next to its type and its default, and the checks that follow from it.
 
-Everything else that names options is made of these records: `--help`, the keywords of `LLM`, the reference pages.
+Everything else that names options is generated from these records: `--help`, the keywords of `LLM`, the reference
+pages.
 """
 
 import dataclasses
@@ -26,10 +27,10 @@ class Option:
 
     `keyword` is the key's name in `LLM(...)`: "" is the field's own, None is none. With `is_vllms` that keyword is
     vLLM's too; `vllm_names` are other names of vLLM's for it. `vllm_values` maps values of vLLM's to ours, and
-    `accepts` is the annotation of what `LLM` accepts instead of the field's type. An `is_open` keyword is None unless
-    it is given: the run works it out of others.
+    `accepts` is the annotation of the keyword in `LLM`, if it is not the field's type. An `is_open` keyword is None
+    unless it is given: the run derives it from others.
 
-    `choices` and `least` are the rules of its values. `--help` prints `is_common` keys, `--help=all` the rest.
+    `choices`, `least` and `most` are the rules of its values. `--help` prints `is_common` keys, `--help=all` the rest.
     `is_path` keys hold a path as the shell gives it.
     """
 
@@ -42,6 +43,7 @@ class Option:
     is_open: bool = False
     choices: tuple[str, ...] = ()
     least: float | None = None
+    most: float | None = None
     is_common: bool = False
     is_path: bool = False
 
@@ -72,6 +74,11 @@ def option(default: _Value, meaning: str, **record: Any) -> _Value:
     return field(default=default, metadata={_RECORD: Option(meaning, **record)})
 
 
+def vllm_option(default: _Value, meaning: str, **record: Any) -> _Value:
+    """A field of the schema whose keyword in `LLM(...)` is vLLM's too."""
+    return option(default, meaning, is_vllms=True, **record)
+
+
 def command_option(default: _Value, meaning: str, **record: Any) -> _Value:
     """A field of the schema that `LLM(...)` has no keyword for."""
     return option(default, meaning, keyword=None, **record)
@@ -97,12 +104,12 @@ def keys_of(run: type) -> dict[str, Key]:
 
 
 def check_options(record: Any, group: str = "") -> None:
-    """First in every `__post_init__`: each field is of its annotated type, or can be made so, and keeps its rules."""
+    """Check a record, first in its `__post_init__`: convert each field to its annotated type, and apply its rules."""
     hints = typing.get_type_hints(type(record))
     for spec in dataclasses.fields(record):
         key, hint = f"{group}.{spec.name}" if group else spec.name, hints[spec.name]
         value = checked_value(key, getattr(record, spec.name), hint)
-        # Frozen, and nobody has seen it yet.
+        # Frozen, but still under construction.
         object.__setattr__(record, spec.name, value)
         rules = spec.metadata.get(_RECORD)
         if rules is None or value is None:
@@ -110,19 +117,21 @@ def check_options(record: Any, group: str = "") -> None:
         if rules.choices and value not in rules.choices:
             but = ", nor null" if types.NoneType in _alternatives(hint) else ""
             raise ConfigError(f"{key}={value} is not one of {', '.join(rules.choices)}{but}")
-        # Written so that NaN fails. What is infinite could not be written into a manifest, which is JSON.
+        # Written so that NaN fails. Infinity could not be written into a manifest, which is JSON.
+        if rules.most is not None and not (rules.least or 0) <= value <= rules.most:
+            raise ConfigError(f"{key}={command_text(value)} must be from {rules.least or 0} to {rules.most}")
         if rules.least is not None and not rules.least <= value < math.inf:
             end = "" if value != math.inf else ", and finite"
             raise ConfigError(f"{key}={value} must be {rules.least} or more{end}")
 
 
 def checked_value(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type that `hint`, a field's annotation, wants: int, float, bool, str, list[...], a dataclass, or
-    `X | None` of these.
+    """`value` as the type of a field's annotation `hint`: int, float, bool, str, list[...], a dataclass, or `X | None`
+    of these.
 
-    A whole number is whatever Python takes as an index (numpy's and torch's integers too), a number any real one, and
-    neither is true or false. What is kept is Python's own int or float: ranks compare configurations as text. Raises
-    ConfigError: the key, the value, and what it must be.
+    A whole number is anything that Python accepts as an index (numpy's and torch's integers too), a number any real
+    one, and neither is true or false. The result is Python's own int or float: ranks compare configurations as text.
+    Raises ConfigError with the key, the value and the expected type.
     """
     for kind in _alternatives(hint):
         try:

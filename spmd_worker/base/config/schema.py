@@ -1,8 +1,8 @@
 """Schema of a run: every key, typed, checked and frozen. One record a key says everything about it.
 
-The defaults stand here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line,
+The defaults are here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line,
 and `compose.py` turns the result into a `RunConfig`. Knows nothing about Hydra, files, models or ranks: rules that need
-a model or a world (a tensor-parallel size that must divide the heads) live where those are known.
+a model or a world (a tensor-parallel size that must divide the heads) are where those are known.
 
 To add an option, add its field here and run `python scripts/reference_pages.py`.
 """
@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from spmd_worker.base.config.options import check_options, command_option, option
+from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
 from spmd_worker.base.errors import ConfigError
 
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
@@ -35,51 +35,43 @@ class ModelOptions:
         is_path=True,
         is_common=True,
     )
-    revision: str | None = option(
-        None,
-        "branch, tag or commit of a name on the hub, without effect for a folder; null: main",
-        is_vllms=True,
-        is_common=True,
+    revision: str | None = vllm_option(
+        None, "branch, tag or commit of a name on the hub, without effect for a folder; null: main", is_common=True
     )
-    dtype: str = option(
+    dtype: str = vllm_option(
         "auto",
         "`auto` (the checkpoint's, never shortened; float32 where config.json names none of these), `float32`, "
         "`bfloat16` or `float16` (GPU only); `LLM` accepts a `torch.dtype` too",
-        is_vllms=True,
         vllm_values={"half": "float16", "float": "float32"},
         accepts=Any,
         choices=("auto", "float32", "bfloat16", "float16"),
         is_common=True,
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = vllm_option(
         None,
         "longest sequence in tokens, at most the model's own; null: the model's own",
-        is_vllms=True,
         vllm_values={-1: None, "auto": None},
         least=1,
         is_common=True,
     )
-    load_format: str = option(
+    load_format: str = vllm_option(
         "auto",
         "`auto` reads safetensors, `dummy` makes deterministic random weights",
-        is_vllms=True,
         vllm_values={"safetensors": "auto", "hf": "auto"},
         choices=("auto", "dummy"),
     )
-    quantization: str | None = option(
+    quantization: str | None = vllm_option(
         None,
         "`int8` (CPU) is W8A8: static per-output-channel weight scales, dynamic per-token activation scales; about "
         "half the memory of bfloat16, and the same bits for every tensor-parallel size; not for models with experts, "
         "nor for rows that are pooled; null: as the checkpoint's config.json says, which is read in any case",
-        is_vllms=True,
         choices=("int8",),
         is_common=True,
     )
-    logprobs_mode: str = option(
+    logprobs_mode: str = vllm_option(
         "raw_logprobs",
         "`raw_logprobs` of the model's logits; `processed_logprobs` after penalties, temperature and filters; "
         "`tempered_logprobs` of the logits divided by the temperature alone, as trainers compute them",
-        is_vllms=True,
         choices=LOGPROBS_MODES,
     )
     allow_nonfinite: bool = option(
@@ -87,11 +79,10 @@ class ModelOptions:
         "accept NaN or infinite weights, new ones too (rejected by default); a row whose logits are not finite is an "
         "error row (`non_finite_logits`) either way",
     )
-    runner: str = option(
+    runner: str = vllm_option(
         "auto",
         "`generate`: rows get tokens; `pooling`: vectors or scores, also of a model that generates; `auto`: what the "
         "folder is for",
-        is_vllms=True,
         choices=("auto", "generate", "pooling"),
         is_common=True,
     )
@@ -123,7 +114,6 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
         check_options(self, "model")
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(
@@ -135,31 +125,22 @@ class ModelOptions:
 class ParallelConfig:
     """How ranks divide the work: world size = data x pipeline x tensor."""
 
-    tensor_parallel_size: int = option(
-        1, "ranks that share each layer; must divide the heads", is_vllms=True, least=1, is_common=True
+    tensor_parallel_size: int = vllm_option(
+        1, "ranks that share each layer; must divide the heads", least=1, is_common=True
     )
-    pipeline_parallel_size: int = option(
-        1,
-        "stages of ranks that share the layers; as many steps in flight as stages",
-        is_vllms=True,
-        least=1,
-        is_common=True,
+    pipeline_parallel_size: int = vllm_option(
+        1, "stages of ranks that share the layers; as many steps in flight as stages", least=1, is_common=True
     )
-    data_parallel_size: int = option(
-        1,
-        "replicas of the model, which share the rows; every rank gets every output",
-        is_vllms=True,
-        least=1,
-        is_common=True,
+    data_parallel_size: int = vllm_option(
+        1, "replicas of the model, which share the rows; every rank gets every output", least=1, is_common=True
     )
     pipeline_layers: list[int] | None = option(
         None, "layers of each stage, such as `[10,8]`; null: about equally many bytes of weights"
     )
-    enable_expert_parallel: bool = option(
+    enable_expert_parallel: bool = vllm_option(
         False,
         "true: each rank of a tensor-parallel group has some experts entirely, and no tokens are exchanged; false: "
         "columns of all; replicas (`data_parallel_size`) share none, each has all, which is logged",
-        is_vllms=True,
     )
     expert_placement: str = option(
         "linear",
@@ -172,14 +153,14 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check each key alone, and that nothing is said of experts that no rank has."""
+        """Check each key alone, and that keys about complete experts are set only with expert parallelism."""
         check_options(self, "parallel")
         for key in ("expert_placement", "invariant_experts"):
             value = getattr(self, key)
             if value not in ("linear", False) and not self.enable_expert_parallel:
                 raise ConfigError(
-                    f"parallel.{key}={str(value).lower() if value is True else value} is about experts that ranks hold "
-                    f"whole: set parallel.enable_expert_parallel=true, or leave it out"
+                    f"parallel.{key}={str(value).lower() if value is True else value} needs ranks that hold complete "
+                    f"experts: set parallel.enable_expert_parallel=true, or leave it out"
                 )
 
 
@@ -192,13 +173,12 @@ def _check_class_or_choice(key: str, value: str, choices: tuple[str, ...]) -> No
 class ExecutorConfig:
     """The executor: who starts the workers, and how ranks wait for and check each other."""
 
-    backend: str = option(
+    backend: str = vllm_option(
         "auto",
         "`external_launcher` (under torchrun), `uniproc` (one rank), `multiproc` (starts a process per rank on this "
         "node without torchrun), or the qualified name of an `Executor` class (`LLM` accepts the class too); auto: "
         "external_launcher under torchrun, else uniproc for one rank and multiproc for more",
         keyword="distributed_executor_backend",
-        is_vllms=True,
         vllm_values={None: "auto", "mp": "multiproc", "uni": "uniproc"},
         accepts=str | type | None,
     )
@@ -208,29 +188,28 @@ class ExecutorConfig:
     timeout_s: float = option(
         300.0,
         "limit in seconds of a rank's wait for another",
+        least=1,
+        most=MAX_TIMEOUT_S,
         vllm_names=("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
     )
-    worker_cls: str | None = option(
+    worker_cls: str | None = vllm_option(
         None,
         "qualified name of another worker class, a `WorkerBase`, whose `init_device` joins groups where there are "
         "other ranks (`LLM` accepts the class too)",
-        is_vllms=True,
         vllm_values={"auto": None, "": None},
         accepts=str | type | None,
     )
-    worker_extension_cls: str | None = option(
+    worker_extension_cls: str | None = vllm_option(
         None,
         "qualified name of a class whose methods every worker gets in addition to its own (`LLM` accepts the class "
         "too)",
-        is_vllms=True,
         vllm_values={"": None},
         accepts=str | type | None,
     )
-    enforce_eager: bool = option(
+    enforce_eager: bool = vllm_option(
         False,
         "true: launch every kernel by itself, where `device_backend` triton on a GPU would launch complete steps as "
         "CUDA graphs, with the same bits; elsewhere there are no graphs in any case",
-        is_vllms=True,
     )
     device_backend: str = option(
         "auto",
@@ -244,19 +223,16 @@ class ExecutorConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
         check_options(self, "executor")
         _check_class_or_choice("executor.backend", self.backend, _EXECUTOR_BACKENDS)
         _check_class_or_choice("executor.device_backend", self.device_backend, _DEVICE_BACKENDS)
-        if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
-            raise ConfigError(f"executor.timeout_s={self.timeout_s:g} must be from 1 to {MAX_TIMEOUT_S} seconds")
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache, and host memory for blocks that leave it."""
 
-    block_size: int = option(16, "tokens in a block, a power of two", is_vllms=True)
+    block_size: int = vllm_option(16, "tokens in a block, a power of two")
     num_blocks: int | None = option(
         None,
         "blocks of the KV cache; null: measured, `gpu_memory_utilization` of the memory",
@@ -264,24 +240,18 @@ class CacheConfig:
         least=1,
         is_common=True,
     )
-    gpu_memory_utilization: float = option(
-        0.9,
-        "share of the device's (or this rank's share of the host's) memory to use",
-        is_vllms=True,
-        is_common=True,
+    gpu_memory_utilization: float = vllm_option(
+        0.9, "share of the device's (or this rank's share of the host's) memory to use", is_common=True
     )
-    swap_space_gib: float | None = option(
+    swap_space_gib: float | None = vllm_option(
         None,
         "GiB of host memory per rank for preempted sequences, never more than they can use; null: 4, and 0 on the CPU "
         "without `num_blocks`, where the cache itself is host memory",
         keyword="swap_space",
-        is_vllms=True,
         least=0,
         is_common=True,
     )
-    enable_prefix_caching: bool = option(
-        True, "find full blocks again by what they hold", is_vllms=True, is_common=True
-    )
+    enable_prefix_caching: bool = vllm_option(True, "find full blocks again by what they hold", is_common=True)
     host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
 
     def __post_init__(self) -> None:
@@ -304,37 +274,28 @@ class CacheConfig:
 class SchedulerConfig:
     """The scheduler: how much runs at once, and what happens where the cache does not suffice."""
 
-    max_num_seqs: int = option(
-        256,
-        "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue",
-        is_vllms=True,
-        least=1,
-        is_common=True,
+    max_num_seqs: int = vllm_option(
+        256, "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue", least=1, is_common=True
     )
-    max_num_batched_tokens: int = option(
+    max_num_batched_tokens: int = vllm_option(
         2048,
         "tokens in a step; `LLM` raises it to `max_num_seqs` where it is not given",
-        is_vllms=True,
         is_open=True,
         least=1,
         is_common=True,
     )
-    enable_chunked_prefill: bool = option(
-        True, "cut long prompts into pieces that share steps with decoding", is_vllms=True
-    )
-    preemption_mode: str = option(
+    enable_chunked_prefill: bool = vllm_option(True, "cut long prompts into pieces that share steps with decoding")
+    preemption_mode: str = vllm_option(
         "auto",
         "what happens to a preempted sequence: `swap` copies its blocks to the host, `recompute` drops them, `auto` is "
         "the cheaper by counting",
-        is_vllms=True,
         choices=("auto", "swap", "recompute"),
     )
     policy: str = command_option("fcfs", "first come, first served", choices=("fcfs",))
-    async_scheduling: bool | None = option(
+    async_scheduling: bool | None = vllm_option(
         None,
         "decide and launch a step before the token ids of the one before it are read; null: on a GPU where the "
         "pipeline has one stage",
-        is_vllms=True,
     )
 
     def __post_init__(self) -> None:
@@ -391,7 +352,9 @@ class RowLimits:
     """Limits of a single row: one that goes beyond is an error row. Null is no limit but the model's."""
 
     max_line_bytes: int = command_option(16 * 1024 * 1024, "bytes of a row's line", least=1)
-    max_nesting: int = command_option(64, f"levels of JSON in a row, at most {_MAX_NESTING}", least=1)
+    max_nesting: int = command_option(
+        64, f"levels of JSON in a row, at most {_MAX_NESTING}", least=1, most=_MAX_NESTING
+    )
     max_prompt_tokens: int | None = command_option(
         None, "tokens of a prompt; null: what the model's length leaves", least=1
     )
@@ -405,10 +368,7 @@ class RowLimits:
     )
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
         check_options(self, "limits")
-        if self.max_nesting > _MAX_NESTING:
-            raise ConfigError(f"limits.max_nesting={self.max_nesting} must be at most {_MAX_NESTING}")
 
 
 @dataclass(frozen=True)
@@ -456,7 +416,6 @@ class JobConfig:
     private: bool = command_option(False, "only the user can read what the job writes (files 0600, folders 0700)")
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
         check_options(self, "job")
 
 
@@ -467,26 +426,24 @@ class ServeConfig:
     host: str = command_option(
         "127.0.0.1", "address where the server listens; another than loopback needs a key of your own"
     )
-    port: int = command_option(8000, "port where the server listens; 0: any that is free")
+    port: int = command_option(8000, "port where the server listens; 0: any that is free", least=0, most=65535)
     max_queued: int = command_option(
         1024,
         "sequences that may wait in addition to the `scheduler.max_num_seqs` that run; one more is rejected with 429",
         least=0,
     )
     drain_s: float = command_option(
-        10.0, "seconds, at most a week, that requests have to be answered when the server is asked to end"
+        10.0,
+        "seconds, at most a week, that requests have to be answered when the server is asked to end",
+        least=0,
+        most=MAX_TIMEOUT_S,
     )
     reader_timeout_s: float = command_option(
         60.0, "seconds, at most a week, after which a client that does not read its response is disconnected"
     )
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
         check_options(self, "serve")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"serve.port={self.port} must be from 0 (any that is free) to 65535")
-        if not 0 <= self.drain_s <= MAX_TIMEOUT_S:
-            raise ConfigError(f"serve.drain_s={self.drain_s:g} must be from 0 to {MAX_TIMEOUT_S} seconds")
         if not 0 < self.reader_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"serve.reader_timeout_s={self.reader_timeout_s:g} must be above 0 and at most {MAX_TIMEOUT_S} seconds"
@@ -509,7 +466,6 @@ class PlanConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check each key alone."""
         check_options(self, "plan")
         if self.memory_gib is None:
             return
@@ -541,10 +497,9 @@ class RunConfig:
     job: JobConfig = field(default_factory=JobConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     device: str = option("auto", "`auto`, `cpu` or `cuda`", choices=("auto", "cpu", "cuda"), is_common=True)
-    seed: int = option(
+    seed: int = vllm_option(
         0,
         "names the randomness of rows that have no seed of their own; no generator of the process is set",
-        is_vllms=True,
         vllm_values={None: 0},
         is_common=True,
     )
@@ -558,13 +513,13 @@ class RunConfig:
         _check_defaults(self.sampling, self.limits)
         if self.cache.host_tier_gib and not self.executor.digest_every:
             raise ConfigError(
-                f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks say "
-                f"that a transfer has finished with their digests; set executor.digest_every to 1 or more"
+                f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks report "
+                f"finished transfers with their digests; set executor.digest_every to 1 or more"
             )
 
 
 def _check_defaults(sampling: SamplingConfig, limits: RowLimits) -> None:
-    """Defaults beyond a limit would make an error of every row that names nothing else."""
+    """Check defaults against limits: a higher default would make every row without the key an error row."""
     asked = {
         "sampling.n": (sampling.n, "max_n", limits.max_n),
         "sampling.best_of": (sampling.best_of, "max_n", limits.max_n),

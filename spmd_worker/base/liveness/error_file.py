@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,9 +41,8 @@ class ErrorRecord:
 
     def as_plain(self) -> dict[str, Any]:
         """JSON values."""
-        own = next(
-            (each.last_heartbeat for each in self.statuses if each.rank == self.rank and each.last_heartbeat), None
-        )
+        own = next((each.last_heartbeat for each in self.statuses if each.rank == self.rank), None)
+        diagnosis = self.diagnosis
         return {
             "rank": self.rank,
             "wall_s": self.wall_s,
@@ -51,16 +50,14 @@ class ErrorRecord:
             "phase": own.phase if own else "",
             "phase_age_s": own.phase_age_s if own else 0.0,
             "text": own.failure.text if own and own.failure else "",
-            "diagnosis": None
-            if self.diagnosis is None
-            else {"ranks": self.diagnosis.ranks, "text": self.diagnosis.text},
+            "diagnosis": None if diagnosis is None else {"ranks": diagnosis.ranks, "text": diagnosis.text},
             "traceback": self.traceback,
             "ranks": [
                 {
                     "rank": each.rank,
                     "heard_ago_s": round(each.heard_ago_s, 3),
                     "is_gone": each.is_gone,
-                    "heartbeat": each.last_heartbeat.as_plain() if each.last_heartbeat else None,
+                    "heartbeat": asdict(each.last_heartbeat) if each.last_heartbeat else None,
                 }
                 for each in self.statuses
             ],
@@ -90,7 +87,7 @@ class ErrorRecord:
             raise ValueError(f"not an error record: {error!r}") from None
         times = (record.wall_s, *(each.heard_ago_s for each in record.statuses))
         if not record.statuses or not all(0 <= time_s < _MOST_S for time_s in times):
-            raise ValueError("not an error record: it has no rank, or no time that a clock shows")
+            raise ValueError("not an error record: it has no rank, or an invalid time")
         return record
 
 

@@ -33,6 +33,7 @@ _SECONDARY_TEXTS: Final = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
 )
 _MAX_TEXT: Final = 2000
+_MAX_REMARK: Final = 160
 
 # Gloo's prefix and advice, which help no user.
 _SOURCE_LINE: Final = re.compile(r"\[/[^\]\s]*gloo[^\]\s]*:\d+\] ")
@@ -57,17 +58,23 @@ class RankStatus:
         return self.last_heartbeat.failure if self.last_heartbeat is not None else None
 
     @property
+    def failure_kind(self) -> FailureKind | None:
+        return self.failure.kind if self.failure is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the rank has sent a heartbeat, and none that it has ended."""
+        return self.last_heartbeat is not None and not self.last_heartbeat.has_ended
+
+    @property
     def is_silent(self) -> bool:
         """Whether the last heartbeat is too old for a healthy rank."""
-        return (
-            self.last_heartbeat is not None and not self.last_heartbeat.has_ended and self.heard_ago_s > SILENT_AFTER_S
-        )
+        return self.is_running and self.heard_ago_s > SILENT_AFTER_S
 
     @property
     def is_living(self) -> bool:
         """Whether the rank can be expected to report."""
-        is_there = self.last_heartbeat is not None and not self.last_heartbeat.has_ended
-        return is_there and not self.is_gone and not self.is_silent
+        return self.is_running and not self.is_gone and not self.is_silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +98,23 @@ def diagnose(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | No
     """
     if elapsed_s < GATHER_S:
         return None
-    explained = _first(statuses, FailureKind.EXPLAINED)
-    if explained is not None:
-        return Diagnosis((explained[0],), explained[1].text, explained[1].exit_code, is_explained=True)
-    primary = _first(statuses, FailureKind.PRIMARY)
-    if primary is not None:
-        return Diagnosis((primary[0],), primary[1].text, primary[1].exit_code)
-    orphaned = _first(statuses, FailureKind.ORPHANED)
-    if orphaned is not None:
-        return Diagnosis((orphaned[0],), orphaned[1].text)
+    for kind in (FailureKind.EXPLAINED, FailureKind.PRIMARY, FailureKind.ORPHANED):
+        found = _first(statuses, kind)
+        if found is not None:
+            rank, failure = found
+            return Diagnosis((rank,), failure.text, failure.exit_code, is_explained=kind is FailureKind.EXPLAINED)
     gone = [each for each in statuses if each.is_gone and each.failure is None]
     if gone:
-        return Diagnosis(_ranks(gone), f"{_are(gone)} gone: {_last_seen(gone[0])}; {_WITHOUT_AN_ERROR}")
+        reason = "the process ended without reporting an error, as one that was killed or ran out of memory"
+        return Diagnosis(_ranks(gone), f"{_are(gone)} gone: {_last_seen(gone[0])}; {reason}")
     return _diagnose_quiet(statuses, elapsed_s) if elapsed_s >= STALL_S else None
 
 
-_WITHOUT_AN_ERROR: Final = "the process ended without reporting an error, as one that was killed or ran out of memory"
-
-
 def _diagnose_quiet(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
-    silent = [each for each in statuses if each.is_silent and not (each.is_gone or _explains_its_end(each.failure))]
+    silent = [each for each in statuses if each.is_silent and not (each.is_gone or _explains_its_end(each))]
     if silent:
         return Diagnosis(_ranks(silent), f"{_are(silent)} silent: {_last_seen(silent[0])}", is_silence=True)
-    stalled = [each for each in statuses if each.failure and each.failure.kind is FailureKind.STALLED]
+    stalled = [each for each in statuses if each.failure_kind is FailureKind.STALLED]
     at_work = [each for each in stalled if each.last_heartbeat and not each.last_heartbeat.is_waiting]
     if at_work:
         return _diagnose_stalled(at_work, "stuck")
@@ -126,55 +127,41 @@ def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatu
     if unknown:
         text = f"{_are(unknown)} silent: no heartbeat since the start"
         return Diagnosis(_ranks(unknown), text, is_silence=True)
-    signalled = [each for each in statuses if _is_signalled(each)]
+    signalled = [each for each in statuses if each.failure_kind is FailureKind.SIGNALLED]
     gone = [each for each in signalled if each.is_gone]
     if gone:
         # It stayed as long as a signalled rank does. Once it was gone, others lost it, and the launcher ends them.
         return _diagnose_signalled(gone)
     secondary = _first(statuses, FailureKind.SECONDARY)
-    ended = [each for each in statuses if _has_left(each)]
-    if ended and (stalled or secondary is not None):
-        return _diagnose_left(ended)
-    busy = [each for each in statuses if each.is_living and each.last_heartbeat and _is_busy(each.last_heartbeat)]
-    if busy and (stalled or secondary is not None):
-        return _diagnose_stalled(busy, "busy while others waited for too long")
+    if stalled or secondary is not None:
+        # A rank that closed its engine did so on purpose: one that left without `close` comes first.
+        unclosed = [each for each in statuses if each.failure_kind is FailureKind.LEFT]
+        if unclosed and unclosed[0].failure is not None:
+            return Diagnosis(_ranks(unclosed), f"{unclosed[0].failure.text}; {_last_seen(unclosed[0])}")
+        ended = [each for each in statuses if each.failure is None and not each.is_running]
+        if ended:
+            has = "has" if len(ended) == 1 else "have"
+            text = f"{_names(ended)} {has} ended while others went on: {_last_seen(ended[0])}"
+            return Diagnosis(_ranks(ended), text)
+        busy = [each for each in statuses if each.is_living and each.last_heartbeat and _is_busy(each.last_heartbeat)]
+        if busy:
+            return _diagnose_stalled(busy, "busy while others waited for too long")
     if stalled:
         return _diagnose_stalled(stalled, "waiting for another rank, or for each other")
     if secondary is not None:
         return Diagnosis((secondary[0],), secondary[1].text)
     if not signalled:
         return None
-    running = [each for each in statuses if each.last_heartbeat and not each.last_heartbeat.has_ended]
-    if len(signalled) == len(running):
+    if len(signalled) == sum(each.is_running for each in statuses):
         name = _signal_of(signalled[0].failure)
         return Diagnosis(_ranks(signalled), f"every rank received {name}: the launcher or the machine ended the job")
     return _diagnose_signalled(signalled)
-
-
-def _is_signalled(status: RankStatus) -> bool:
-    return status.failure is not None and status.failure.kind is FailureKind.SIGNALLED
 
 
 def _diagnose_signalled(signalled: list[RankStatus]) -> Diagnosis:
     """Diagnosis of a signal from elsewhere than the job's launcher."""
     name = _signal_of(signalled[0].failure)
     return Diagnosis(_ranks(signalled), f"{_names(signalled)} received {name} from outside the job")
-
-
-def _has_left(status: RankStatus) -> bool:
-    """Whether a rank has ended without a failure: ranks that wait for it wait in vain."""
-    if status.failure is not None:
-        return status.failure.kind is FailureKind.LEFT
-    return status.last_heartbeat is not None and status.last_heartbeat.has_ended
-
-
-def _diagnose_left(ended: list[RankStatus]) -> Diagnosis:
-    """Diagnosis of ranks that left, those without `close` first: a rank that closed its engine did so on purpose."""
-    unclosed = [each for each in ended if each.failure is not None]
-    if unclosed and unclosed[0].failure is not None:
-        return Diagnosis(_ranks(unclosed), f"{unclosed[0].failure.text}; {_last_seen(unclosed[0])}")
-    has = "has" if len(ended) == 1 else "have"
-    return Diagnosis(_ranks(ended), f"{_names(ended)} {has} ended while others went on: {_last_seen(ended[0])}")
 
 
 def _signal_of(failure: Failure | None) -> str:
@@ -196,44 +183,41 @@ def _diagnose_stalled(stalled: list[RankStatus], what: str) -> Diagnosis:
 
 def status_lines(statuses: Sequence[RankStatus]) -> list[str]:
     """Rank status, one line a rank: step, phase, age of the last heartbeat, what the rank does or why it ends."""
-    rank_width = max(len(str(each.rank)) for each in statuses)
     heartbeats = [each.last_heartbeat for each in statuses if each.last_heartbeat is not None]
-    step_width = max((len(str(last_heartbeat.step)) for last_heartbeat in heartbeats), default=1)
-    phase_width = max((len(last_heartbeat.phase) for last_heartbeat in heartbeats), default=1)
+    rank_width = max(len(str(each.rank)) for each in statuses)
+    step_width = max((len(str(heartbeat.step)) for heartbeat in heartbeats), default=1)
+    phase_width = max((len(heartbeat.phase) for heartbeat in heartbeats), default=1)
     ago_width = max(len(f"{each.heard_ago_s:.1f}") for each in statuses)
     lines = []
     for each in statuses:
-        name = f"rank {each.rank:>{rank_width}}"
-        if each.last_heartbeat is None:
+        name, heartbeat = f"rank {each.rank:>{rank_width}}", each.last_heartbeat
+        if heartbeat is None:
             lines.append(f"{name}  no heartbeat yet")
             continue
-        seen = f"step {each.last_heartbeat.step:>{step_width}}  {each.last_heartbeat.phase:<{phase_width}}"
-        lines.append(
-            f"{name}  {seen}  {each.heard_ago_s:>{ago_width}.1f} s ago  {_remark(each, each.last_heartbeat)}".rstrip()
-        )
+        seen = f"step {heartbeat.step:>{step_width}}  {heartbeat.phase:<{phase_width}}"
+        lines.append(f"{name}  {seen}  {each.heard_ago_s:>{ago_width}.1f} s ago  {_remark(each, heartbeat)}".rstrip())
     return lines
 
 
-def _remark(status: RankStatus, last_heartbeat: RankHeartbeat) -> str:
-    if last_heartbeat.failure is not None and _explains_its_end(last_heartbeat.failure):
+def _remark(status: RankStatus, heartbeat: RankHeartbeat) -> str:
+    failure = heartbeat.failure
+    if failure is not None and _explains_its_end(status):
         own = f"rank {status.rank} "
-        is_of_itself = (
-            last_heartbeat.failure.text.startswith(own) or last_heartbeat.failure.kind is not FailureKind.SECONDARY
-        )
-        return _first_line(
-            last_heartbeat.failure.text.removeprefix(own) if is_of_itself else f"leaves: {last_heartbeat.failure.text}"
-        )
+        is_of_itself = failure.text.startswith(own) or failure.kind is not FailureKind.SECONDARY
+        text = failure.text.removeprefix(own) if is_of_itself else f"leaves: {failure.text}"
+        line = text.strip().partition("\n")[0]
+        return line if len(line) <= _MAX_REMARK else f"{line[: _MAX_REMARK - 3]}..."
     if status.is_gone:
-        return f"received {_signal_of(status.failure)}, gone" if _is_signalled(status) else "gone"
-    if last_heartbeat.has_ended:
+        return "gone" if failure is None else f"received {_signal_of(failure)}, gone"
+    if heartbeat.has_ended:
         return "has ended"
     if status.is_silent:
         return f"silent for {status.heard_ago_s:.1f} s"
-    if last_heartbeat.failure is not None:
-        return f"received {_signal_of(last_heartbeat.failure)}"
-    where = f" at {last_heartbeat.where}" if last_heartbeat.where else ""
-    doing = "waits for others" if last_heartbeat.is_waiting else "works"
-    since = f", {last_heartbeat.phase_age_s:.1f} s in this phase" if last_heartbeat.phase_age_s >= 1 else ""
+    if failure is not None:
+        return f"received {_signal_of(failure)}"
+    where = f" at {heartbeat.where}" if heartbeat.where else ""
+    doing = "waits for others" if heartbeat.is_waiting else "works"
+    since = f", {heartbeat.phase_age_s:.1f} s in this phase" if heartbeat.phase_age_s >= 1 else ""
     return f"{doing}{where}{since}"
 
 
@@ -264,8 +248,8 @@ def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
     return f"rank {rank} raised {type(error).__name__} {where}: {text}"
 
 
-def _explains_its_end(failure: Failure | None) -> bool:
-    return failure is not None and failure.kind is not FailureKind.SIGNALLED
+def _explains_its_end(status: RankStatus) -> bool:
+    return status.failure_kind not in (None, FailureKind.SIGNALLED)
 
 
 def _first(statuses: Sequence[RankStatus], kind: FailureKind) -> tuple[int, Failure] | None:
@@ -306,8 +290,3 @@ def _is_busy(last_heartbeat: RankHeartbeat) -> bool:
     return (
         last_heartbeat.failure is None and not last_heartbeat.is_waiting and last_heartbeat.phase_age_s > SETTLE_S + 1
     )
-
-
-def _first_line(text: str) -> str:
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= 160 else f"{line[:157]}..."

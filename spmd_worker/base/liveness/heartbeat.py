@@ -111,11 +111,7 @@ class RankHeartbeat:
 
     def pack(self) -> bytes:
         """Bytes for the store."""
-        return json.dumps(self.as_plain(), separators=(",", ":")).encode()
-
-    def as_plain(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @staticmethod
     def unpack(payload: bytes | str) -> "RankHeartbeat":
@@ -131,7 +127,7 @@ class RankHeartbeat:
                 failure = _checked(Failure(**{**failure, "kind": FailureKind(failure["kind"])}))
             return _checked(RankHeartbeat(**{**value, "failure": failure}))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no heartbeat: {error}") from None
+            raise ValueError(f"this is not a heartbeat: {error}") from None
 
 
 _Record = TypeVar("_Record", Failure, RankHeartbeat)
@@ -148,7 +144,7 @@ def _checked(record: _Record) -> _Record:
             continue
         is_of_kind = isinstance(value, kinds) and (spec.type is bool or not isinstance(value, bool))
         if not is_of_kind or (isinstance(value, int | float) and not abs(value) < 1 << 63):
-            raise TypeError(f"{spec.name} is no {spec.type.__name__ if isinstance(spec.type, type) else spec.type}")
+            raise TypeError(f"{spec.name} must be {spec.type.__name__ if isinstance(spec.type, type) else spec.type}")
     return record
 
 
@@ -162,8 +158,7 @@ def location_of(thread_id: int) -> tuple[str, bool]:
         frame = sys._current_frames().get(thread_id)
         while frame is not None and len(frames) < _NUM_FRAMES:
             frames.append(frame)
-            # Allocates an object where there is none yet: a garbage collection there could let the thread run
-            # meanwhile.
+            # May allocate an object: a garbage collection there could let the thread run meanwhile.
             frame = frame.f_back
     if not frames:
         return "", False
@@ -172,20 +167,14 @@ def location_of(thread_id: int) -> tuple[str, bool]:
     return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} {shown.f_code.co_name}", is_waiting
 
 
-def current_frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread, by its id: Python has no other way to inspect a thread from outside. Copies
-    nothing and stops no thread.
-
-    Before 3.12 the garbage collector may run at any allocation, in here too, under a lock that a starting thread needs
-    while it holds the interpreter, which the collector needs: a deadlock (fixed in 3.11.9,
-    https://github.com/python/cpython/issues/106883). So the collector is off meanwhile.
-    """
-    with _not_collecting():
-        return sys._current_frames()
-
-
 @contextmanager
 def _not_collecting() -> Iterator[None]:
+    """No garbage collection while frames of other threads are read.
+
+    Before 3.12 the garbage collector may run at any allocation, within `sys._current_frames` too, under a lock that a
+    starting thread needs while it holds the interpreter, which the collector needs: a deadlock (fixed in 3.11.9,
+    https://github.com/python/cpython/issues/106883).
+    """
     if not _COLLECTS_AT_ALLOCATIONS:
         yield
         return

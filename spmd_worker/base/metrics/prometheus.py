@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _PERIOD_S: Final = 5.0
 _PREFIX: Final = "spmd_worker_job_"
 _HELP: Final = {
-    "rows": "Rows of the input; absent where they are not known.",
+    "rows": "Rows of the input; absent if unknown.",
     "rows_done": "Rows that have their answer, those from before a restart too.",
     "rows_resumed": "Rows that an earlier start of the job answered.",
     "error_rows": "Rows that did not run.",

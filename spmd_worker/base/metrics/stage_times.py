@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from spmd_worker.base.files import read_own_file, write_file
 
 STAGE_TIMES_NAME: Final = "stages.csv"
-NUM_KEPT_SPANS: Final = 20_000
+_NUM_KEPT_SPANS: Final = 20_000
 
 
 class StageSpan(NamedTuple):
@@ -32,7 +32,7 @@ class StageSpan(NamedTuple):
 class StageClock:
     """Call `begin` and `end` around each piece of work. The last `num_kept` pieces are kept; sums cover all."""
 
-    def __init__(self, stage: int, num_kept: int = NUM_KEPT_SPANS) -> None:
+    def __init__(self, stage: int, num_kept: int = _NUM_KEPT_SPANS) -> None:
         self._stage = stage
         self._spans: deque[tuple[int, int, int]] = deque(maxlen=num_kept)
         self._busy_us = self._first_us = self._last_us = 0
@@ -113,5 +113,5 @@ def read_stage_times(path: Path) -> list[StageSpan]:
             if not 0 <= max(spans[-1]) < 1 << 62 or min(spans[-1][:3]) < 0:
                 raise ValueError
         except (TypeError, ValueError):
-            raise ValueError(f"{path}: line {number} is no stage time: {','.join(row)[:100]}") from None
+            raise ValueError(f"{path}: line {number} is not a stage time: {','.join(row)[:100]}") from None
     return spans

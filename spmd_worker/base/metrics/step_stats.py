@@ -4,7 +4,6 @@ Times are measured and differ from run to run; the counts do not.
 """
 
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Final, NamedTuple
 
 from spmd_worker.base.errors import StepStatsError
@@ -69,7 +68,7 @@ class StepStats(NamedTuple):
         return self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
 
 
-_MOST: Final = 1 << 62
+_MAX_VALUE: Final = 1 << 62
 """More than any count or microsecond of a run."""
 _NUM_FIELDS: Final = len(StepStats._fields)
 _HEADER: Final = ",".join(StepStats._fields)
@@ -85,8 +84,7 @@ class StepStatsWriter:
 
     def __init__(self, path: Path) -> None:
         """Create the file, or truncate an existing one."""
-        self.path = Path(path)
-        self._stream: BinaryIO = begin_own_file(self.path)
+        self._stream: BinaryIO = begin_own_file(path)
         self._write_all(f"{_HEADER}\n".encode())
 
     def write(self, stats: StepStats) -> None:
@@ -94,23 +92,18 @@ class StepStatsWriter:
         self._write_all(_LINE % stats)
 
     def close(self) -> None:
-        """Idempotent."""
         self._stream.close()
 
     def __enter__(self) -> "StepStatsWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write_all(self, data: bytes) -> None:
         """Write all data: an unbuffered write may write only a part of it (on a disk that fills up). Raises OSError."""
-        written = self._stream.write(data)
-        while written < len(data):
-            data = data[written:]
-            written = self._stream.write(data)
+        while data:
+            data = data[self._stream.write(data) :]
 
 
 def read_step_stats(path: Path) -> list[StepStats]:
@@ -119,7 +112,6 @@ def read_step_stats(path: Path) -> list[StepStats]:
 
     Raises StepStatsError for another file, a damaged line or steps out of order, and OSError.
     """
-    path = Path(path)
     header, *lines = read_own_file(path).decode("utf-8", "replace").split("\n")
     if not lines and _HEADER.startswith(header):
         return []  # killed within the header
@@ -142,19 +134,19 @@ def _parse_line(line: str) -> StepStats | None:
         stats = StepStats._make(map(int, line.split(",")))
     except (TypeError, ValueError):
         return None
-    return stats if min(stats) >= 0 and max(stats) <= _MOST else None
+    return stats if min(stats) >= 0 and max(stats) <= _MAX_VALUE else None
 
 
 def _header_fault(header: str) -> str:
-    names = header.split(",")
-    missing = [name for name in StepStats._fields if name not in names]
-    unknown = [name for name in names if name not in StepStats._fields]
-    if len(missing) == _NUM_FIELDS:
+    names, known = header.split(","), StepStats._fields
+    if not set(names) & set(known):
         return f"it begins with {header[:40]!r}"
-    if missing or unknown:
-        faults = [f"{', '.join(names)} {what}" for names, what in ((missing, "missing"), (unknown, "unknown")) if names]
-        return "; ".join(faults) + " (another version wrote it)"
-    return "they are in another order (another version wrote it)"
+    faults = (
+        ("missing", [name for name in known if name not in names]),
+        ("unknown", [name for name in names if name not in known]),
+    )
+    found = "; ".join(f"{', '.join(each)} {fault}" for fault, each in faults if each)
+    return f"{found or 'they are in another order'} (another version wrote it)"
 
 
 def _line_fault(line: str, last_step: int, last_start_us: int) -> str:
@@ -162,8 +154,8 @@ def _line_fault(line: str, last_step: int, last_start_us: int) -> str:
     if len(values) != _NUM_FIELDS:
         return f"has {len(values)} values, not {_NUM_FIELDS}: the file is damaged"
     for name, value in zip(StepStats._fields, values):
-        if not (value.isascii() and value.isdigit() and len(value) < len(str(_MOST))):
-            return f"has {name}={value[:40]!r}, which is no count: the file is damaged"
+        if not (value.isascii() and value.isdigit() and len(value) < len(str(_MAX_VALUE))):
+            return f"has {name}={value[:40]!r}, which is not a count: the file is damaged"
     step, start_us = int(values[0]), int(values[1])
     if step <= last_step:
         return f"is of step {step}, after step {last_step}: these are not the steps of one run"

@@ -226,8 +226,8 @@ REFUSED = [
     ("model.max_model_len=0", "model.max_model_len=0 must be 1 or more"),
     ("device=tpu", "device=tpu is not one of auto, cpu, cuda"),
     ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size=0 must be 1 or more"),
-    ("executor.timeout_s=nan", "executor.timeout_s=nan must be from 1 to 604800 seconds"),
-    ("executor.timeout_s=inf", "executor.timeout_s=inf must be from 1 to 604800 seconds"),
+    ("executor.timeout_s=nan", "executor.timeout_s=nan must be from 1 to 604800"),
+    ("executor.timeout_s=inf", "executor.timeout_s=inf must be from 1 to 604800"),
     (
         "executor.backend=ray",
         "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of a "
@@ -238,9 +238,9 @@ REFUSED = [
     ("job.max_error_rows=-1", "job.max_error_rows=-1 must be 0 or more"),
     ("job.commit_s=inf", "job.commit_s=inf must be 0 or more, and finite"),
     ("job.commit_s=nan", "job.commit_s=nan must be 0 or more"),
-    ("serve.drain_s=inf", "serve.drain_s=inf must be from 0 to 604800 seconds"),
-    ("serve.drain_s=nan", "serve.drain_s=nan must be from 0 to 604800 seconds"),
-    ("serve.drain_s=604801", "serve.drain_s=604801 must be from 0 to 604800 seconds"),
+    ("serve.drain_s=inf", "serve.drain_s=inf must be from 0 to 604800"),
+    ("serve.drain_s=nan", "serve.drain_s=nan must be from 0 to 604800"),
+    ("serve.drain_s=604801", "serve.drain_s=604801 must be from 0 to 604800"),
     ("serve.reader_timeout_s=0", "serve.reader_timeout_s=0 must be above 0 and at most 604800 seconds"),
     ("serve.reader_timeout_s=inf", "serve.reader_timeout_s=inf must be above 0 and at most 604800 seconds"),
     # More milliseconds than the socket's option can hold.
@@ -375,7 +375,7 @@ def test_config_error_names_the_bad_file(tmp_path: Path, text: str, message: str
 def test_limits_reject_bad_values_and_larger_defaults():
     assert error_result("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
     assert error_result("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
-    assert error_result("limits.max_nesting=1000") == "limits.max_nesting=1000 must be at most 256"
+    assert error_result("limits.max_nesting=1000") == "limits.max_nesting=1000 must be from 1 to 256"
     assert error_result("limits.max_tokens=10", "sampling.max_tokens=11") == (
         "sampling.max_tokens asks for 11, more than limits.max_tokens=10: lower the one or raise the other"
     )

@@ -24,7 +24,6 @@ from spmd_worker.base.liveness.heartbeat import (
     FailureKind,
     Heartbeat,
     RankHeartbeat,
-    current_frames,
     location_of,
 )
 from spmd_worker.base.metrics.step_times import StepTimes
@@ -175,7 +174,7 @@ def test_thread_in_waiting_module_is_seen_waiting(name: str):
 
 LOOKING = """
 import gc, os, sys, threading, time
-from spmd_worker.base.liveness.heartbeat import current_frames
+from spmd_worker.base.liveness.heartbeat import location_of
 
 class Litter:
     def __init__(self):
@@ -190,7 +189,8 @@ def start_threads():
         thread.start()
         thread.join()
 
-look = {"ours": current_frames, "plain": sys._current_frames}[sys.argv[1]]
+ours = lambda: location_of(threading.main_thread().ident)
+look = {"ours": ours, "plain": sys._current_frames}[sys.argv[1]]
 gc.set_threshold(10)
 threading.Thread(target=start_threads, daemon=True).start()
 os.write(1, b".")
@@ -222,14 +222,14 @@ def looking_at_threads(way: str, num_looks: int, looks: Path) -> Iterator[subpro
         process.wait()
 
 
-def test_current_frames_never_deadlocks_with_threads_and_collection(tmp_path: Path):
+def test_location_never_deadlocks_with_threads_and_collection(tmp_path: Path):
     with looking_at_threads("ours", NUM_LOOKS, tmp_path / "looks") as process:
         assert process.wait(LIMIT_S) == 0
     assert (tmp_path / "looks").stat().st_size == 1 + NUM_LOOKS
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 11, 9), reason="Python 3.11.9 collects nothing meanwhile")
-def test_current_frames_check_detects_interpreter_deadlock(tmp_path: Path):
+def test_location_check_detects_interpreter_deadlock(tmp_path: Path):
     """Negative control: sooner or later no look comes any more. Whether that takes long decides nothing."""
     looks, seen = tmp_path / "looks", [-1]
 
@@ -243,10 +243,10 @@ def test_current_frames_check_detects_interpreter_deadlock(tmp_path: Path):
         assert process.poll() is None
 
 
-def test_current_frames_leaves_garbage_collection_disabled():
+def test_location_leaves_garbage_collection_disabled():
     gc.disable()
     try:
-        assert threading.get_ident() in current_frames()
+        assert location_of(threading.get_ident())[0]
         assert not gc.isenabled()
     finally:
         gc.enable()
