@@ -15,7 +15,7 @@ _MAX_NAME_BYTES: Final = 255
 """Maximum length of a file name on common systems."""
 
 
-class OwnFileError(OSError):
+class JobFileError(OSError):
     """A path for a job's own file holds something else; a link would redirect the write or the read."""
 
     def __init__(self, path: Path, fault: str) -> None:
@@ -38,9 +38,9 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
     the disk, under its name, when this returns. Raises OSError; the old file is unchanged.
     """
     partial = partial_path(path)
-    fault = own_file_fault(partial)
+    fault = job_file_fault(partial)
     if fault is not None:
-        raise OwnFileError(partial, fault)
+        raise JobFileError(partial, fault)
     try:
         # A killed writer may have left one.
         partial.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def make_folder_durably(path: Path) -> None:
         sync_folder(each.parent)
 
 
-def own_file_fault(path: Path) -> str | None:
+def job_file_fault(path: Path) -> str | None:
     """The reason why `path` cannot be a job's own file: `is a symbolic link`. None for a regular file with one link,
     and where there is nothing, or nothing that can be inspected.
     """
@@ -108,33 +108,33 @@ def own_file_fault(path: Path) -> str | None:
     return _fault(found)
 
 
-def open_own_file(path: Path, flags: int) -> int:
-    """Descriptor of a job's own file; O_CREAT creates it. Raises OSError, and OwnFileError for links, FIFOs and
+def open_job_file(path: Path, flags: int) -> int:
+    """Descriptor of a job's own file; O_CREAT creates it. Raises OSError, and JobFileError for links, FIFOs and
     anything else but a regular file with one link: it is not opened, or neither written nor read.
 
     `flags` must not have O_TRUNC: the file is checked only after it is open.
     """
     assert not flags & os.O_TRUNC, path
-    fault = own_file_fault(path)
+    fault = job_file_fault(path)
     if fault is not None:
-        raise OwnFileError(path, fault)
+        raise JobFileError(path, fault)
     # O_NONBLOCK: a FIFO put there since the check must not block.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     fault = _fault(os.fstat(descriptor))
     if fault is not None:
         os.close(descriptor)
-        raise OwnFileError(path, fault)
+        raise JobFileError(path, fault)
     return descriptor
 
 
-def begin_own_file(path: Path, buffering: int = 0) -> BinaryIO:
-    """Create or empty a job's own file, for writing. Raises as `open_own_file` does."""
+def create_job_file(path: Path, buffering: int = 0) -> BinaryIO:
+    """Create or empty a job's own file, for writing. Raises as `open_job_file` does."""
     return open(path, "wb", buffering, opener=_begin)
 
 
 def _begin(name: str, flags: int) -> int:
     # Truncated after the check: O_TRUNC would come before it.
-    descriptor = open_own_file(Path(name), flags & ~os.O_TRUNC)
+    descriptor = open_job_file(Path(name), flags & ~os.O_TRUNC)
     try:
         os.ftruncate(descriptor, 0)
     except BaseException:
@@ -143,9 +143,9 @@ def _begin(name: str, flags: int) -> int:
     return descriptor
 
 
-def read_own_file(path: Path) -> bytes:
-    """All bytes of a job's own file. Raises as `open_own_file` does."""
-    with open(open_own_file(path, os.O_RDONLY), "rb") as stream:
+def read_job_file(path: Path) -> bytes:
+    """All bytes of a job's own file. Raises as `open_job_file` does."""
+    with open(open_job_file(path, os.O_RDONLY), "rb") as stream:
         return stream.read()
 
 
@@ -216,10 +216,10 @@ def parse_json_object(data: bytes, *, max_nesting: int | None = None, allows_nan
 
 def read_json_object(path: Path, *, allows_nan: bool = False) -> dict[str, Any]:
     """The object in a job's own file. Raises JsonError as `parse_json_object` does, prefixed with the path, and as
-    `read_own_file` does.
+    `read_job_file` does.
     """
     try:
-        return parse_json_object(read_own_file(path), allows_nan=allows_nan)
+        return parse_json_object(read_job_file(path), allows_nan=allows_nan)
     except JsonError as error:
         raise JsonError(error.code, f"{path} {error}") from None
 

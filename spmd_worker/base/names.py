@@ -23,7 +23,7 @@ def hint(name: str, known: Iterable[str], words: Mapping[str, str] = _NO_WORDS) 
     return f": did you mean {nearest[0]}?" if nearest else ""
 
 
-def explain_keywords(words: Mapping[str, Mapping[str, str]] = {}) -> Callable[[_Class], _Class]:
+def with_keyword_hints(words: Mapping[str, Mapping[str, str]] = {}) -> Callable[[_Class], _Class]:
     """Class decorator: a call of a public method, or of the class, with an unknown keyword is a TypeError that names
     the nearest. `words`, by method and keyword, replace that hint.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
-from spmd_worker.base.names import explain_keywords
+from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.replica.sequence.outputs import RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
 
@@ -26,7 +26,7 @@ def _finite(value: Any) -> float | None:
     return None if number is None or not math.isfinite(number) else number
 
 
-@explain_keywords()
+@with_keyword_hints()
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`: `beam_width` beams of at most `max_tokens` tokens. The score of a beam is its

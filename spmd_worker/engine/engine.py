@@ -21,7 +21,7 @@ from spmd_worker.base.liveness.deferred_signals import deliver_signals
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.base.metrics.step_times import StepTimes
-from spmd_worker.base.names import explain_keywords
+from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
@@ -58,7 +58,7 @@ CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
 """Environment variable: 1 checks queues, tables, pools and index against each other after every step. Slow."""
 
 
-@explain_keywords()
+@with_keyword_hints()
 class Engine:
     """Use `start_engine`, which starts the parts. Every rank of a replica calls `step` in the same order.
 

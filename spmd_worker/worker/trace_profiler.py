@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from spmd_worker.base.files import OwnFileError, own_file_fault
+from spmd_worker.base.files import JobFileError, job_file_fault
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ class TraceProfiler:
             raise RuntimeError(f"a profile is running already, for {self._path}: call stop_profile first")
         path = Path(folder).absolute() / f"trace.rank{self._rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        fault = own_file_fault(path)
+        fault = job_file_fault(path)
         if fault is not None:
-            raise OwnFileError(path, fault)
+            raise JobFileError(path, fault)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(f"{path} cannot be written")
         return path

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.files import begin_own_file, parse_json_object, read_own_file, write_file, write_json
+from spmd_worker.base.files import create_job_file, parse_json_object, read_job_file, write_file, write_json
 from spmd_worker.base.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
 
@@ -107,7 +107,7 @@ def read_records(run_dir: Path) -> list[ErrorRecord]:
     records = []
     for path in run_dir.glob(RECORD_NAME.format("*")):
         try:
-            records.append(ErrorRecord.from_plain(parse_json_object(read_own_file(path))))
+            records.append(ErrorRecord.from_plain(parse_json_object(read_job_file(path))))
         except ValueError as error:
             raise ValueError(f"{path}: {error}; remove it to see the rest") from None
     return sorted(records, key=lambda record: record.rank)
@@ -127,7 +127,7 @@ def write_stacks(run_dir: Path | None, rank: int) -> str:
     if run_dir is not None and run_dir.is_dir():
         path = run_dir / STACKS_NAME.format(rank)
         try:
-            with begin_own_file(path) as stream:
+            with create_job_file(path) as stream:
                 faulthandler.dump_traceback(stream)
             return str(path)
         except OSError as error:

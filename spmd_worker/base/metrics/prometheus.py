@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.files import write_file
 
 logger = logging.getLogger(__name__)
@@ -69,4 +69,4 @@ def require_prometheus(path: str) -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        refuse_without("prometheus-client", "metrics", f"job.prometheus_file={path}", error)
+        raise_missing_package("prometheus-client", "metrics", f"job.prometheus_file={path}", error)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from spmd_worker.base.files import read_own_file, write_file
+from spmd_worker.base.files import read_job_file, write_file
 
 STAGE_TIMES_NAME: Final = "stages.csv"
 _NUM_KEPT_SPANS: Final = 20_000
@@ -99,7 +99,7 @@ def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], 
 
 def read_stage_times(path: Path) -> list[StageSpan]:
     """Read a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
-    text = read_own_file(path).decode("ascii", "replace")
+    text = read_job_file(path).decode("ascii", "replace")
     try:
         rows = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:

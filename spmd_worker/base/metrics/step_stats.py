@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from spmd_worker.base.errors import StepStatsError
-from spmd_worker.base.files import begin_own_file, read_own_file
+from spmd_worker.base.files import create_job_file, read_job_file
 
 STEP_STATS_NAME: Final = "steps.csv"
 
@@ -84,7 +84,7 @@ class StepStatsWriter:
 
     def __init__(self, path: Path) -> None:
         """Create the file, or truncate an existing one."""
-        self._stream: BinaryIO = begin_own_file(path)
+        self._stream: BinaryIO = create_job_file(path)
         self._write_all(f"{_HEADER}\n".encode())
 
     def write(self, stats: StepStats) -> None:
@@ -112,7 +112,7 @@ def read_step_stats(path: Path) -> list[StepStats]:
 
     Raises StepStatsError for another file, a damaged line or steps out of order, and OSError.
     """
-    header, *lines = read_own_file(path).decode("utf-8", "replace").split("\n")
+    header, *lines = read_job_file(path).decode("utf-8", "replace").split("\n")
     if not lines and _HEADER.startswith(header):
         return []  # killed within the header
     if header != _HEADER or not lines:

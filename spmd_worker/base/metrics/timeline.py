@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.base.files import begin_own_file
+from spmd_worker.base.files import create_job_file
 from spmd_worker.base.metrics.stage_times import StageSpan
 from spmd_worker.base.metrics.step_stats import StepStats
 
@@ -40,7 +40,7 @@ def write_timeline(steps: list[StepStats], path: Path, name: str, spans: Sequenc
     """Write one event a line. `name` is the run's name; times are microseconds. Raises OSError."""
     stages = sorted(dict.fromkeys((span.replica, span.stage) for span in spans))
     tracks = {stage: track for track, stage in enumerate(stages, start=_FIRST_STAGE_TRACK)}
-    with io.TextIOWrapper(begin_own_file(path, buffering=-1), encoding="utf-8") as stream:
+    with io.TextIOWrapper(create_job_file(path, buffering=-1), encoding="utf-8") as stream:
         stream.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         stream.write(",\n".join(_names(name, tracks)))
         for events in _events(steps):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, get_type_hints
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JsonError, open_own_file, parse_json_object
+from spmd_worker.base.files import JsonError, open_job_file, parse_json_object
 from spmd_worker.base.process import age_s, command_of, is_exiting, node_name, parent_of, start_time_of
 
 ENDING: Final = "ending"

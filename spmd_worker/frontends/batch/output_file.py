@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_worker.base.config.extras import refuse_without
-from spmd_worker.base.files import begin_own_file, partial_path, rename_durably, sync_stream
+from spmd_worker.base.config.extras import raise_missing_package
+from spmd_worker.base.files import create_job_file, partial_path, rename_durably, sync_stream
 from spmd_worker.frontends.openai.decimals import read_decimals
 
 _GZIP_LEVEL: Final = 6
@@ -58,7 +58,7 @@ class OutputFile:
         """
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        stream = begin_own_file(partial_path(path), buffering=-1)
+        stream = create_job_file(partial_path(path), buffering=-1)
         try:
             sink = partial(_ParquetSink, vectors=vectors) if path.suffix == _PARQUET else _SINKS.get(path.suffix)
             return OutputFile(path, stream, (sink or _PlainSink)(stream))
@@ -117,7 +117,7 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
     try:
         import zstandard
     except ImportError as error:
-        refuse_without("zstandard", "zstd", f"job.output={_named(stream)}", error)
+        raise_missing_package("zstandard", "zstd", f"job.output={_named(stream)}", error)
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True)
     sink: LineSink = compressor.stream_writer(stream, closefd=False)
     return sink
@@ -131,7 +131,7 @@ class _ParquetSink:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            refuse_without("pyarrow", "parquet", f"job.output={_named(stream)}", error)
+            raise_missing_package("pyarrow", "parquet", f"job.output={_named(stream)}", error)
         text, number = pyarrow.string(), pyarrow.int64()
         output = {"index": number, "text": text, "token_ids": pyarrow.list_(number)}
         output |= {"finish_reason": text, "stop_reason": text}

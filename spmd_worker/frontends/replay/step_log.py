@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Final, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 from spmd_worker.base.errors import StepLogError
-from spmd_worker.base.files import JsonError, begin_own_file, open_regular_file, parse_json_object
+from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.serve.responses import AsgiApp
 
@@ -25,7 +25,7 @@ def require_server() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        refuse_without(str(error.name), "serve", "the server", error)
+        raise_missing_package(str(error.name), "serve", "the server", error)
 
 
 def bind(host: str, port: int) -> socket.socket:

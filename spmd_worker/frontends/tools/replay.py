@@ -24,7 +24,7 @@ from typing import Any
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError, StepLogError
-from spmd_worker.base.files import OwnFileError, own_file_fault
+from spmd_worker.base.files import JobFileError, job_file_fault
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.frontends.replay.history import RowHistory, shorten
 from spmd_worker.frontends.replay.replay import (

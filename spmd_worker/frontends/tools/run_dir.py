@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.files import JsonError, open_own_file, read_json_object
+from spmd_worker.base.files import JsonError, open_job_file, read_json_object
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
@@ -106,7 +106,7 @@ def _is_count(value: Any) -> bool:
 
 def _is_locked(path: Path) -> bool:
     try:
-        descriptor = open_own_file(path, os.O_RDONLY)
+        descriptor = open_job_file(path, os.O_RDONLY)
     except OSError:
         return False
     try:

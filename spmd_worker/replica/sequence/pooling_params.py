@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, shown
-from spmd_worker.base.names import explain_keywords
+from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ _NOT_HERE: Final = {
 """Keywords of vLLM, and the alternative."""
 
 
-@explain_keywords(_NOT_HERE)
+@with_keyword_hints(_NOT_HERE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """Pooling of one row. Names and meanings follow vLLM's.

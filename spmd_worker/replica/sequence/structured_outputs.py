@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_text, shown
 from spmd_worker.base.files import JsonError, parse_json_object
-from spmd_worker.base.names import explain_keywords
+from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import NOT_SENT, sent_fields
 
 MAX_GRAMMAR_BYTES: Final = 64 * 1024
@@ -36,7 +36,7 @@ SCHEMAS_BY_NAME: Final = (
 )
 
 
-@explain_keywords()
+@with_keyword_hints()
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """Exactly one of these fields, by vLLM's names:

@@ -17,7 +17,7 @@ from stress_seed import SEED
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.errors import ConfigError, JobError, JournalError, SpmdError
-from spmd_worker.base.files import OwnFileError, begin_own_file, open_own_file, read_own_file, write_file
+from spmd_worker.base.files import JobFileError, create_job_file, open_job_file, read_job_file, write_file
 from spmd_worker.base.liveness.error_file import ErrorRecord, read_records, write_record, write_stacks
 from spmd_worker.base.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
@@ -183,9 +183,9 @@ def test_run_directory_itself_may_be_a_link(folder: Path):
 @pytest.mark.parametrize(
     "use",
     [
-        begin_own_file,
-        read_own_file,
-        lambda path: open_own_file(path, os.O_RDWR | os.O_CREAT),
+        create_job_file,
+        read_job_file,
+        lambda path: open_job_file(path, os.O_RDWR | os.O_CREAT),
         lambda path: write_file(path.with_suffix(""), b"x"),
         lambda path: RowJournal(path.parent, 1, 1.0),
     ],
@@ -196,7 +196,7 @@ def test_own_file_is_regular_with_one_link(tmp_path: Path, kind: str, use: Calla
     is_journal = "RowJournal" in str(use.__code__.co_names)  # type: ignore[attr-defined]  # a function
     path = tmp_path / ("journal" if is_journal else "a.partial")
     links(kind, path, tmp_path / "secret")
-    with pytest.raises(OwnFileError, match=f"{path.name} {KINDS[kind]}, and what a job makes"):
+    with pytest.raises(JobFileError, match=f"{path.name} {KINDS[kind]}, but files of a job"):
         use(path)
     assert (tmp_path / "secret").read_bytes() == SECRET
     assert not (tmp_path / "absent").exists()
@@ -215,7 +215,7 @@ def test_stacks_go_elsewhere_when_name_is_a_link(tmp_path: Path):
 def test_profile_overwrites_no_link(tmp_path: Path, kind: str):
     (tmp_path / "secret").write_bytes(SECRET)
     links(kind, tmp_path / "trace.rank0.json", tmp_path / "secret")
-    with pytest.raises(OwnFileError, match=KINDS[kind]):
+    with pytest.raises(JobFileError, match=KINDS[kind]):
         TraceProfiler(0).prepare_start_profile(str(tmp_path))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.openai.row_parser import ROW_KEYS
 
@@ -135,7 +135,7 @@ class _ZstdFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError as error:
-            refuse_without("zstandard", "zstd", f"job.input={path}", error)
+            raise_missing_package("zstandard", "zstd", f"job.input={path}", error)
         self._path, self._module = path, zstandard
         self._file = open(path, "rb")  # noqa: SIM115  # closed with this stream
         self._frame: Any = None
@@ -189,7 +189,7 @@ class ParquetRows:
             import pyarrow.compute
             import pyarrow.parquet
         except ImportError as error:
-            refuse_without("pyarrow", "parquet", f"job.input={path}", error)
+            raise_missing_package("pyarrow", "parquet", f"job.input={path}", error)
         self._path, self._max_line_bytes, self._pyarrow = path, max_line_bytes, pyarrow
         try:
             metadata = pyarrow.parquet.read_metadata(path)

@@ -12,7 +12,7 @@ from typing import Final, TextIO
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import OwnFileError, own_file_fault, partial_path
+from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.run_dir.file_names import (
@@ -136,7 +136,7 @@ def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
     """Raise ConfigError for a report that would overwrite other files of the run, OwnFileError for a link."""
     claims = [_claim("--output", str(page)), _claim("--output", str(timeline))]
     for claim in claims:
-        fault = own_file_fault(claim.name.path)
+        fault = job_file_fault(claim.name.path)
         if fault is not None:
             raise OwnFileError(claim.name.path, fault)
     reject_same_file(claims)

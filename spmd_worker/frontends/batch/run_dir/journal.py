@@ -21,7 +21,7 @@ from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
 from spmd_worker.base.errors import JournalError
-from spmd_worker.base.files import open_own_file, sync_folder
+from spmd_worker.base.files import open_job_file, sync_folder
 from spmd_worker.frontends.openai.row_answer import RowAnswer
 
 logger = logging.getLogger(__name__)
@@ -268,11 +268,11 @@ class RowJournal:
 
 
 def _open_to_read(path: Path) -> BinaryIO:
-    return open(open_own_file(path, os.O_RDONLY), "rb")
+    return open(open_job_file(path, os.O_RDONLY), "rb")
 
 
 def _open_to_append(path: Path) -> int:
-    return open_own_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    return open_job_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
