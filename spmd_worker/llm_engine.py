@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from spmd_worker.base.names import with_keyword_hints, hint
+from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig

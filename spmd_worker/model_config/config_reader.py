@@ -48,7 +48,6 @@ class ConfigReader:
         return checked_number(self.get(key, default), self.where(key))
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false")

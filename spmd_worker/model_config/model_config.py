@@ -115,7 +115,6 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        """Tensor names of the checkpoint."""
         family = family_of(self.architecture)
         return family.variants[self.variant - 1].family.names if self.variant else family.names
 
@@ -126,7 +125,6 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the full model."""
         return len(self.layers)
 
     @property
@@ -137,7 +135,6 @@ class ModelConfig:
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the table of embeddings."""
         return self.vocab_size + self.num_image_embeddings
 
     @property
@@ -147,17 +144,14 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads of a layer."""
         return self.layers[0].num_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Elements of a head."""
         return self.layers[0].head_size
 
     @property
     def intermediate_size(self) -> int:
-        """Columns of the feed-forward."""
         return self.layers[0].intermediate_size
 
     @property
@@ -183,7 +177,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        return self.num_embedding_parameters + sum(self.layer_parameters) + self.num_norm_parameters
+        num_norms = self.has_last_norm + self.has_embedding_norm
+        return self.num_embedding_parameters + sum(self.layer_parameters) + num_norms * self.norm_parameters
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -214,11 +209,6 @@ class ModelConfig:
         routed = (replace(each.full_share, num_shared_columns=0) for each in experts)
         sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
         return sum(sizes) - sum(each.router_elements(self.hidden_size) for each in experts)
-
-    @property
-    def num_norm_parameters(self) -> int:
-        """Parameters of the last norm, and of the embeddings' norm."""
-        return (self.has_last_norm + self.has_embedding_norm) * self.norm_parameters
 
     @property
     def norm_parameters(self) -> int:
@@ -362,7 +352,6 @@ def family_of(architecture: str) -> Family:
 
 
 def _max_positions(reader: ConfigReader, family: Family) -> int:
-    """Maximum tokens of a row."""
     num_rows, offset = reader.count("max_position_embeddings", 2048), family.embedding.position_offset
     if not _counts_offset(family):
         return num_rows
@@ -520,7 +509,6 @@ _TIE: Final = "tie_word_embeddings"
 
 
 def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping[str, Any]:
-    """Settings of the text model."""
     text = config.get("text_config")
     if text is None:
         return config
@@ -548,7 +536,6 @@ def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Fa
 
 
 def _variant(family: Family, config: Mapping[str, Any]) -> int:
-    """Index for `ModelConfig.variant`."""
     for number, variant in enumerate(family.variants, start=1):
         if all(config.get(key) == value for key, value in variant.keys.items()):
             return number

@@ -53,7 +53,6 @@ class HeadConfig:
     norm: NormConfig | None = None
 
     def elements(self, hidden_size: int) -> int:
-        """Number of parameters."""
         norm = 0 if self.norm is None else self.norm.has_weight + self.norm.has_bias
         return (hidden_size + self.has_bias + norm) * hidden_size
 
@@ -126,7 +125,6 @@ class PoolingConfig:
 
     @property
     def size(self) -> int:
-        """Elements of a row's vector."""
         if self.task == "classify":
             return self.num_labels
         size = self.denses[-1].num_outputs if self.denses else self.hidden_size
@@ -144,7 +142,6 @@ class PoolingConfig:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Supported tasks."""
         if self.task == "embed":
             return ("embed", "score")
         return ("classify", "score", "reward") if self.num_labels == 1 else ("classify",)

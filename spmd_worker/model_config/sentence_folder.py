@@ -131,7 +131,6 @@ class TextTransform:
 
     @property
     def prompt(self) -> str:
-        """Text prepended to each text."""
         return dict(self.prompts).get(self.default_prompt, "")
 
     @property
@@ -457,7 +456,6 @@ def _is_folder_name(name: Any) -> TypeGuard[str]:
 
 
 def _open_module(folder: Path, name: Any) -> ConfigReader:
-    """Settings of a module."""
     if not _is_folder_name(name):
         raise ModelConfigError(f"{folder / MODULES_FILE}: path {shown(name)} must be the name of a folder next to it")
     return _open(folder / name / "config.json")

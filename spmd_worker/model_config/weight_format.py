@@ -38,7 +38,6 @@ class WeightFormat:
 
     @property
     def words(self) -> str:
-        """Description for people."""
         numbers = {"e4m3": "FP8", "e2m1": "FP4"}.get(self.number, f"{self.bits}-bit integers")
         match self.block_rows, self.block_columns:
             case None, None:
@@ -76,7 +75,6 @@ class Quantization:
 
     @property
     def words(self) -> str:
-        """Description for people."""
         kinds = dict.fromkeys(group.format.words for group in self.groups)
         return f"{' and '.join(kinds)} ({self.method})"
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -105,22 +105,17 @@ def register_schema() -> None:
     """Register `RunConfig` with Hydra under `SCHEMA_NAME`. Idempotent.
 
     OmegaConf makes nodes of frozen dataclasses read-only, which would reject every override: the flag is cleared on the
-    schema, and the result of `to_run_config` is frozen again.
+    schema, which still accepts no unknown keys, and the result of `to_run_config` is frozen again.
     """
     store = ConfigStore.instance()
-    if f"{SCHEMA_NAME}.yaml" not in store.repo:
-        store.store(name=SCHEMA_NAME, node=writable_schema())
-
-
-def writable_schema() -> DictConfig:
-    """The schema as a node that accepts values but no unknown keys."""
+    if f"{SCHEMA_NAME}.yaml" in store.repo:
+        return
     schema = OmegaConf.structured(RunConfig)
-    assert isinstance(schema, DictConfig), type(schema)
     for node in (schema, *(schema._get_node(key) for key in schema)):
         if isinstance(node, DictConfig):
             OmegaConf.set_readonly(node, None)
             node._set_flag("readonly", False)
-    return schema
+    store.store(name=SCHEMA_NAME, node=schema)
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:
@@ -167,7 +162,7 @@ def _with_paths(config: RunConfig, literal: Mapping[str, str]) -> RunConfig:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Reject overrides that are not one value of one known key, before Hydra does in its own words."""
+    """Reject overrides that are not one value of one known key, before Hydra does."""
     parser = OverridesParser.create()
     for text in overrides:
         if text.startswith("~"):
@@ -190,13 +185,12 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 def _parse(parser: OverridesParser, text: str) -> Override:
     if "=" not in text:
         raise ConfigError(f"{text} is not an override: write KEY=VALUE, such as cache.num_blocks=512")
+    key, _, value = text.partition("=")
     try:
         return parser.parse_overrides([text])[0]
     except ValueError:  # a number of thousands of digits
-        key, _, value = text.partition("=")
-        raise ConfigError(f"{key} has {len(value)} characters, and is no value of that key") from None
+        raise ConfigError(f"{key}: a value of {len(value)} characters is not a value of that key") from None
     except OverrideParseException:
-        key, _, value = text.partition("=")
         quoted = value.strip("'\"").replace("'", "\\'")
         raise ConfigError(
             f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes "
@@ -207,26 +201,26 @@ def _parse(parser: OverridesParser, text: str) -> Override:
 def _check_known(override: Override, text: str) -> None:
     key = override.key_or_group
     if key in _GROUPS or key == EXPERIMENT:
-        # A group takes a name; Hydra speaks of a name that does not exist.
+        # A group's value is a name; Hydra reports a name that does not exist.
         if not isinstance(override.value(), str):
             way_out = f"choose a named set, as in {key}=NAME (--help lists them), or leave it out"
-            raise ConfigError(f"{text} names no set of values: {way_out}")
+            raise ConfigError(f"{text} is not the name of a set of values: {way_out}")
     elif key not in _KEYS:
-        _refuse_unknown_key(key, text)
+        raise _unknown_key(key, text)
 
 
-def _refuse_unknown_key(key: str, where: str) -> NoReturn:
+def _unknown_key(key: str, where: str) -> ConfigError:
     nearest = _nearest_keys(key)
     hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
     group = next(iter(difflib.get_close_matches(key.partition(".")[0], _GROUPS, n=1)), None)
     if "." in key and group is not None:
         names = [each.partition(".")[2] for each in _KEYS if each.startswith(f"{group}.")]
-        raise ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
-    raise ConfigError(f"{where}: there is no key {key}; {hint}--help=all lists all")
+        return ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
+    return ConfigError(f"{where}: there is no key {key}; {hint}--help=all lists all")
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """At most three: the same last word in any group, then what is spelled alike."""
+    """Three at most: keys with the same last word in any group, then similar ones."""
     known = [*_KEYS, *_GROUPS, EXPERIMENT]
     same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
     # High enough that keys which merely share their group's name do not count.
@@ -250,15 +244,12 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
     where = (given or (f"{file[1]}.yaml: {key}" if file else key)).replace(_PLAN, "plan=")
     if re.search(r"Key '.*' not in '", text):
-        try:
-            _refuse_unknown_key(key, where)
-        except ConfigError as error_result:
-            return error_result
+        return _unknown_key(key, where)
     reason = "" if key in _KEYS and given and "$" not in given else f" ({_reason(text)})"
     return ConfigError(f"{where} must be {type_words(_KEYS[key].hint) if key in _KEYS else 'keys and values'}{reason}")
 
 
 def _reason(text: str) -> str:
-    """OmegaConf's own words, without Hydra's frame around them."""
+    """OmegaConf's error, without Hydra's lines around it."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("In '", "Error merging", "    "))]
     return lines[0] if lines else "no reason given"

@@ -60,7 +60,6 @@ class Key:
 
     @property
     def name(self) -> str:
-        """Name on the command line."""
         return f"{self.group}.{self.field}" if self.group else self.field
 
     @property

@@ -513,8 +513,8 @@ class RunConfig:
         _check_defaults(self.sampling, self.limits)
         if self.cache.host_tier_gib and not self.executor.digest_every:
             raise ConfigError(
-                f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks report "
-                f"finished transfers with their digests; set executor.digest_every to 1 or more"
+                f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks "
+                f"report finished transfers with their digests; set executor.digest_every to 1 or more"
             )
 
 

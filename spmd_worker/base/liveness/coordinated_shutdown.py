@@ -97,14 +97,12 @@ class CoordinatedShutdown:
         if self._exchange.is_reporter or reporter == self._rank:
             self._write_report(diagnosis, statuses)
             self._exchange.has_reported()
-            self._wait_until_reported()
+            # The other ranks wait for the report, and this process is about to end.
+            self._wait(REPORT_S, lambda: self._exchange.is_reported or not self._exchange.is_shared)
 
-    def _wait_until_reported(self) -> None:
-        """Wait until the other ranks, which wait for the report, can see that it was made: this process is about to
-        end.
-        """
+    def _wait(self, limit_s: float, is_over: Callable[[], bool]) -> None:
         started_s = self._clock.tick()
-        while self._exchange.is_shared and not self._exchange.is_reported and self._clock.tick() - started_s < REPORT_S:
+        while not is_over() and self._clock.tick() - started_s < limit_s:
             if self._clock.wait(self._stop, TICK_S):
                 return
 
@@ -123,11 +121,7 @@ class CoordinatedShutdown:
     def wait_for_main(self, diagnosis: Diagnosis, is_done: Callable[[], bool]) -> None:
         """Give the main thread time to end the process itself, and the rank that failed to end first."""
         # A rank other than 0 that knows the reason waits for rank 0 to print it, and prints it if it does not.
-        patience_s = 3 * LEAVE_S if diagnosis.is_explained else LEAVE_S
-        started_s = self._clock.tick()
-        while not is_done() and self._clock.tick() - started_s < patience_s:
-            if self._clock.wait(self._stop, TICK_S):
-                return
+        self._wait(3 * LEAVE_S if diagnosis.is_explained else LEAVE_S, is_done)
 
     def _write_report(self, diagnosis: Diagnosis, statuses: Sequence[RankStatus]) -> None:
         lines = "\n".join(f"  {line}" for line in status_lines(statuses))

@@ -40,7 +40,6 @@ class ErrorRecord:
     traceback: str = ""
 
     def as_plain(self) -> dict[str, Any]:
-        """JSON values."""
         own = next((each.last_heartbeat for each in self.statuses if each.rank == self.rank), None)
         diagnosis = self.diagnosis
         return {

@@ -54,7 +54,6 @@ class RankStatus:
 
     @property
     def failure(self) -> Failure | None:
-        """The rank's failure, as it published it."""
         return self.last_heartbeat.failure if self.last_heartbeat is not None else None
 
     @property

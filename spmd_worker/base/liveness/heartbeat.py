@@ -110,7 +110,6 @@ class RankHeartbeat:
     failure: Failure | None = None
 
     def pack(self) -> bytes:
-        """Bytes for the store."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @staticmethod

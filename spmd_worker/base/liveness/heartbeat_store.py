@@ -13,19 +13,15 @@ there may be another in the same process.
 
 
 class KeyValueStore(Protocol):
-    """Methods of the launcher's store in use. They raise RuntimeError when it is gone."""
+    """Methods of `torch.distributed.Store` in use. They raise RuntimeError when it is gone."""
 
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """The values of keys that exist."""
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
-    def set(self, key: str, value: str, /) -> None:
-        """Set the value of a key."""
+    def set(self, key: str, value: str, /) -> None: ...
 
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which starts at 0. Returns the new value."""
+    def add(self, key: str, amount: int, /) -> int: ...
 
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of the keys exist."""
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

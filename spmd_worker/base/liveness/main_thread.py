@@ -66,7 +66,6 @@ class MainThreadMonitor:
             within(DISK_S, partial(write_stacks, None, self._watched.rank))
 
     def _write_stacks_to_run_dir(self) -> str:
-        """End of the log line."""
         if not self._has_run_dir():
             return ""
         written = within(DISK_S, partial(write_stacks, self._watched.run_dir, self._watched.rank))

@@ -103,7 +103,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="spmd-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start watching the calling thread."""
         self._main.begin()
         self._exchange.start()
         self._thread.start()

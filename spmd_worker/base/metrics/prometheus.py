@@ -44,7 +44,6 @@ class PrometheusFile:
             self._write({**values, "running": 1, "complete": 0})
 
     def end(self, values: Mapping[str, float | None], *, is_complete: bool) -> None:
-        """The job has ended."""
         self._write({**values, "running": 0, "complete": int(is_complete)})
 
     def _write(self, values: Mapping[str, float | None]) -> None:

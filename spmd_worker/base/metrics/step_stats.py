@@ -64,7 +64,6 @@ class StepStats(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """All device blocks."""
         return self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
 
 
@@ -83,7 +82,6 @@ class StepStatsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the file, or truncate an existing one."""
         self._stream: BinaryIO = create_job_file(path)
         self._write_all(f"{_HEADER}\n".encode())
 

@@ -36,7 +36,6 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        """Sum of all phases."""
         return self.schedule_s + self.lockstep_s + self.execute_s + self.apply_s
 
     def phases(self) -> tuple[float, float, float, float]:

@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final, cast
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
-from spmd_worker.base.names import with_keyword_hints, hint
+from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
 

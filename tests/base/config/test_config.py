@@ -252,8 +252,11 @@ REFUSED = [
     ),
     ("cache=nosuch", "cache=nosuch is not one of tiny"),
     ("experiment=nosuch", "experiment=nosuch is not one of demo"),
-    ("model=null", "model=null names no set of values: choose a named set, as in model=NAME"),
-    ("cache={num_blocks:3}", "cache={num_blocks:3} names no set of values: choose a named set, as in cache=NAME"),
+    ("model=null", "model=null is not the name of a set of values: choose a named set, as in model=NAME"),
+    (
+        "cache={num_blocks:3}",
+        "cache={num_blocks:3} is not the name of a set of values: choose a named set, as in cache=NAME",
+    ),
     ("~cache", "~cache: keys cannot be removed; leave it out, or give the key another value"),
     ("foo", "foo is not an override: write KEY=VALUE, such as cache.num_blocks=512"),
     ("seed=1,2", "seed=1,2 has several values and a command runs one job: give one value"),
@@ -391,8 +394,8 @@ def test_host_tier_requires_prefix_caching_and_digests():
         "leave cache.host_tier_gib at 0"
     )
     assert error_result("cache.host_tier_gib=2", "executor.digest_every=0") == (
-        "cache.host_tier_gib=2 cannot run with executor.digest_every=0: ranks say that a transfer has finished with "
-        "their digests; set executor.digest_every to 1 or more"
+        "cache.host_tier_gib=2 cannot run with executor.digest_every=0: ranks report finished "
+        "transfers with their digests; set executor.digest_every to 1 or more"
     )
     assert error_result("cache.swap_space_gib=-1") == "cache.swap_space_gib=-1.0 must be 0 or more"
 
