@@ -76,9 +76,9 @@ BAD = {
     "several lines": (b'{\n"a": }\n', "invalid_json", "is not JSON: Expecting value at line 2, column 6"),
     "two objects": (b"{} {}", "invalid_json", "is not JSON: Extra data at character 3"),
     "a key twice": (b'{"x": {"a": 1, "a": 2}}', "invalid_json", "the key 'a' appears twice in one object"),
-    "NaN": (b'{"a": NaN}', "invalid_json", "is not JSON: it holds NaN"),
-    "Infinity": (b'{"a": [-Infinity]}', "invalid_json", "is not JSON: it holds -Infinity"),
-    "a huge number": (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json", "a whole number of thousands of digits"),
+    "NaN": (b'{"a": NaN}', "invalid_json", "is not JSON: it has NaN"),
+    "Infinity": (b'{"a": [-Infinity]}', "invalid_json", "is not JSON: it has -Infinity"),
+    "a huge number": (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json", "an integer of thousands of digits"),
     "bottomless": (b'{"a": ' + b"[" * 200_000, "nested_too_deeply", "is nested too deeply"),
     "a list": (b"[]", "not_an_object", "must be a JSON object, not a list"),
     "null": (b"null", "not_an_object", "must be a JSON object, not null"),
@@ -116,7 +116,7 @@ def test_regular_file_reader_rejects_large_and_endless_files(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_bytes(b"x" * 100)
     assert read_regular_file(path, 100) == b"x" * 100
-    with pytest.raises(OSError, match="has more than 99 bytes: give one of at most so many"):
+    with pytest.raises(OSError, match="has more than 99 bytes"):
         read_regular_file(path, 99)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless").symlink_to("/dev/zero")

@@ -1,5 +1,6 @@
 """Rows of `table.py`: dense families with RMS norms, newer than those there."""
 
+from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.family import (
@@ -24,6 +25,54 @@ _LLAMA3_STRETCH: Final = {
     "original_max_position_embeddings": 8192,
 }
 
+GEMMA: Final = Family(
+    models="Gemma",
+    attention=Attention(head_size=256),
+    norms=Norms(offset=1.0, rounds_once=True),
+    feed_forward=FeedForward(bias=False, activation_words={"gelu": "gelu_pytorch_tanh"}),
+    embedding=Embedding(by_root=True),
+    required={"use_bidirectional_attention": False},
+    defaults={
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    },
+)
+GEMMA2_SIZES: Final = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+GEMMA2: Final = replace(
+    GEMMA,
+    models="Gemma 2",
+    names=Names(
+        norms=(
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    ),
+    attention=Attention(head_size=256, scale_root_key="query_pre_attn_scalar", score_cap_key="attn_logit_softcapping"),
+    windows=Windows(rule="layer_types", full_every=2),
+    feed_forward=FeedForward(bias=False, activation_key="hidden_activation"),
+    head=Head(cap_key="final_logit_softcapping"),
+    defaults={
+        **GEMMA2_SIZES,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+)
 RMS_ROWS: Final[dict[str, Family]] = {
     "Olmo3ForCausalLM": Family(
         models="OLMo 3",
@@ -140,32 +189,10 @@ RMS_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": [128001, 128008, 128009],
         },
     ),
-    "VaultGemmaForCausalLM": Family(
+    "VaultGemmaForCausalLM": replace(
+        GEMMA2,
         models="VaultGemma",
         names=Names(norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
-        attention=Attention(
-            head_size=256, scale_root_key="query_pre_attn_scalar", score_cap_key="attn_logit_softcapping"
-        ),
-        windows=Windows(rule="layer_types", full_every=2),
-        norms=Norms(offset=1.0, rounds_once=True),
-        feed_forward=FeedForward(bias=False, activation_key="hidden_activation"),
-        embedding=Embedding(by_root=True),
-        head=Head(cap_key="final_logit_softcapping"),
-        defaults={
-            "vocab_size": 256000,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 8192,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "tie_word_embeddings": True,
-            "eos_token_id": 1,
-        },
+        required={},
     ),
 }

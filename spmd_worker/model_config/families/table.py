@@ -25,7 +25,7 @@ from spmd_worker.model_config.families.family import (
     next_to,
 )
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
-from spmd_worker.model_config.families.rms_rows import RMS_ROWS
+from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 from spmd_worker.model_config.rope import listed_layers
 
@@ -50,63 +50,15 @@ _QWEN2_VL: Final = replace(
         "eos_token_id": 151645,
     },
 )
-_GEMMA: Final = Family(
-    models="Gemma",
-    attention=Attention(head_size=256),
-    norms=Norms(offset=1.0, rounds_once=True),
-    feed_forward=FeedForward(bias=False, activation_words={"gelu": "gelu_pytorch_tanh"}),
-    embedding=Embedding(by_root=True),
-    required={"use_bidirectional_attention": False},
-    defaults={
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 8192,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-    },
-)
-_GEMMA2_SIZES: Final = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
-_GEMMA2: Final = replace(
-    _GEMMA,
-    models="Gemma 2",
-    names=Names(
-        norms=(
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        )
-    ),
-    attention=Attention(head_size=256, scale_root_key="query_pre_attn_scalar", score_cap_key="attn_logit_softcapping"),
-    windows=Windows(rule="layer_types", full_every=2),
-    feed_forward=FeedForward(bias=False, activation_key="hidden_activation"),
-    head=Head(cap_key="final_logit_softcapping"),
-    defaults={
-        **_GEMMA2_SIZES,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-)
 _GEMMA3: Final = replace(
-    _GEMMA2,
+    GEMMA2,
     models="Gemma 3 of text alone: 270M, 1B",
     # Its files have a bound for scores too, which transformers does not use.
-    attention=replace(_GEMMA2.attention, score_cap_key="", qk_norm="head"),
+    attention=replace(GEMMA2.attention, score_cap_key="", qk_norm="head"),
     windows=Windows(rule="layer_types", full_every=6, full_every_key="sliding_window_pattern"),
     rope=Rope(has_local=True),
     defaults={
-        **_GEMMA2_SIZES,
+        **GEMMA2_SIZES,
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "rope_theta": 1000000.0,
@@ -199,8 +151,8 @@ FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 50256,
         },
     ),
-    "GemmaForCausalLM": _GEMMA,
-    "Gemma2ForCausalLM": _GEMMA2,
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,

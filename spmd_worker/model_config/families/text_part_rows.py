@@ -38,33 +38,25 @@ def inside_language_model(names: Names, *ignored_prefixes: str) -> Names:
     return replace(names, **tops, ignored_prefixes=ignored, aliases=_LANGUAGE_MODEL)  # type: ignore[arg-type]  # texts
 
 
-_LLAMA_SIZES: Final = {
+_LLAMA_SIZES: Final[dict[str, Any]] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-_EXAONE_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384}
+_EXAONE: Final = ("Exaone4ForCausalLM", {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384})
 _QWEN_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 151936, "intermediate_size": 22016}
-_SIZES: Final[dict[str, dict[str, Any]]] = {
-    "llama": _LLAMA_SIZES,
-    "mistral": {**_LLAMA_SIZES, "intermediate_size": 14336},
-    "qwen2": _QWEN_SIZES,
-    "qwen3": _QWEN_SIZES,
-    "exaone4": _EXAONE_SIZES,
-    "exaone4_5_text": _EXAONE_SIZES,
-}
-"""Defaults of the classes, which files of these models leave out."""
-_ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
+_TEXTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA_SIZES),
+    "mistral": ("MistralForCausalLM", {**_LLAMA_SIZES, "intermediate_size": 14336}),
+    "qwen2": ("Qwen2ForCausalLM", _QWEN_SIZES),
+    "qwen3": ("Qwen3ForCausalLM", _QWEN_SIZES),
+    "exaone4": _EXAONE,
     # The name in the first files of EXAONE 4.5.
-    "exaone4_5_text": "Exaone4ForCausalLM",
+    "exaone4_5_text": _EXAONE,
 }
+"""Kind of text -> its architecture, and the defaults of its class, which files of these models leave out."""
 
 
 def _text_of(
@@ -82,8 +74,8 @@ def _text_of(
         text=TextPart(
             tie=tie_of_text,
             ties_by_default=ties_by_default,
-            families={kind: _ARCHITECTURES[kind] for kind in kinds},
-            defaults={kind: {**_SIZES[kind], **(defaults or {})} for kind in kinds},
+            families={kind: _TEXTS[kind][0] for kind in kinds},
+            defaults={kind: {**_TEXTS[kind][1], **(defaults or {})} for kind in kinds},
         ),
     )
 

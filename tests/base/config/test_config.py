@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -175,17 +174,13 @@ def test_misspelled_key_check_detects_unnamed_or_ignored_key(
         monkeypatch.setattr(compose_module, "_nearest_keys", lambda key: [])
         with control():
             check(override, message)
-    monkeypatch.setattr(compose_module, "_refuse_unknown_key", lambda *_: error_of("there is no such key"))
+    monkeypatch.setattr(compose_module, "_unknown_key", lambda *_: ConfigError("there is no such key"))
     with control():
         check(override, message)
     monkeypatch.setattr(compose_module, "_check_known", lambda *_: None)
     monkeypatch.setattr(compose_module, "compose", lambda name, overrides: compose(name, []))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check(override, message)
-
-
-def error_of(words: str) -> NoReturn:
-    raise ConfigError(words)
 
 
 REFUSED = [

@@ -43,10 +43,10 @@ def test_other_ranks_log_warnings_and_above_with_tag(capsys: pytest.CaptureFixtu
 def test_shared_facts_are_logged_by_rank_0_only(capsys: pytest.CaptureFixture[str], rank: int, num_lines: int):
     configure_logging(rank, 4)
     model_config_of({"architectures": ["LlamaForCausalLM"], **SIZES, "dtype": "float8"}, Path("config.json"))
-    assert capsys.readouterr().err.count("takes float32") == num_lines
+    assert capsys.readouterr().err.count("uses float32") == num_lines
     # Negative control: a line that is not marked.
-    logging.getLogger(f"{LOGGER_NAME}.model_config").warning("takes float32")
-    assert capsys.readouterr().err.count("takes float32") == 1
+    logging.getLogger(f"{LOGGER_NAME}.model_config").warning("uses float32")
+    assert capsys.readouterr().err.count("uses float32") == 1
 
 
 def test_logging_configured_twice_prints_lines_once(capsys: pytest.CaptureFixture[str]):

@@ -67,8 +67,8 @@ def test_stage_times_file_counts_from_the_run_start(tmp_path: Path):
     [
         ("step,start\n", "line 1 does not name the columns"),
         ("", "line 1 does not name the columns"),
-        ("replica,stage,step,start_us,end_us\n0,0,1,2,3\n0,0,x,2,3\n", "line 3 is no stage time: 0,0,x,2,3"),
-        ("replica,stage,step,start_us,end_us\n0,0,1\n", "line 2 is no stage time: 0,0,1"),
+        ("replica,stage,step,start_us,end_us\n0,0,1,2,3\n0,0,x,2,3\n", "line 3 is not a stage time: 0,0,x,2,3"),
+        ("replica,stage,step,start_us,end_us\n0,0,1\n", "line 2 is not a stage time: 0,0,1"),
     ],
 )
 def test_stage_times_reader_names_the_bad_line(tmp_path: Path, text: str, message: str):

@@ -87,7 +87,7 @@ def test_step_stats_ignore_a_tail_of_zeros(path: Path):
 def test_step_stats_reject_a_damaged_line_in_between(path: Path):
     damaged = LINE.replace("600", "6x0")
     said = fault_of(path, f"{HEADER}\n{LINE}\n{damaged}\n{LINE}\n")
-    assert said == "line 3 has execute_us='6x0', which is no count: the file is damaged"
+    assert said == "line 3 has execute_us='6x0', which is not a count: the file is damaged"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_step_stats_reject_a_damaged_line_in_between(path: Path):
         ("1,2,3", "line 2 has 3 values, not 21: the file is damaged"),
         (LINE + ",7", "line 2 has 22 values, not 21: the file is damaged"),
         ("", "line 2 has 1 values, not 21: the file is damaged"),
-        (LINE.replace("600", "-600"), "line 2 has execute_us='-600', which is no count: the file is damaged"),
+        (LINE.replace("600", "-600"), "line 2 has execute_us='-600', which is not a count: the file is damaged"),
     ],
 )
 def test_step_stats_error_names_the_damage(path: Path, line: str, said: str):
