@@ -5,7 +5,7 @@ from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checke
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.layer_config import ExpertsConfig
 
-_MOST_EXPERTS = 4_096
+_MAX_EXPERTS = 4_096
 """A layer is built expert by expert: a count that no model has must not become a list of that length."""
 
 
@@ -28,7 +28,7 @@ def read_experts(reader: ConfigReader, family: ExpertsFamily | None, num_layers:
 def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
     count_key = next((key for key in family.count_keys if reader.get(key) is not None), family.count_keys[0])
     given = reader.get(count_key, family.default_count or None)
-    count = checked_integer(given, reader.where(count_key), 1, _MOST_EXPERTS)
+    count = checked_integer(given, reader.where(count_key), 1, _MAX_EXPERTS)
     num_chosen, size = reader.count("num_experts_per_tok"), reader.count(family.size_key)
     num_groups, num_chosen_groups = _groups(reader, count_key, count) if family.has_groups else (1, 1)
     num_left = count // num_groups * num_chosen_groups

@@ -19,8 +19,8 @@ from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 _NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _REVISION: Final = re.compile(r"\w[\w./-]*")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_MOST_NAME: Final = 96
-_MOST_INDEX_BYTES: Final = 100_000_000
+_MAX_NAME: Final = 96
+_MAX_INDEX_BYTES: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ModelLocation:
 def is_hub_name(path: str) -> bool:
     """Whether this may be a name on the hub: ORG/NAME."""
     has_runs = ".." in path or "--" in path
-    return _NAME.fullmatch(path) is not None and not has_runs and len(path) <= _MOST_NAME
+    return _NAME.fullmatch(path) is not None and not has_runs and len(path) <= _MAX_NAME
 
 
 def check_revision(revision: str) -> None:
@@ -114,7 +114,7 @@ def _missing_weights(folder: Path) -> str | None:
     if not index.is_file():
         return f"{SINGLE_FILE} or {INDEX_FILE}"
     try:
-        weight_map = parse_json_object(read_regular_file(index, _MOST_INDEX_BYTES)).get("weight_map")
+        weight_map = parse_json_object(read_regular_file(index, _MAX_INDEX_BYTES)).get("weight_map")
     except (JsonError, OSError):
         return INDEX_FILE
     files = weight_map.values() if isinstance(weight_map, dict) else []

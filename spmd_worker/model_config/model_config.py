@@ -36,6 +36,7 @@ from spmd_worker.model_config.rope import (
     RopeParameters,
     read_local_rope,
     read_rope,
+    rotated_layers,
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
@@ -463,7 +464,7 @@ def _ropes_of_layers(reader: ConfigReader, rope: Rope | None, windows: tuple[int
         return (None,) * len(windows)
     if rope.has_local:
         return tuple(int(window > 0) for window in windows)
-    return tuple(0 if is_rotated else None for is_rotated in rope.layers(reader, windows))
+    return tuple(0 if is_rotated else None for is_rotated in rotated_layers(reader, rope.layers, windows))
 
 
 def _ropes(reader: ConfigReader, rope: Rope | None, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:

@@ -102,27 +102,14 @@ def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int
     return replace(rope, query_growth=checked_number(beta, key)) if beta else rope
 
 
-def all_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
-    """Layers that turn queries and keys, of layers with these windows (`families.family.Rope`): all of them."""
-    del reader
-    return [True] * len(windows)
-
-
-def sliding_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
-    """Layers that turn: those with a window."""
-    del reader
-    return [window > 0 for window in windows]
-
-
-def sliding_layers_or_all(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
-    """Layers that turn: those with a window, all where the file has none."""
-    return (all_layers if reader.get("sliding_window") is None else sliding_layers)(reader, windows)
-
-
-def listed_layers(reader: ConfigReader, windows: Sequence[int]) -> Sequence[bool]:
-    """Layers that turn in SmolLM3: `no_rope_layers` lists 1 for each layer that turns and 0 for each that does not,
-    else every `no_rope_layer_interval`th does not. Raises ModelConfigError.
+def rotated_layers(reader: ConfigReader, rule: str, windows: Sequence[int]) -> Sequence[bool]:
+    """Whether each layer rotates queries and keys, by the rule of `families.family.Rope`, of layers with these windows.
+    Raises ModelConfigError.
     """
+    if rule == "all" or (rule == "sliding_or_all" and reader.get("sliding_window") is None):
+        return [True] * len(windows)
+    if rule != "listed":
+        return [window > 0 for window in windows]
     flags = reader.get("no_rope_layers")
     if flags is None:
         interval = reader.count("no_rope_layer_interval")
@@ -205,8 +192,8 @@ def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: i
     partial = checked_number(value, f"{reader.path}: partial_rotary_factor")
     if partial > 1 or int(head_size * partial) % 2 or int(head_size * partial) < 2:
         raise ModelConfigError(
-            f"{reader.path}: partial_rotary_factor={partial:g} of head_dim={head_size} turns "
-            f"{int(head_size * partial)} numbers: it must be an even number of them, from 2 to all"
+            f"{reader.path}: partial_rotary_factor={partial:g} of head_dim={head_size} rotates "
+            f"{int(head_size * partial)} elements: they must be an even number, from 2 to all"
         )
     return partial
 
@@ -244,6 +231,6 @@ def _longrope_factors(given: Mapping[str, Any], reader: ConfigReader, num_pairs:
     for key in ("short_factor", "long_factor"):
         values, where = given.get(key), f"{reader.path}: rope longrope {key}"
         if not isinstance(values, list) or len(values) != num_pairs:
-            raise ModelConfigError(f"{where} must list {num_pairs} numbers, one for each pair of what is turned")
+            raise ModelConfigError(f"{where} must list {num_pairs} numbers, one for each pair of rotated elements")
         factors[f"{key}s"] = tuple(checked_number(value, where) for value in values)
     return factors

@@ -13,7 +13,7 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 """Weight files of a model folder: a single file, or several with this index."""
 _LENGTH_BYTES: Final = 8
-_MOST_HEADER_BYTES: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 100_000_000
 
 
 def tensor_names(model_folder: Path) -> tuple[str, ...]:
@@ -35,4 +35,4 @@ def tensor_names(model_folder: Path) -> tuple[str, ...]:
 def _header(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        return files.parse_json_object(file.read(length)) if length <= _MOST_HEADER_BYTES else {}
+        return files.parse_json_object(file.read(length)) if length <= _MAX_HEADER_BYTES else {}

@@ -48,7 +48,6 @@ from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.model_config.rope import sliding_layers, sliding_layers_or_all
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
@@ -434,7 +433,7 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         partial = [rope.get("partial_rotary_factor", 1.0) for rope in ropes]
         assert [rope.partial_factor for rope in ours.ropes] == partial
         flags = getattr(theirs, "no_rope_layers", None) or [int(bool(ropes))] * ours.num_layers
-        if row.rope is not None and row.rope.layers in (sliding_layers, sliding_layers_or_all):
+        if row.rope is not None and row.rope.layers in ("sliding", "sliding_or_all"):
             flags = [int(kind == "sliding_attention") for kind in kinds]
         assert [layer.rope is not None for layer in ours.layers] == [flag == 1 for flag in flags]
         scale = getattr(theirs, "query_pre_attn_scalar", ours.head_size) ** -0.5

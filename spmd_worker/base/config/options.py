@@ -18,7 +18,7 @@ from spmd_worker.base.errors import ConfigError
 _Value = TypeVar("_Value")
 
 _RECORD: Final = "option"
-_MOST_SHOWN: Final = 500
+_MAX_SHOWN: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def checked_value(key: str, value: Any, hint: Any) -> Any:
             continue
         except OverflowError:
             raise ConfigError(f"{key}={shown(value)} must fit 64 bits") from None
-    raise ConfigError(f"{key}={shown(value, _MOST_SHOWN)} must be {type_words(hint)}")
+    raise ConfigError(f"{key}={shown(value, _MAX_SHOWN)} must be {type_words(hint)}")
 
 
 def type_words(hint: Any) -> str:

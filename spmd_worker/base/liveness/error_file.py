@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 ELASTIC_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 RECORD_NAME: Final = "error.rank{}.json"
 STACKS_NAME: Final = "stacks.rank{}.txt"
-_MOST_S: Final = 1 << 36
+_MAX_S: Final = 1 << 36
 """Seconds since 1970, far beyond any run, that still convert to a date."""
 
 
@@ -85,7 +85,7 @@ class ErrorRecord:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not an error record: {error!r}") from None
         times = (record.wall_s, *(each.heard_ago_s for each in record.statuses))
-        if not record.statuses or not all(0 <= time_s < _MOST_S for time_s in times):
+        if not record.statuses or not all(0 <= time_s < _MAX_S for time_s in times):
             raise ValueError("not an error record: it has no rank, or an invalid time")
         return record
 

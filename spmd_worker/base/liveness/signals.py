@@ -98,36 +98,27 @@ class EndingSignals:
 
     def _run(self, reader: int) -> None:
         """Read the numbers of signals as they come, until the other end is closed."""
-        num_interrupts, is_draining = 0, False
+        is_first = True
         with open(reader, "rb", buffering=0) as numbers:
             while read := numbers.read(1):
-                if self._drain is None:
-                    num_interrupts += self._act(read[0], num_interrupts)
-                elif read[0] in (*_ENDING, signal.SIGINT):
-                    self._act_while_draining(read[0], is_draining)
-                    is_draining = True
+                if read[0] in (*_ENDING, signal.SIGINT):
+                    self._act(read[0], is_first=is_first)
+                    is_first = False
 
-    def _act(self, number: int, num_interrupts: int) -> int:
-        """Act on a signal. Returns the number of Ctrl-C it counts for."""
-        if number in _ENDING:
+    def _act(self, number: int, *, is_first: bool) -> None:
+        if self._drain is None and number in _ENDING:
             self._end_soon(number)
-        if number != signal.SIGINT:
-            return 0
-        if num_interrupts > 0:
-            self._leave(number)
-        # Before saving, which may never end.
-        self._later(_INTERRUPTED_S, self._leave, number)
-        self._save()
-        return 1
-
-    def _act_while_draining(self, number: int, is_draining: bool) -> None:
-        assert self._drain is not None, "checked by the caller"
-        if not is_draining:
+        if not is_first:
+            # Ctrl-C of a person who does not want to wait. SIGTERM is ignored: a launcher may repeat it.
+            if number == signal.SIGINT:
+                self._leave(number)
+        elif self._drain is not None:
             self._drain()
             self._later(self._drain_s, self._end_soon, number)
-        elif number == signal.SIGINT:
-            # A person who does not want to wait. SIGTERM is ignored: a launcher may repeat it.
-            self._leave(number)
+        else:
+            # The timer first: saving may never end.
+            self._later(_INTERRUPTED_S, self._leave, number)
+            self._save()
 
     def _later(self, wait_s: float, end: Callable[[int], NoReturn], number: int) -> None:
         timer = threading.Timer(wait_s, end, (number,))

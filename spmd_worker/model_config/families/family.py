@@ -8,13 +8,13 @@ layers know no family.
 Entries that end in `_key` are keys of config.json, "" if the family has none. Needs no torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
-from spmd_worker.model_config.rope import RopeParameters, all_layers
+from spmd_worker.model_config.rope import RopeParameters
 
 NORM_POSITIONS: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 """Our names of the norms before attention, after it, before the feed-forward and after it."""
@@ -155,14 +155,16 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. `has_local`: sliding layers have a rope of their own; otherwise `layers` finds the layers with
-    rotated queries and keys, from the file and their windows. `may_be_partial`: `partial_rotary_factor` counts, or in
-    older files `rotary_size_key`, the number of rotated elements of a head. `is_interleaved` and `rounding` are as in
-    `RopeParameters`. `adjust` changes the rope for one architecture, from the file and the head size.
+    """Rotary embedding. `has_local`: sliding layers have a rope of their own. Otherwise `layers` are those with rotated
+    queries and keys: "all", "sliding", "sliding_or_all" (all if the file has no window), or "listed" (SmolLM3:
+    `no_rope_layers` has 1 for each of them and 0 for the others; without the list every `no_rope_layer_interval`th
+    layer has none). `may_be_partial`: `partial_rotary_factor` counts, or in older files `rotary_size_key`, the number
+    of rotated elements of a head. `is_interleaved` and `rounding` are as in `RopeParameters`. `adjust` changes the rope
+    for one architecture, from the file and the head size.
     """
 
     has_local: bool = False
-    layers: Callable[[ConfigReader, Sequence[int]], Sequence[bool]] = all_layers
+    layers: str = "all"
     is_interleaved: bool = False
     rounding: str = "each step"
     may_be_partial: bool = False

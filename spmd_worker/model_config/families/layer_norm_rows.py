@@ -17,7 +17,6 @@ from spmd_worker.model_config.families.family import (
     Windows,
     Wiring,
 )
-from spmd_worker.model_config.rope import sliding_layers
 
 _ONE_NORM: Final = ("input_layernorm", "", "", "")
 _LAYER_NORM_NORMS: Final = Norms(kind="layer", eps_key="layer_norm_eps")
@@ -154,7 +153,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         models="Command R7B, Command A",
         attention=Attention(),
         windows=Windows(rule="layer_types", full_every=4, full_every_key="sliding_window_pattern"),
-        rope=replace(_COHERE_ROPE, layers=sliding_layers),
+        rope=replace(_COHERE_ROPE, layers="sliding"),
         defaults={**_COHERE_DEFAULTS, "sliding_window": 4096},
     ),
     "StableLmForCausalLM": Family(

@@ -14,7 +14,7 @@ from spmd_worker.model_config.families.family import (
     Rope,
     Windows,
 )
-from spmd_worker.model_config.rope import sliding_layers_or_all, with_alpha, with_query_growth
+from spmd_worker.model_config.rope import with_alpha, with_query_growth
 
 _AFTER: Final = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _LLAMA3_STRETCH: Final = {
@@ -95,7 +95,7 @@ RMS_ROWS: Final[dict[str, Family]] = {
         names=Names(norms=_AFTER),
         attention=Attention(qkv_bias=False, output_bias=False, qk_norm="head"),
         windows=Windows(rule="layer_types", full_every=4, full_every_key="sliding_window_pattern"),
-        rope=Rope(layers=sliding_layers_or_all),
+        rope=Rope(layers="sliding_or_all"),
         feed_forward=FeedForward(bias=False),
         defaults={
             "num_key_value_heads": 32,

@@ -27,7 +27,6 @@ from spmd_worker.model_config.families.family import (
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
-from spmd_worker.model_config.rope import listed_layers
 
 _QWEN2: Final = Family(
     models="Qwen2, Qwen2.5",
@@ -99,7 +98,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "Qwen3ForCausalLM": replace(_QWEN2, models="Qwen3, dense", attention=Attention(qk_norm="head", head_size=128)),
     "SmolLM3ForCausalLM": Family(
         models="SmolLM3",
-        rope=Rope(layers=listed_layers),
+        rope=Rope(layers="listed"),
         required={"use_sliding_window": False},
         defaults={
             "num_key_value_heads": 4,

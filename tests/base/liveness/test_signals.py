@@ -99,7 +99,7 @@ def test_uninstalled_signals_cancel_the_drain_timer():
     """A program that drained in time, in a process that goes on."""
     ending = EndingSignals(lambda: None, lambda number: None, 0.0, drain=lambda: None, drain_s=LIMIT_S)
     ending.install()
-    ending._act_while_draining(signal.SIGTERM, False)
+    ending._act(signal.SIGTERM, is_first=True)
     (timer,) = ending._timers
     assert not timer.finished.is_set()
     ending.uninstall()

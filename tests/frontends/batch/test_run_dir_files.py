@@ -338,7 +338,7 @@ def test_error_record_of_other_types_is_an_error(tmp_path: Path):
 def test_step_statistics_of_huge_numbers_are_damaged(left: Path, tmp_path: Path, digits: int):
     header, line, *_ = (left / "run" / "steps.csv").read_text().splitlines()
     (tmp_path / "steps.csv").write_text(f"{header}\n{'9' * digits}{line[line.index(',') :]}\n")
-    with pytest.raises(SpmdError, match=r"line 2 has step='9+', which is no count: the file is damaged"):
+    with pytest.raises(SpmdError, match=r"line 2 has step='9+', which is not a count: the file is damaged"):
         read_step_stats(tmp_path / "steps.csv")
 
 
