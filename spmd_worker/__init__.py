@@ -30,7 +30,7 @@ ABSENT = {
         ("EmbedsPrompt", "DataPrompt", "ExplicitEncoderDecoderPrompt"),
         "prompts are text or token ids: give TokensPrompt",
     ),
-    "FlexibleArgumentParser": "EngineArgs.add_cli_args takes argparse's ArgumentParser",
+    "FlexibleArgumentParser": "EngineArgs.add_cli_args accepts argparse's ArgumentParser",
     "LoRARequest": "there are no adapters: merge them into the checkpoint (PEFT's merge_and_unload)",
     "ModelRegistry": "model classes are those of this package: `spmd-worker families` lists them",
     "initialize_ray_cluster": "torchrun starts the ranks, or LLM itself on one node",

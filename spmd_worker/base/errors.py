@@ -178,7 +178,7 @@ class MissingWeightsError(SpmdError, RuntimeError):
         way_out = (
             "load them too"
             if were_dropped
-            else "load them too, or say that they stay as they are: llm.start_weight_update(partial=True), then "
+            else "load them too, or keep them as they are: llm.start_weight_update(partial=True), then "
             "llm.finish_weight_update()"
         )
         super().__init__(

@@ -157,15 +157,15 @@ def _fault(found: os.stat_result) -> str | None:
     return f"is {kinds.get(stat.S_IFMT(found.st_mode), 'not a regular file')}"
 
 
-def open_regular_file(path: Path, size: str = "") -> BinaryIO:
+def open_regular_file(path: Path) -> BinaryIO:
     """Open a file that a job did not make; links are followed. Raises OSError, also for anything but a regular file,
-    which may have no end or block its reader; `size` ends the sentence.
+    which may have no end or block its reader.
     """
     # O_NONBLOCK: neither a FIFO nor a device may block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file: give one{size}")
+        raise OSError(f"{path} is not a regular file: give one")
     return open(descriptor, "rb")
 
 
@@ -173,7 +173,7 @@ def read_regular_file(path: Path, max_bytes: int = CONFIG_BYTES) -> bytes:
     """Contents of a file that a job did not make. Raises OSError as `open_regular_file` does, and for a file of more
     than `max_bytes`.
     """
-    with open_regular_file(path, f" of at most {max_bytes:,} bytes") as file:
+    with open_regular_file(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(f"{path} has more than {max_bytes:,} bytes, which is the limit")

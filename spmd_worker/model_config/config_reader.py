@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 
 MAX_INT: Final = 2**31 - 1
@@ -15,7 +16,7 @@ _MAX_LAYERS: Final = 1_024
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 _MIN_NUMBER: Final = 1e-12
 _MAX_NUMBER: Final = 1e12
-_MAX_SHOWN: Final = 80
+_MAX_KEY: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ConfigReader:
         value = self.get(key)
         if not isinstance(value, Mapping | None):
             raise self.error(key, "must be an object")
-        is_plain = key.isprintable() and len(key) < _MAX_SHOWN
+        is_plain = key.isprintable() and len(key) < _MAX_KEY
         return replace(self, config=value or {}, section=f"{self.section}{key if is_plain else shown(key)}.")
 
     def error(self, key: str, rule: str) -> ModelConfigError:
@@ -81,12 +82,6 @@ class ConfigReader:
     def key(self, key: str) -> str:
         """The file's name of one of our keys."""
         return self.file_keys.get(key) or key
-
-
-def shown(value: Any) -> str:
-    """A value of an untrusted file for an error, on one line, cut if it is long."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def checked_integer(value: Any, where: str, least: int, most: int) -> int:

@@ -1,7 +1,8 @@
 """Reads the experts of each layer from config.json and the family's row. Knows nothing of tensors or ranks."""
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, shown
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.layer_config import ExpertsConfig
 

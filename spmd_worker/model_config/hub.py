@@ -97,7 +97,7 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
         found = wanted.find()
         if found is None:
             raise
-        message = "%s; what is cached is taken: set HF_HUB_OFFLINE=1 where there is no network"
+        message = "%s; the cached model is used: set HF_HUB_OFFLINE=1 if there is no network"
         logger.warning(message, error, extra=SAME_ON_EVERY_RANK)
         return found
 
@@ -110,19 +110,20 @@ def _not_found(wanted: _Wanted, why: str) -> str:
     found = wanted.find()
     if found is not None:
         names = " and ".join(unknown_files(wanted.cache, found))
-        return f"{wanted}: {found.folder} lacks {names}, and whether the hub has such is not known: {why}"
+        return f"{wanted}: {found.folder} has no {names}, and the hub may have them: {why}"
     found = find_snapshot(wanted.cache, wanted.name, wanted.revision)
-    place = repository_folder(wanted.cache, wanted.name)
+    folder = repository_folder(wanted.cache, wanted.name)
     if found is not None:
         lacks = f"{found.folder} lacks {missing_file(found.folder, needs_weights=wanted.needs_weights)}"
-    elif place.is_dir():
-        lacks = f"{place} has no snapshot of {wanted.revision}"
+    elif folder.is_dir():
+        lacks = f"{folder} has no snapshot of {wanted.revision}"
     else:
-        lacks = f"there is no {place}"
+        lacks = f"there is no {folder}"
     revision = f" --revision {wanted.revision}" if wanted.revision != "main" else ""
     return (
-        f"{wanted} is no folder, and not in the local cache of the hub: {lacks}; {why}: give a folder, or download it "
-        f"where there is a network (hf download {wanted.name}{revision}) and set HF_HOME or HF_HUB_CACHE to that cache"
+        f"{wanted} is not a folder, and not in the local cache of the hub: {lacks}; {why}: give a folder, or download "
+        f"it on a machine with a network (hf download {wanted.name}{revision}) and set HF_HOME or HF_HUB_CACHE to that "
+        f"cache"
     )
 
 
@@ -132,16 +133,16 @@ def _download_once(wanted: _Wanted) -> ModelLocation:
     except ModuleNotFoundError:
         why = "huggingface_hub, which downloads, is not installed (pip install 'spmd-worker[hub]')"
         raise ModelConfigError(_not_found(wanted, why)) from None
-    place = repository_folder(wanted.cache / ".locks", wanted.name)
+    folder = repository_folder(wanted.cache / ".locks", wanted.name)
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelConfigError(_not_found(wanted, f"the cache cannot be written: {error}")) from None
-    with _locked(place / "spmd-worker.lock", wanted):
+    with _locked(folder / "spmd-worker.lock", wanted):
         found = wanted.find()
         if found is not None and not unknown_files(wanted.cache, found):
             return found
-        note = place / "spmd-worker.failed.json"
+        note = folder / "spmd-worker.failed.json"
         earlier = _read_failure(note, wanted)
         if earlier is not None:
             raise ModelConfigError(earlier)

@@ -129,7 +129,7 @@ class LayerConfig:
 
     @property
     def is_plain_attention(self) -> bool:
-        """Whether rotary embedding, writing and attention can be one call, but for what angles say."""
+        """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return (
             self.qk_norm == "none" and self.rope is not None and not (self.has_sinks or self.score_cap or self.qkv_clip)
         )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base import files
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
-from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, shown
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows

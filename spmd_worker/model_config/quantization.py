@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import ConfigReader, shown
+from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.weight_format import CLASS_OF_ALL, REGEX, FormatGroup, Quantization, WeightFormat
 
 _KEYS: Final = ("quantization_config", "compression_config")
@@ -95,14 +96,16 @@ def _read_fp8(section: ConfigReader) -> Quantization:
     return _one_format("fp8", format_, ignored, "weight_block_size")
 
 
-def _read_fbgemm_fp8(section: ConfigReader) -> Quantization:
-    format_ = WeightFormat("scaled", "e4m3", 8, 1, 0)
-    return _one_format("fbgemm_fp8", format_, _module_names(section, "modules_to_not_convert"))
+def _read_fixed(section: ConfigReader) -> Quantization:
+    """Quantization of a method with one storage format."""
+    method = section.get("quant_method")
+    return _one_format(method, _FIXED_FORMATS[method], _module_names(section, "modules_to_not_convert"))
 
 
-def _read_mxfp4(section: ConfigReader) -> Quantization:
-    format_ = WeightFormat("mxfp4", "e2m1", 4, 1, 32)
-    return _one_format("mxfp4", format_, _module_names(section, "modules_to_not_convert"))
+_FIXED_FORMATS: Final = {
+    "fbgemm_fp8": WeightFormat("scaled", "e4m3", 8, 1, 0),
+    "mxfp4": WeightFormat("mxfp4", "e2m1", 4, 1, 32),
+}
 
 
 def _read_gptq(section: ConfigReader) -> Quantization:
@@ -170,7 +173,7 @@ def _read_compressed_tensors(section: ConfigReader) -> Quantization:
     section.choice("quantization_status", ("compressed", "frozen"), "compressed")
     groups = section.object("config_groups")
     if not groups.config:
-        raise section.error("config_groups", "must name how weights are stored")
+        raise section.error("config_groups", "must describe how weights are stored")
     read = [_read_group(groups.object(name), section) for name in groups.config]
     return Quantization("compressed-tensors", tuple(read), _module_names(section, "ignore"), "config_groups")
 
@@ -181,7 +184,7 @@ def _read_group(group: ConfigReader, section: ConfigReader) -> FormatGroup:
     layout, wanted, bits = _COMPRESSED[name]
     weights = group.object("weights")
     if not weights.config:
-        raise group.error("weights", "must say how weights are stored")
+        raise group.error("weights", "must describe how weights are stored")
     kind = weights.choice("type", ("float", "int") if wanted is None else (wanted,), "int")
     num_bits = weights.choice("num_bits", bits, 8)
     is_symmetric = weights.choice("symmetric", (True, False), True)
@@ -206,11 +209,11 @@ def _block(weights: ConfigReader) -> tuple[int, int]:
 
 _READERS: Final[dict[str, Callable[[ConfigReader], Quantization]]] = {
     "fp8": _read_fp8,
-    "fbgemm_fp8": _read_fbgemm_fp8,
+    "fbgemm_fp8": _read_fixed,
     "compressed-tensors": _read_compressed_tensors,
     "gptq": _read_gptq,
     "awq": _read_awq,
-    "mxfp4": _read_mxfp4,
+    "mxfp4": _read_fixed,
 }
 
 READ_METHODS: Final = tuple(_READERS)

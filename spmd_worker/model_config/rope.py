@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number, shown
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from spmd_worker.base import files
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, shown
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"

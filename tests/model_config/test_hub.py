@@ -116,14 +116,14 @@ def test_hub_names_are_recognised(name: str, is_one: bool):
 
 
 def test_offline_error_names_model_and_cache(cache: Path):
-    way_out = "give a folder, or download it where there is a network (hf download org/tiny"
+    way_out = "give a folder, or download it on a machine with a network (hf download org/tiny"
     message = error_of("org/tiny")
-    assert message.startswith("model.path=org/tiny is no folder, and not in the local cache of the hub: there is no ")
+    assert message.startswith("model.path=org/tiny is not a folder, and not in the local cache of the hub: there is no ")
     assert f"{cache}/models--org--tiny; HF_HUB_OFFLINE is set" in message
     assert f"{way_out}) and set HF_HOME" in message
     write_snapshot(cache, "org/tiny", MODEL)
     message = error_of("org/tiny", "v9")
-    assert message.startswith("model.path=org/tiny at model.revision=v9 is no folder")
+    assert message.startswith("model.path=org/tiny at model.revision=v9 is not a folder")
     assert "models--org--tiny has no snapshot of v9" in message
     assert f"{way_out} --revision v9)" in message
     snapshot = write_snapshot(cache, "org/half", MODEL, leave_out="model.safetensors")
@@ -136,7 +136,7 @@ def test_offline_error_names_model_and_cache(cache: Path):
 @pytest.mark.parametrize("revision", ["../main", "a/../b", "/main", "", "a b", "a\n"])
 def test_revision_cannot_leave_the_cache(revision: str):
     if revision == "":
-        assert "model.path=org/tiny is no folder" in error_of("org/tiny", revision)
+        assert "model.path=org/tiny is not a folder" in error_of("org/tiny", revision)
     else:
         assert f"model.revision={revision!r} must be a branch" in error_of("org/tiny", revision)
 

@@ -81,9 +81,7 @@ def _with_files_of_checkout(config: RunConfig, given: Mapping[str, str], config_
             continue
         found = config_dir.parent / path
         if found.exists():
-            config = dataclasses.replace(
-                config, **{group: dataclasses.replace(getattr(config, group), **{name: str(found)})}
-            )
+            config = _with_value(config, key, str(found))
         elif any(path in each.read_text(encoding="utf-8") for each in config_dir.rglob("*.yaml")):
             raise ConfigError(
                 f"{key}={path} is in the repository, and not in an installed package: give {key}=PATH, or start the "
@@ -153,12 +151,15 @@ def _with_paths(config: RunConfig, literal: Mapping[str, str]) -> RunConfig:
     """The run with these paths, and a leading `~` expanded in all of them."""
     for key in PATH_KEYS:
         group, _, name = key.partition(".")
-        options = getattr(config, group)
-        path = literal.get(key, getattr(options, name))
+        path = literal.get(key, getattr(getattr(config, group), name))
         if path is not None:
-            options = dataclasses.replace(options, **{name: os.path.expanduser(path)})
-            config = dataclasses.replace(config, **{group: options})
+            config = _with_value(config, key, os.path.expanduser(path))
     return config
+
+
+def _with_value(config: RunConfig, key: str, value: Any) -> RunConfig:
+    group, _, name = key.partition(".")
+    return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Schema of a run: every key, typed, checked and frozen. One record a key says everything about it.
+"""Schema of a run: every key, typed, checked and frozen. Each key has one record with everything about it.
 
 The defaults are here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line,
 and `compose.py` turns the result into a `RunConfig`. Knows nothing about Hydra, files, models or ranks: rules that need
@@ -20,7 +20,7 @@ _EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc"
 _DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
 _MAX_MEMORY_GIB: Final = 2**20
 _MAX_NESTING: Final = 256
-"""Nesting that every reader of JSON, whose stacks end somewhere, accepts."""
+"""Nesting that every reader of JSON accepts: their stacks are limited."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Defaults for rows. Null takes the model's generation_config.json where it has the key, else vLLM's default."""
+    """Defaults for rows. Null: the value in generation_config.json if the model has it, else vLLM's default."""
 
     n: int | None = command_option(None, "samples of a row", is_common=True)
     best_of: int | None = command_option(None, "samples to run, of which the `n` most probable are returned")

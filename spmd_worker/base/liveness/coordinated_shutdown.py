@@ -41,7 +41,7 @@ LEAVE_S: Final = 2.0
 _TERMINAL_S: Final = 1.0
 """Time limit for output: a stopped terminal, or a pipe that is not read, blocks its writer."""
 
-MOST_S: Final = SETTLE_S + REPORT_S + 3 * LEAVE_S
+MAX_SHUTDOWN_S: Final = SETTLE_S + REPORT_S + 3 * LEAVE_S
 """Maximum duration of the shutdown."""
 
 

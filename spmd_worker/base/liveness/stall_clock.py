@@ -23,7 +23,7 @@ class WatchClock:
     waiting of a watchdog goes through its clock, so that a test can drive the time.
     """
 
-    MOST_S: Final = 1.0
+    MAX_TICK_S: Final = 1.0
     """Maximum per tick: a thread that ticks several times a second and was silent for longer was not running."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class WatchClock:
     def tick(self) -> float:
         """Read the clock. Returns the time in seconds."""
         now_s = self.monotonic()
-        self.now_s += min(now_s - self._last_s, self.MOST_S)
+        self.now_s += min(now_s - self._last_s, self.MAX_TICK_S)
         self._last_s = now_s
         return self.now_s
 

@@ -27,7 +27,13 @@ from typing import Final, NoReturn
 
 from spmd_worker.base.liveness.bounded import within
 from spmd_worker.base.liveness.call_mismatch import CallMismatch
-from spmd_worker.base.liveness.coordinated_shutdown import LEAVE_S, MOST_S, CoordinatedShutdown, end_silent, exit_now
+from spmd_worker.base.liveness.coordinated_shutdown import (
+    LEAVE_S,
+    MAX_SHUTDOWN_S,
+    CoordinatedShutdown,
+    end_silent,
+    exit_now,
+)
 from spmd_worker.base.liveness.error_file import ErrorRecord, write_elastic_file, write_record
 from spmd_worker.base.liveness.failure_diagnosis import (
     SETTLE_S,
@@ -184,7 +190,7 @@ class Watchdog:
         assert self.watched.exits, "a caller's process is not ended"
         self._exit_code, self._is_main_done = exit_code, True
         self._wake.set()
-        self._clock.join(self._thread, MOST_S)
+        self._clock.join(self._thread, MAX_SHUTDOWN_S)
         exit_now(exit_code)
 
     def _fail(self, failure: Failure, error: BaseException | None = None, wait_s: float = _PUBLISH_S) -> None:
