@@ -15,7 +15,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
-from spmd_worker.model_config.int8_format import MOST_INPUTS
+from spmd_worker.model_config.int8_format import MAX_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.ranks.expert_layout import expert_layout_of
@@ -246,7 +246,7 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
     if model_config.pooling is not None:
         raise ConfigError(f"{key} is for models that generate, but this run pools: leave it out")
     widest = max(max(layer.intermediate_size, layer.num_heads * layer.head_size) for layer in model_config.layers)
-    if max(widest, model_config.hidden_size) > MOST_INPUTS:
+    if max(widest, model_config.hidden_size) > MAX_INPUTS:
         raise ConfigError(
             f"{key} sums at most {MOST_INPUTS:,} inputs exactly, but config.json has layers of "
             f"{max(widest, model_config.hidden_size):,}: leave it out"

@@ -17,7 +17,7 @@ ROW_STEP: Final = 64
 
 SCALE_BYTES: Final = 4
 
-MOST_INPUTS: Final = 131_072
+MAX_INPUTS: Final = 131_072
 """Maximum inputs of a row: a longer sum of byte multiplications may overflow an int32."""
 
 LEAST_SCREENED: Final = 1 << 21

@@ -322,7 +322,7 @@ def test_deferred_signal_is_delivered_on_request():
 
 def test_repeated_late_signal_is_handled_immediately(monkeypatch: pytest.MonkeyPatch):
     """A step that does not end can still be left."""
-    monkeypatch.setattr(deferred, "MOST_DEFERRED_S", -1.0)
+    monkeypatch.setattr(deferred, "MAX_DEFERRED_S", -1.0)
     order: list[str] = []
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012  # where in it is what is looked at
         interrupts.interrupt()

@@ -118,7 +118,9 @@ def test_hub_names_are_recognised(name: str, is_one: bool):
 def test_offline_error_names_model_and_cache(cache: Path):
     way_out = "give a folder, or download it on a machine with a network (hf download org/tiny"
     message = error_of("org/tiny")
-    assert message.startswith("model.path=org/tiny is not a folder, and not in the local cache of the hub: there is no ")
+    assert message.startswith(
+        "model.path=org/tiny is not a folder, and not in the local cache of the hub: there is no "
+    )
     assert f"{cache}/models--org--tiny; HF_HUB_OFFLINE is set" in message
     assert f"{way_out}) and set HF_HOME" in message
     write_snapshot(cache, "org/tiny", MODEL)

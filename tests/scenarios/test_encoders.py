@@ -209,7 +209,7 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, "max_position_embeddings=2 must be a whole number from 3"),
         ("BertForTokenClassification", {}, "is not known"),
-        ("MPNetModel", {}, "positions by their distance"),
+        ("MPNetModel", {}, "relative positions"),
     ],
 )
 def test_unsupported_encoder_is_rejected(architecture: str, given: dict[str, Any], words: str, tmp_path: Any) -> None:

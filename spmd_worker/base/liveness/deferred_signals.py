@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-MOST_DEFERRED_S: Final = 5.0
+MAX_DEFERRED_S: Final = 5.0
 """A repeated signal is handled at once after this time: something hangs."""
 
 _NUMBERS: Final = tuple(
@@ -102,7 +102,7 @@ class _Deferral:
         now_s = time.monotonic()
         since_s = next((each_s for each, _, each_s in self._noted if each == number), now_s)
         self._noted.append((number, frame, now_s))
-        if now_s - since_s > MOST_DEFERRED_S:
+        if now_s - since_s > MAX_DEFERRED_S:
             self.deliver()
 
 

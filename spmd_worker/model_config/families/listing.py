@@ -15,15 +15,15 @@ def describe_families() -> str:
     unsupported = [(", ".join(names), reason) for reason, names in UNSUPPORTED.items()]
     return "\n".join(
         [
-            *_table(("architecture", "models", "refused where config.json has"), runs),
+            *_table(("architecture", "models", "rejected if config.json has"), runs),
             "",
-            *_table(("encoder, which pools", "models", "refused where config.json has"), encoders),
+            *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
             "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM.",
             "",
             *_table(("not run", "because"), unsupported),
             "",
-            "Any other architecture is refused by name. Weights that are quantised by "
+            "Any other architecture is rejected by name. Weights that are quantised by "
             f"{', '.join(READ_METHODS)} (quantization_config) are dequantised when they are loaded.",
             "Code in a model folder is never run: auto_map of an architecture that runs is ignored.",
         ]

@@ -223,10 +223,10 @@ FAMILIES: Final[dict[str, Family]] = {
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
 _LATENT: Final = "its layers have experts and attention over a latent cache"
-_RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
-_ALIBI: Final = "its attention knows positions by biases (alibi)"
-_IMAGES: Final = "it takes images; for text alone give the checkpoint of its language model"
-_SPEECH: Final = "it takes speech; for text alone give the checkpoint of its language model"
+_RECURRENT: Final = "some of its layers have a recurrent state, not a paged cache"
+_ALIBI: Final = "its attention encodes positions as biases (alibi)"
+_IMAGES: Final = "it accepts images; for text alone use the checkpoint of its language model"
+_SPEECH: Final = "it accepts speech; for text alone use the checkpoint of its language model"
 _PREFIX: Final = (
     "tokens of its prompts see those behind them too, and none of its prompts is without an image; for text alone give "
     "the checkpoint of a Gemma"
@@ -235,8 +235,8 @@ _LOGIT_SCALE: Final = (
     "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
     "its language model"
 )
-_RELATIVE: Final = "its attention knows positions by their distance, as learned biases"
-_HAS_ENCODER: Final = "it is a decoder beside an encoder"
+_RELATIVE: Final = "its attention encodes relative positions as learned biases"
+_HAS_ENCODER: Final = "it is an encoder-decoder model"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
