@@ -404,8 +404,8 @@ def test_cached_model_is_used_when_hub_is_unreachable(
     there.fault = ConnectionError("no route to the hub")
     assert locate_model("org/tiny", None).folder == snapshot
     assert there.calls == [f"ask {COMMIT}"]
-    assert f"{snapshot} lacks modules.json and sentence_bert_config.json and" in caplog.text
-    assert "the download failed: ConnectionError: no route to the hub; what is cached is taken: set HF" in caplog.text
+    assert f"{snapshot} has no modules.json and sentence_bert_config.json and" in caplog.text
+    assert "the download failed: ConnectionError: no route to the hub; the cached model is used: set HF" in caplog.text
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert locate_model("org/tiny", None).folder == snapshot
 
