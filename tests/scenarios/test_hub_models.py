@@ -49,7 +49,7 @@ def test_unknown_hub_model_is_one_error_line(
     assert launch.main(["model.path=org/tiny", "job.input=x", "job.output=y"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "error: model.path=org/tiny is no folder, and not in the local cache of the hub: there is no "
+        "error: model.path=org/tiny is not a folder, and not in the local cache of the hub: there is no "
     )
 
 
