@@ -199,15 +199,8 @@ def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: i
     return partial
 
 
-_KEYS: Final = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("factor",),
-}
-_OPTIONS: Final = {
+_REQUIRED: Final = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_OPTIONAL: Final = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
 }
@@ -219,9 +212,9 @@ def _numbers(given: Mapping[str, Any], rope_type: str, reader: ConfigReader, max
     if rope_type in ("yarn", "longrope") and given.get("factor") is None:
         given = {**given, "factor": max_positions / original}
     numbers: dict[str, Any] = {key: original}
-    for each in _KEYS[rope_type]:
+    for each in _REQUIRED.get(rope_type, ("factor",)):
         numbers[each] = checked_number(given.get(each), f"{reader.path}: rope {rope_type} {each}")
-    for each in _OPTIONS.get(rope_type, ()):
+    for each in _OPTIONAL.get(rope_type, ()):
         if given.get(each):
             numbers[each] = checked_number(given[each], f"{reader.path}: rope {rope_type} {each}")
     return numbers
