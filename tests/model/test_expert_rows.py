@@ -192,7 +192,7 @@ BAD = [
         {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
         "num_experts_per_tok=3 is more than the 2 experts of topk_group=1 groups that a token can choose from",
     ),
-    ("Glm4Moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported; only 'noaux_tc' is"),
+    ("Glm4Moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported, only 'noaux_tc'"),
     ("Qwen3Moe", {"num_experts": 0}, "num_experts=0 must be a whole number from 1 to 4096"),
     ("Qwen3Moe", {"num_local_experts": 10**9}, "num_local_experts=1000000000 must be a whole number from 1 to 4096"),
     ("Dots1", {}, "n_routed_experts=None must be a whole number"),
