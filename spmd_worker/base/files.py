@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
