@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from kv_cache.block import BlockHash, BlockId
 from kv_cache.free_queue import FreeQueue
-from kv_cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
@@ -20,36 +19,23 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, records_evictions: bool = False) -> None:
         """`records_evictions`: evictions are recorded; the caller must call `take_evicted` in every step."""
+        self.num_blocks = num_blocks
         self._records_evictions = records_evictions
         self._ref_counts = [0] * num_blocks
         # Set while the block can be found by its contents, in use or free.
-        self._names: list[BlockHash | None] = [None] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
         # The same, one byte a block: reading a hash in the list would dereference a pointer to anywhere in memory.
-        self._is_named = bytearray(num_blocks)
+        self._has_hash = bytearray(num_blocks)
         self._free = FreeQueue(num_blocks)
-        self._index = PrefixIndex()
-        self._num_free_named = 0
+        # Of several blocks with the same contents, the first.
+        self._index: dict[BlockHash, BlockId] = {}
+        # Free blocks with a hash.
+        self.num_cached_blocks = 0
         self._evicted: list[tuple[BlockHash, BlockId]] = []
 
     @property
-    def num_blocks(self) -> int:
-        """All blocks, free or not."""
-        return len(self._ref_counts)
-
-    @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that `take` can allocate, those with a hash included."""
         return len(self._free)
-
-    @property
-    def num_free_named_blocks(self) -> int:
-        """Number of free blocks whose contents can still be found."""
-        return self._num_free_named
-
-    @property
-    def num_named_blocks(self) -> int:
-        """Number of blocks whose contents can be found, in use or free."""
-        return len(self._index)
 
     @property
     def free_block_ids(self) -> list[BlockId]:
@@ -63,7 +49,7 @@ class BlockPool:
 
     def is_shared(self, block_id: BlockId) -> bool:
         """Whether a change of its contents would be visible elsewhere: to another owner, or to a lookup of its hash."""
-        return self._ref_counts[block_id] > 1 or bool(self._is_named[block_id])
+        return self._ref_counts[block_id] > 1 or bool(self._has_hash[block_id])
 
     def take(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks in eviction order, with one owner each; at most `num_free_blocks`. Their hashes are
@@ -73,7 +59,7 @@ class BlockPool:
         taken = [self._free.pop_first() for _ in range(count)]
         for block_id in taken:
             self._ref_counts[block_id] = 1
-            if self._is_named[block_id]:
+            if self._has_hash[block_id]:
                 self._evict(block_id)
         return taken
 
@@ -82,14 +68,14 @@ class BlockPool:
         for block_id in block_ids:
             self._check(block_id)
             if self._ref_counts[block_id] == 0:
-                assert self._is_named[block_id], f"block {block_id} is free and holds nothing that could be shared"
+                assert self._has_hash[block_id], f"block {block_id} is free and has no hash: it cannot be shared"
                 self._free.remove(block_id)
-                self._num_free_named -= 1
+                self.num_cached_blocks -= 1
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """Remove an owner from each of the blocks, in order; blocks with a hash are evicted in that order."""
-        ref_counts, is_named, free = self._ref_counts, self._is_named, self._free
+        ref_counts, has_hash, free = self._ref_counts, self._has_hash, self._free
         for block_id in block_ids:
             self._check(block_id)
             ref_count = ref_counts[block_id] - 1
@@ -97,42 +83,50 @@ class BlockPool:
             ref_counts[block_id] = ref_count
             if ref_count:
                 continue
-            if is_named[block_id]:
+            if has_hash[block_id]:
                 free.append(block_id)
-                self._num_free_named += 1
+                self.num_cached_blocks += 1
             else:
                 free.prepend(block_id)
 
-    def name(self, block_id: BlockId, block_hash: BlockHash) -> bool:
+    def set_hash(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Make a full block in use findable. False, without a change, where a block has that hash already."""
         self._check(block_id)
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
-        # Tables that share a full block may both name it.
-        assert self._names[block_id] in (None, block_hash), f"block {block_id} carries another name already"
-        if self._names[block_id] is not None or not self._index.insert(block_hash, block_id):
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free: it gets no hash"
+        # Tables that share a full block may both set its hash.
+        assert self._hashes[block_id] in (None, block_hash), f"block {block_id} has another hash already"
+        if self._hashes[block_id] is not None or self._index.setdefault(block_hash, block_id) != block_id:
             return False
-        self._names[block_id] = block_hash
-        self._is_named[block_id] = True
+        self._hashes[block_id] = block_hash
+        self._has_hash[block_id] = True
         return True
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        """The block that holds these contents, in use or free."""
-        return self._index.find(block_hash)
+        """The block with this hash, in use or free."""
+        return self._index.get(block_hash)
 
     def find_chain(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks of the leading hashes, up to the first that is not found."""
-        return self._index.find_chain(hashes)
+        found: list[BlockId] = []
+        get = self._index.get
+        for block_hash in hashes:
+            block_id = get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         """Number of the blocks that are free: sharing them lowers `num_free_blocks` by that many."""
-        return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
-    def forget_names(self) -> None:
-        """Remove every hash. Free blocks keep their position in the queue."""
-        for block_id in self._index.clear():
-            self._names[block_id] = None
-            self._is_named[block_id] = False
-        self._num_free_named = 0
+    def clear_hashes(self) -> None:
+        """Remove all hashes. Free blocks keep their position in the queue."""
+        for block_id in self._index.values():
+            self._hashes[block_id] = None
+            self._has_hash[block_id] = False
+        self._index.clear()
+        self.num_cached_blocks = 0
         self._evicted.clear()
 
     def take_evicted(self) -> list[tuple[BlockHash, BlockId]]:
@@ -143,30 +137,33 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise AssertionError, with the values, where free queue, counts and hashes contradict each other."""
         self._free.check_integrity()
-        num_free_named = 0
-        for index, (ref_count, name) in enumerate(zip(self._ref_counts, self._names, strict=True)):
+        num_cached = num_hashed = 0
+        for index, (ref_count, block_hash) in enumerate(zip(self._ref_counts, self._hashes, strict=True)):
             is_queued = BlockId(index) in self._free
             assert ref_count >= 0, f"block {index} has a count of {ref_count}"
             assert is_queued == (ref_count == 0), (
                 f"block {index} has {ref_count} owners and {'is' if is_queued else 'is not'} in the free queue"
             )
-            assert bool(self._is_named[index]) == (name is not None), f"block {index} is marked as named: {name!r}"
-            num_free_named += is_queued and name is not None
-        assert num_free_named == self._num_free_named, (
-            f"{num_free_named} free blocks carry a name, {self._num_free_named} are counted"
+            assert bool(self._has_hash[index]) == (block_hash is not None), f"block {index}: _has_hash, {block_hash!r}"
+            if block_hash is not None:
+                found = self._index.get(block_hash)
+                assert found == index, f"block {index} has a hash that the index maps to block {found}"
+                num_hashed += 1
+                num_cached += is_queued
+        assert num_hashed == len(self._index), f"the index has {len(self._index)} hashes, {num_hashed} blocks have one"
+        assert num_cached == self.num_cached_blocks, (
+            f"{num_cached} free blocks have a hash, {self.num_cached_blocks} are counted"
         )
-        named = [(name, BlockId(index)) for index, name in enumerate(self._names) if name is not None]
-        self._index.check_integrity(named)
 
     def _evict(self, block_id: BlockId) -> None:
-        block_hash = self._names[block_id]
+        block_hash = self._hashes[block_id]
         assert block_hash is not None, block_id
-        self._index.remove(block_hash)
+        del self._index[block_hash]
         if self._records_evictions:
             self._evicted.append((block_hash, block_id))
-        self._names[block_id] = None
-        self._is_named[block_id] = False
-        self._num_free_named -= 1
+        self._hashes[block_id] = None
+        self._has_hash[block_id] = False
+        self.num_cached_blocks -= 1
 
     def _check(self, block_id: BlockId) -> None:
         assert 0 <= block_id < len(self._ref_counts), f"block {block_id} is not one of {len(self._ref_counts)}"

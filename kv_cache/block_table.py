@@ -30,16 +30,7 @@ class BlockTable:
     def num_blocks(self) -> int:
         return len(self.block_ids)
 
-    def slot(self, position: int, block_size: int) -> int:
-        """Slot of the token at `position` in a cache viewed as one row of num_blocks * block_size tokens."""
-        assert 0 <= position < len(self.block_ids) * block_size, (
-            f"position {position} lies outside a table of {len(self.block_ids)} blocks of {block_size} tokens"
-        )
-        return self.block_ids[position // block_size] * block_size + position % block_size
-
     def apply(self, change: TableChange) -> None:
         """Apply a change made elsewhere to a table that was equal to this one."""
-        assert 0 <= change.first_index <= len(self.block_ids), (
-            f"change keeps {change.first_index} blocks of a table of {len(self.block_ids)}"
-        )
+        assert 0 <= change.first_index <= len(self.block_ids), (change, len(self.block_ids))
         self.block_ids[change.first_index :] = change.block_ids

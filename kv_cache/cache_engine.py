@@ -57,19 +57,9 @@ class CacheEngine:
         return self._device_cache
 
     @property
-    def host_cache(self) -> Tensor:
-        """[num_layers, num_host_blocks, *block_shape] in host memory, pinned where the device is CUDA."""
-        return self._host_memory.tensor
-
-    @property
     def num_host_bytes(self) -> int:
         """Host memory in use; on CUDA 0 before the first block moves there."""
         return 0 if self._host is None else self._host.num_bytes
-
-    def layer_cache(self, layer_index: int) -> Tensor:
-        """[num_device_blocks, *block_shape]: a view that one layer reads and writes. Each rank counts layers from 0."""
-        assert 0 <= layer_index < self.spec.num_layers, f"layer {layer_index} of {self.spec.num_layers}"
-        return self.device_cache[layer_index]
 
     def allocate(self, reserve: HostReserve | None = None) -> None:
         """Make both caches, zero-filled, and on CUDA the side stream that moves blocks between them. On the CPU the
@@ -104,7 +94,11 @@ class CacheEngine:
         Raises ValueError naming the block, before anything moves, if a pair of any kind is outside the caches, a host
         block receives twice, or a device block receives twice, by copy or swap_in.
         """
-        self._check(block_ops)
+        device, host = ("device", self.num_device_blocks), ("host", self.num_host_blocks)
+        received: dict[BlockId, tuple[str, BlockId]] = {}
+        _check_pairs("swap_out", block_ops.swap_out, device, host, {})
+        _check_pairs("copy", block_ops.copy, device, device, received)
+        _check_pairs("swap_in", block_ops.swap_in, host, device, received)
         self._host_memory.move_out(block_ops.swap_out)
         if self.device.type == "cpu":
             _copy_each(block_ops.copy, self.device_cache)
@@ -112,29 +106,10 @@ class CacheEngine:
             _copy_at_once(block_ops.copy, self.device_cache)
         self._host_memory.move_in(block_ops.swap_in)
 
-    def swap_out(self, pairs: _Pairs) -> None:
-        """Move (device, host) blocks, all layers. Raises ValueError as `execute` does."""
-        self.execute(BlockOps(swap_out=tuple(pairs)))
-
-    def swap_in(self, pairs: _Pairs) -> None:
-        """Move (host, device) blocks, all layers. Raises ValueError as `execute` does."""
-        self.execute(BlockOps(swap_in=tuple(pairs)))
-
-    def copy(self, pairs: _Pairs) -> None:
-        """Copy (device source, device destination) blocks, all layers; every source is read before any write."""
-        self.execute(BlockOps(copy=tuple(pairs)))
-
     @property
     def _host_memory(self) -> HostMemory:
         assert self._host is not None, "the cache is not allocated"
         return self._host
-
-    def _check(self, block_ops: BlockOps) -> None:
-        device, host = ("device", self.num_device_blocks), ("host", self.num_host_blocks)
-        received: dict[BlockId, tuple[str, BlockId]] = {}
-        _check_pairs("swap_out", block_ops.swap_out, device, host, {})
-        _check_pairs("copy", block_ops.copy, device, device, received)
-        _check_pairs("swap_in", block_ops.swap_in, host, device, received)
 
 
 def _check_pairs(
@@ -164,9 +139,9 @@ def _check_pairs(
 def _copy_each(pairs: _Pairs, cache: Tensor) -> None:
     """Copy within host memory: only a source that is also a destination is cloned first."""
     destinations = dict.fromkeys(destination for _, destination in pairs)
-    kept = {source: cache[:, source].clone() for source, _ in pairs if source in destinations}
+    cloned = {source: cache[:, source].clone() for source, _ in pairs if source in destinations}
     for source, destination in pairs:
-        cache[:, destination] = kept[source] if source in kept else cache[:, source]
+        cache[:, destination] = cloned[source] if source in cloned else cache[:, source]
 
 
 def _copy_at_once(pairs: _Pairs, cache: Tensor) -> None:

@@ -40,7 +40,7 @@ class CacheManager(DeviceTables):
     @property
     def num_tier_blocks(self) -> int:
         """Capacity of the connector in blocks."""
-        return 0 if self._transfers is None else self._transfers.num_slots
+        return 0 if self._transfers is None else self._transfers.connector.num_slots
 
     @property
     def num_used_host_blocks(self) -> int:
@@ -49,8 +49,8 @@ class CacheManager(DeviceTables):
 
     def reset_prefix_cache(self) -> None:
         """Make everything cached now unfindable, on the device, on the host and in the connector."""
-        self._pool.forget_names()
-        self._swap.forget_names()
+        self._pool.clear_hashes()
+        self._swap.clear_hashes()
         self._fresh.clear()
         if self._transfers is not None:
             self._transfers.forget()
@@ -58,15 +58,14 @@ class CacheManager(DeviceTables):
     # Preemption.
 
     def swap_out(self, table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable | None:
-        """Move a table's contents to the host: returns the host table and empties this one, or None without a change.
-
-        None when the host has too few free blocks, or when contents arrive or are written only when the step runs.
-        `hashes` are those of the table's leading full blocks.
+        """Move a table's contents to the host: returns the host table and empties this one; None, without a change, if
+        the host has too few free blocks or the step being planned is still to fill a block. `hashes` are those of the
+        table's leading full blocks.
         """
         block_ids = table.block_ids
         if any(block_id in self._fresh or self._moves.receives(block_id) for block_id in block_ids):
             return None
-        if not self._swap.has_room(len(block_ids), hashes):
+        if not self._swap.can_store(len(block_ids), hashes):
             return None
         host_table, copied = self._swap.store(len(block_ids), hashes)
         for index in copied:
@@ -79,14 +78,14 @@ class CacheManager(DeviceTables):
     ) -> bool:
         """Whether enough blocks are free for a swapped-out table, extended to `num_tokens`."""
         held = self._held(host_table, hashes)
-        num_blocks = max(host_table.num_blocks, num_blocks_for(num_tokens, self._block_size))
+        num_blocks = max(host_table.num_blocks, num_blocks_for(num_tokens, self.block_size))
         num_new = num_blocks - len(held) + self._pool.num_free_among(held.values())
-        return self._has_room(num_new, keep_watermark)
+        return self._are_free(num_new, keep_watermark)
 
     def swap_in(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable:
         """Swap a table in: returns the device table, empties the host table. `can_swap_in` must hold.
 
-        Blocks whose contents are on the device, still or again, are shared and not moved.
+        Blocks that the device still holds, or holds again, are shared and not moved.
         """
         held = self._held(host_table, hashes)
         self._pool.share(held.values())
@@ -96,7 +95,7 @@ class CacheManager(DeviceTables):
             if index not in held:
                 self._moves.swap_in(host_block, block_id)
                 if index < len(hashes):
-                    self._pool.name(block_id, hashes[index])
+                    self._pool.set_hash(block_id, hashes[index])
         self._swap.release(host_table, is_read=True)
         return table
 
@@ -117,14 +116,13 @@ class CacheManager(DeviceTables):
         in_flight = self._transfers.number_loading(rest[0])
         if in_flight is not None:
             return in_flight
-        num_found = self._transfers.lookup(rest)
+        num_found = self._transfers.connector.lookup(rest)
         # Blocks already on the device, after the gap, are not loaded again.
-        num_wanted = next(
-            (i for i, each in enumerate(rest[:num_found]) if self._pool.find(each) is not None), num_found
-        )
+        num_wanted = next((i for i in range(num_found) if self._pool.find(rest[i]) is not None), num_found)
         if num_wanted == 0 or not self.can_start(prefix, num_tokens, keep_watermark=True):
             return None
-        slots = self._transfers.reserve(rest[:num_wanted])
+        # Reserved first: blocks that `_take` evicts are stored, and must not evict what is about to be loaded.
+        slots = self._transfers.connector.load(rest[:num_wanted])
         # Shared meanwhile, so that `_take` does not evict the prefix for the blocks after it.
         self._pool.share(prefix)
         block_ids = self._take(num_wanted)
@@ -137,7 +135,7 @@ class CacheManager(DeviceTables):
         arrived = self._transfers.finish(number)
         for block_hash, block_id in arrived:
             if block_hash is not None:
-                self._pool.name(block_id, block_hash)
+                self._pool.set_hash(block_id, block_hash)
         self._pool.release(block_id for _, block_id in reversed(arrived))
 
     def take_block_ops(self) -> BlockOps:

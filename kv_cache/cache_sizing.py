@@ -1,7 +1,4 @@
-"""Number of cache blocks that a rank's memory holds, with the reason in words.
-
-Knows nothing of devices; ranks agree on the smallest number elsewhere.
-"""
+"""Number of cache blocks that a rank's memory holds, with the reason as text. Ranks agree on the minimum elsewhere."""
 
 from dataclasses import dataclass
 
@@ -15,9 +12,8 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 class MemoryMeasurement:
     """A device's memory and its use before the cache, in bytes.
 
-    `activation_bytes` is the peak of the biggest step, `activation_note` how it is known, in a word or two;
-    `non_torch_bytes` is what the process holds outside the framework's allocator (libraries, graphs, communication
-    buffers).
+    `activation_bytes` is the peak of the biggest step, `activation_note` the way it was measured; `non_torch_bytes` are
+    outside the framework's allocator (libraries, graphs, communication buffers).
     """
 
     total_bytes: int
@@ -26,17 +22,10 @@ class MemoryMeasurement:
     non_torch_bytes: int
     activation_note: str = ""
 
-    @property
-    def taken_bytes(self) -> int:
-        """Memory used by all but the cache."""
-        return self.weights_bytes + self.activation_bytes + self.non_torch_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
-    """Block numbers of one rank; `reason` is text: a line for each memory, and indented under it the shares and the
-    limit.
-    """
+    """Block numbers of one rank. `reason`: a line for each memory, and indented under it the shares and the limit."""
 
     num_device_blocks: int
     num_host_blocks: int
@@ -45,13 +34,13 @@ class CacheSizing:
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The most the cache must hold: `max_num_seqs` sequences at once, none longer than `max_model_len` tokens."""
+    """Maximum that the cache must hold: `max_num_seqs` sequences of `max_model_len` tokens."""
 
     max_num_seqs: int
     max_model_len: int
 
     def num_blocks(self, block_size: int) -> int:
-        """The most blocks that are ever in use at once."""
+        """Most blocks that are ever in use at once."""
         return self.max_num_seqs * num_blocks_for(self.max_model_len, block_size)
 
     def __str__(self) -> str:
@@ -74,9 +63,9 @@ def size_cache(
     """Size the cache of one rank.
 
     `num_blocks` is used as given and needs no measurement. Without it: `memory_utilization` of the memory less weights,
-    activations and the rest, but no more than `need` can use, and never less than 0 (see
-    `check_cache_holds_one_sequence`). `swap_space_bytes` is this rank's own, and `need` caps it too; where it is part
-    of the measured memory (`is_swap_space_on_device`: the CPU) the cache gets that much less.
+    activations and the rest, from 0 (see `check_cache_holds_one_sequence`) to what `need` can use. `swap_space_bytes`
+    is this rank's own, and `need` caps it too; if it is part of the measured memory (`is_swap_space_on_device`: the
+    CPU) the cache gets that much less.
     """
     num_host_blocks = num_swap_blocks(spec, swap_space_bytes, need)
     if num_blocks is not None:
@@ -107,18 +96,17 @@ def check_cache_holds_one_sequence(
     is_profiled: bool = False,
     has_swap_space_on_device: bool = False,
 ) -> None:
-    """Raise ValueError unless the longest allowed sequence fits when it is alone: otherwise it could never finish.
+    """Raise ValueError unless the longest allowed sequence fits when it runs alone: it could never finish.
 
-    `is_profiled`: the number comes from memory and not from `cache.num_blocks`, so the error names another way out.
-    `has_swap_space_on_device`: swap space uses some of that memory, so it names a third.
+    `is_profiled`: the number was measured and is not `cache.num_blocks`; `has_swap_space_on_device`: swap space uses
+    some of that memory. The error then names other ways out.
     """
     num_tokens = num_blocks * block_size
     if num_tokens >= max_model_len:
         return
     if is_profiled:
         raise ValueError(
-            f"memory leaves room for {num_blocks} cache blocks, which hold {num_tokens} tokens, "
-            f"but model.max_model_len is {max_model_len}: "
+            f"memory holds {num_blocks} cache blocks, {num_tokens} tokens, but model.max_model_len is {max_model_len}: "
             f"raise cache.gpu_memory_utilization or lower model.max_model_len"
             f"{' or cache.swap_space_gib' if has_swap_space_on_device else ''}"
         )
@@ -129,7 +117,7 @@ def check_cache_holds_one_sequence(
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`17 B`, `1.5 KiB`, `24.0 MiB`, `-2.0 GiB`: the biggest prefix for which the number is at least 1."""
+    """`17 B`, `1.5 KiB`, `24.0 MiB`, `-2.0 GiB`: the biggest unit of which there is at least 1."""
     for unit, unit_bytes in _UNITS:
         if abs(num_bytes) >= unit_bytes:
             return f"{num_bytes / unit_bytes:.1f} {unit}"
@@ -140,7 +128,8 @@ def _profiled_blocks(
     spec: CacheSpec, measurement: MemoryMeasurement, need: CacheNeed, memory_utilization: float, swap_bytes: int
 ) -> tuple[int, list[str]]:
     allowed_bytes = int(measurement.total_bytes * memory_utilization)
-    left_bytes = allowed_bytes - measurement.taken_bytes - swap_bytes
+    used_bytes = measurement.weights_bytes + measurement.activation_bytes + measurement.non_torch_bytes
+    left_bytes = allowed_bytes - used_bytes - swap_bytes
     num_fitting, num_useful = max(0, left_bytes // spec.block_bytes), need.num_blocks(spec.block_size)
     note = f" ({measurement.activation_note})" if measurement.activation_note else ""
     lines = [
@@ -150,7 +139,7 @@ def _profiled_blocks(
         f"activations of the largest step {format_bytes(measurement.activation_bytes)}{note}",
         f"outside the tensors {format_bytes(measurement.non_torch_bytes)}",
         *([f"swap space {format_bytes(swap_bytes)}"] if swap_bytes else []),
-        f"left for the cache {format_bytes(left_bytes)}, room for {num_fitting} blocks",
+        f"left for the cache {format_bytes(left_bytes)}: {num_fitting} blocks",
         f"limited by need: {need} use at most {num_useful} blocks"
         if num_fitting >= num_useful
         else f"limited by memory: {need} could use {num_useful} blocks",

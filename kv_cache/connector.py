@@ -39,7 +39,7 @@ class Connector(Protocol):
         """Make everything stored so far unfindable; transfers in flight end as usual."""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where its state contradicts itself."""
+        """Raise AssertionError at a contradiction."""
 
 
 class TransferEngine(Protocol):
@@ -55,25 +55,19 @@ class TransferEngine(Protocol):
         """Numbers of the transfers that this rank has finished since the last call, in order."""
 
 
+_Move = tuple[BlockHash, BlockId, TierSlot]
+
+
 class Transfers:
     """Transfers of one manager: the one being planned, and those in flight. Numbers go up by one."""
 
     def __init__(self, connector: Connector) -> None:
-        self._connector = connector
+        self.connector = connector
         self._number = 1
-        self._stores: list[tuple[BlockHash, BlockId, TierSlot]] = []
-        self._loads: list[tuple[BlockHash, BlockId, TierSlot]] = []
-        self._in_flight: dict[
-            int, tuple[list[tuple[BlockHash, TierSlot]], list[tuple[BlockHash, BlockId, TierSlot]]]
-        ] = {}
+        self._stores: list[_Move] = []
+        self._loads: list[_Move] = []
+        self._in_flight: dict[int, tuple[list[_Move], list[_Move]]] = {}
         self._loading: dict[BlockHash, int] = {}
-
-    @property
-    def num_slots(self) -> int:
-        return self._connector.num_slots
-
-    def lookup(self, hashes: Sequence[BlockHash]) -> int:
-        return self._connector.lookup(hashes)
 
     def number_loading(self, block_hash: BlockHash) -> int | None:
         """Number of the transfer that loads this block, if one is planned or in flight."""
@@ -81,15 +75,9 @@ class Transfers:
 
     def store(self, block_hash: BlockHash, block_id: BlockId) -> None:
         """Store a device block that is about to be overwritten, if there is a slot."""
-        slot = self._connector.store(block_hash)
+        slot = self.connector.store(block_hash)
         if slot is not None:
             self._stores.append((block_hash, block_id, slot))
-
-    def reserve(self, hashes: Sequence[BlockHash]) -> list[TierSlot]:
-        """Reserve the slots to load from (`Connector.load`). Must precede the allocation of their device blocks: blocks
-        that this evicts are stored, and must not evict from the connector what is about to be loaded.
-        """
-        return self._connector.load(hashes)
 
     def load(self, hashes: Sequence[BlockHash], slots: Sequence[TierSlot], block_ids: Sequence[BlockId]) -> int:
         """Load into device blocks, which the transfer owns until it has finished; returns its number."""
@@ -102,7 +90,7 @@ class Transfers:
         if not (self._stores or self._loads):
             return 0, (), ()
         number, stores, loads = self._number, self._stores, self._loads
-        self._in_flight[number] = ([(block_hash, slot) for block_hash, _, slot in stores], loads)
+        self._in_flight[number] = stores, loads
         self._number, self._stores, self._loads = number + 1, [], []
         return (
             number,
@@ -117,7 +105,7 @@ class Transfers:
         """
         assert number in self._in_flight, f"transfer {number} is not in flight: {list(self._in_flight)}"
         stored, loaded = self._in_flight.pop(number)
-        self._connector.finish(stored, [slot for _, _, slot in loaded])
+        self.connector.finish([(block_hash, slot) for block_hash, _, slot in stored], [slot for _, _, slot in loaded])
         arrived: list[tuple[BlockHash | None, BlockId]] = []
         for block_hash, block_id, _ in loaded:
             is_wanted = self._loading.get(block_hash) == number
@@ -128,7 +116,7 @@ class Transfers:
 
     def forget(self) -> None:
         """Forget all stored blocks (`Connector.forget`). Loads in flight are finished but cannot be found."""
-        self._connector.forget()
+        self.connector.forget()
         self._loading.clear()
 
     def owned_block_ids(self) -> list[BlockId]:
@@ -137,7 +125,7 @@ class Transfers:
         return [block_id for each in loads for _, block_id, _ in each]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the connector's state, or what is in flight, contradicts itself."""
-        self._connector.check_integrity()
+        """Raise AssertionError at a contradiction, in the connector too."""
+        self.connector.check_integrity()
         for block_hash, number in self._loading.items():
             assert number == self._number or number in self._in_flight, (block_hash.hex(), number)

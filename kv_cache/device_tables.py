@@ -23,9 +23,9 @@ class DeviceTables(ABC):
     written (or will have written when this one runs). Tokens that the step being planned writes do not count: a copy
     would not see them.
 
-    **Hashes.** A full block may be named as soon as the step that fills it is planned (`name_blocks`): rows of the same
-    step that find it may read it, because a layer writes every row's keys and values before any row attends. So the
-    tables of that step are not released before it is handed out: the blocks would be found and never written.
+    **Hashes.** A full block may get its hash as soon as the step that fills it is planned (`set_hashes`): rows of the
+    same step that find it may read it, because a layer writes every row's keys and values before any row attends. So
+    the tables of that step are not released before it is handed out: the blocks would be found and never written.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, watermark_blocks: int) -> None:
@@ -34,25 +34,19 @@ class DeviceTables(ABC):
         """
         assert block_size >= 1, f"block_size={block_size}"
         self._pool = pool
-        self._block_size = block_size
+        self.block_size = block_size
         self.watermark_blocks = watermark_blocks
         self._moves = PendingMoves()
-        # Named in the step being planned: without contents until it runs.
+        # Blocks whose hash was set in the step being planned: without contents until it runs.
         self._fresh: dict[BlockId, None] = {}
 
     @property
-    def block_size(self) -> int:
-        """Tokens in one block."""
-        return self._block_size
-
-    @property
     def num_blocks(self) -> int:
-        """All blocks, free or not."""
         return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks in no table, those with findable contents included."""
+        """Blocks in no table, cached ones included."""
         return self._pool.num_free_blocks
 
     @property
@@ -62,8 +56,8 @@ class DeviceTables(ABC):
 
     @property
     def num_cached_blocks(self) -> int:
-        """Free blocks whose contents can still be found."""
-        return self._pool.num_free_named_blocks
+        """Free blocks that a hash still finds."""
+        return self._pool.num_cached_blocks
 
     def num_new_blocks(self, table: BlockTable, first_token: int, num_tokens: int) -> int:
         """Number of free blocks that `extend` with the same arguments allocates.
@@ -75,11 +69,9 @@ class DeviceTables(ABC):
         num_shared = len(self._shared_indices(table, first_token, num_tokens))
         return num_shared + self._num_appended(table, num_tokens)
 
-    def can_extend(self, table: BlockTable, first_token: int, num_tokens: int, *, keep_watermark: bool = False) -> bool:
-        """Whether `extend` with the same arguments finds enough free blocks; `keep_watermark`: and leaves the
-        watermark.
-        """
-        return self._has_room(self.num_new_blocks(table, first_token, num_tokens), keep_watermark)
+    def can_extend(self, table: BlockTable, first_token: int, num_tokens: int) -> bool:
+        """Whether `extend` with the same arguments finds enough free blocks."""
+        return self.num_new_blocks(table, first_token, num_tokens) <= self._pool.num_free_blocks
 
     def extend(self, table: BlockTable, first_token: int, num_tokens: int) -> TableChange:
         """Make positions first_token up to num_tokens writable by this table alone; returns the change of the table.
@@ -93,7 +85,7 @@ class DeviceTables(ABC):
         first_changed = shared_indices[0] if shared_indices else table.num_blocks
         suffix = table.block_ids[first_changed:]
         for index, block_id in zip(shared_indices, taken[:num_shared]):
-            if index * self._block_size < first_token:
+            if index * self.block_size < first_token:
                 self._moves.copy(table.block_ids[index], block_id)
             self._pool.release((table.block_ids[index],))
             suffix[index - first_changed] = block_id
@@ -105,7 +97,7 @@ class DeviceTables(ABC):
         """`extend` by one token where `num_tokens` fill the table's blocks, at less cost: shared blocks are not
         written, so none is replaced. Returns the new block.
         """
-        assert num_tokens == len(table.block_ids) * self._block_size, (
+        assert num_tokens == len(table.block_ids) * self.block_size, (
             f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
         )
         (block_id,) = self._take(1)
@@ -113,8 +105,7 @@ class DeviceTables(ABC):
         return block_id
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks. Allocates no block; the first of the two to write to a block pays for
-        its copy.
+        """A second table over the same blocks. Allocates no block: the first of the two to write to a block copies it.
 
         The new sequence has the tokens that earlier steps wrote, even if the old table is extended already.
         """
@@ -125,24 +116,24 @@ class DeviceTables(ABC):
         """Free all blocks of a table and empty it. The tail goes first, so the head of a chain is evicted last."""
         if self._fresh:
             assert not any(block_id in self._fresh for block_id in table.block_ids), (
-                f"a table is released before the step that fills its named blocks is handed out: {table.block_ids}"
+                f"a table is released before the step that fills its blocks is handed out: {table.block_ids}"
             )
         self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
 
     # Prefix reuse.
 
-    def name_blocks(
+    def set_hashes(
         self, table: BlockTable, hashes: Sequence[BlockHash], first_index: int, num_written_tokens: int
     ) -> None:
-        """Name the blocks from `first_index` on; `hashes` count from the table's first block.
+        """Set the hashes of the blocks from `first_index` on; `hashes` begin with the table's first block.
 
-        Blocks past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. A block
-        whose hash another block has already stays without a hash.
+        Blocks past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. If
+        another block has the hash already, a block stays without one.
         """
         for index in range(first_index, len(hashes)):
             block_id = table.block_ids[index]
-            if self._pool.name(block_id, hashes[index]) and (index + 1) * self._block_size > num_written_tokens:
+            if self._pool.set_hash(block_id, hashes[index]) and (index + 1) * self.block_size > num_written_tokens:
                 self._fresh[block_id] = None
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
@@ -151,8 +142,8 @@ class DeviceTables(ABC):
 
     def can_start(self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False) -> bool:
         """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`."""
-        num_new = num_blocks_for(num_tokens, self._block_size) - len(prefix)
-        return self._has_room(num_new + self._pool.num_free_among(prefix), keep_watermark)
+        num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)
+        return self._are_free(num_new + self._pool.num_free_among(prefix), keep_watermark)
 
     def adopt(self, table: BlockTable, prefix: Sequence[BlockId]) -> None:
         """Start an empty table with found blocks, as one more owner of each."""
@@ -160,7 +151,7 @@ class DeviceTables(ABC):
         self._pool.share(prefix)
         table.block_ids += prefix
 
-    def _has_room(self, num_blocks: int, keep_watermark: bool) -> bool:
+    def _are_free(self, num_blocks: int, keep_watermark: bool) -> bool:
         return num_blocks + (self.watermark_blocks if keep_watermark else 0) <= self._pool.num_free_blocks
 
     @abstractmethod
@@ -168,17 +159,17 @@ class DeviceTables(ABC):
         """Allocate blocks of the pool; moves and contents that were pending for them are dropped or stored first."""
 
     def _num_appended(self, table: BlockTable, num_tokens: int) -> int:
-        return max(0, num_blocks_for(num_tokens, self._block_size) - table.num_blocks)
+        return max(0, num_blocks_for(num_tokens, self.block_size) - table.num_blocks)
 
     def _shared_indices(self, table: BlockTable, first_token: int, num_tokens: int) -> list[int]:
         assert 0 <= first_token <= num_tokens, f"positions {first_token} up to {num_tokens}"
-        assert first_token <= table.num_blocks * self._block_size, (
-            f"{first_token} tokens are said to be written, the table has {table.num_blocks} blocks"
+        assert first_token <= table.num_blocks * self.block_size, (
+            f"{first_token} written tokens do not fit the {table.num_blocks} blocks of the table"
         )
         if first_token == num_tokens:
             return []
-        end = min(table.num_blocks, num_blocks_for(num_tokens, self._block_size))
-        touched = range(first_token // self._block_size, end)
+        end = min(table.num_blocks, num_blocks_for(num_tokens, self.block_size))
+        touched = range(first_token // self.block_size, end)
         return [index for index in touched if self._pool.is_shared(table.block_ids[index])]
 
 

@@ -98,12 +98,12 @@ class FreeQueue:
         block_id = self._sentinel
         for index in range(self._num_queued + 1):
             following = self._next[block_id]
-            assert following != _NOT_QUEUED, f"free queue is open after {block_id} at place {index} of {len(self)}"
+            assert following != _NOT_QUEUED, f"free queue is open after {block_id} at position {index} of {len(self)}"
             assert self._previous[following] == block_id, (
                 f"free queue: {block_id} is followed by {following}, which names {self._previous[following]} before it"
             )
             is_end, is_sentinel = index == self._num_queued, following == self._sentinel
-            assert is_end == is_sentinel, f"free queue counts {len(self)} blocks but place {index} is {following}"
+            assert is_end == is_sentinel, f"free queue counts {len(self)} blocks but position {index} is {following}"
             block_id = following
         num_linked = sum(following != _NOT_QUEUED for following in self._next) - 1
         assert num_linked == self._num_queued, f"{num_linked} blocks have links, the free queue counts {len(self)}"

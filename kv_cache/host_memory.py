@@ -65,7 +65,7 @@ def _new_cuda_host_memory(device_cache: Tensor, num_blocks: int) -> "CudaHostMem
 
 
 class LazyHostMemory:
-    """Allocated when the first block moves: pinning gigabytes takes seconds, and most jobs never swap."""
+    """Allocates when the first block moves: pinning gigabytes takes seconds, and most jobs never swap."""
 
     def __init__(self, make: Callable[[], HostMemory]) -> None:
         self._make = make
@@ -77,7 +77,6 @@ class LazyHostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """0 before the first block moves."""
         return 0 if self._made is None else self._made.num_bytes
 
     def move_out(self, pairs: Pairs) -> None:
@@ -155,8 +154,8 @@ class CudaHostMemory:
                 sources = indices([source for source, _ in turn], self._device_cache.device)
                 staging.copy_(self._device_cache.index_select(1, sources), non_blocking=True)
             self._stream.synchronize()
-            for place, (_, destination) in enumerate(turn):
-                self.tensor[:, destination] = staging[:, place]
+            for index, (_, destination) in enumerate(turn):
+                self.tensor[:, destination] = staging[:, index]
 
     def move_in(self, pairs: Pairs) -> None:
         """Returns when the blocks are in flight; later work of the compute stream waits for them."""
@@ -167,8 +166,8 @@ class CudaHostMemory:
         for turn in self._turns(pairs):
             self._staging_read.synchronize()
             staging = self._staging_for(turn)
-            for place, (source, _) in enumerate(turn):
-                staging[:, place] = self.tensor[:, source]
+            for index, (source, _) in enumerate(turn):
+                staging[:, index] = self.tensor[:, source]
             with torch.cuda.stream(self._stream):
                 arrived = staging.to(self._device_cache.device, non_blocking=True)
                 self._staging_read.record(self._stream)

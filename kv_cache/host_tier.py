@@ -18,12 +18,9 @@ class HostTier:
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         self._pool = BlockPool(num_slots)
         self._storing: dict[BlockHash, BlockId] = {}
-
-    @property
-    def num_slots(self) -> int:
-        return self._pool.num_blocks
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
         return len(self._pool.find_chain(hashes))
@@ -54,14 +51,14 @@ class HostTier:
         for block_hash, slot in stored:
             if self._storing.get(block_hash) == cast("BlockId", slot):
                 del self._storing[block_hash]
-                self._pool.name(BlockId(slot), block_hash)
+                self._pool.set_hash(BlockId(slot), block_hash)
         # In eviction order: heads of chains were stored after their tails, so the tails go first here too.
         self._pool.release(BlockId(slot) for _, slot in stored)
         self._pool.release(BlockId(slot) for slot in reversed(loaded))
 
     def forget(self) -> None:
         self._storing.clear()
-        self._pool.forget_names()
+        self._pool.clear_hashes()
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()

@@ -16,7 +16,7 @@ class PendingMoves:
     """
 
     def __init__(self) -> None:
-        # Destination -> where its contents come from; for swap-outs the destination is on the host.
+        # Destination -> source; for swap-outs the destination is on the host.
         self._copies: dict[BlockId, BlockId] = {}
         self._swap_ins: dict[BlockId, BlockId] = {}
         self._swap_outs: dict[BlockId, BlockId] = {}
@@ -38,11 +38,11 @@ class PendingMoves:
 
     def swap_out(self, source: BlockId, host_block: BlockId) -> None:
         """Record a move to the host; `source` must not receive anything in this step (`receives`)."""
-        assert not self.receives(source), f"block {source} is to receive something and cannot be swapped out"
+        assert not self.receives(source), f"block {source} receives a move in this step and cannot be swapped out"
         self._swap_outs[host_block] = source
 
     def receives(self, block_id: BlockId) -> bool:
-        """Whether a device block's contents arrive only when the step runs."""
+        """Whether a move of this step fills a device block."""
         return block_id in self._copies or block_id in self._swap_ins
 
     def overwrite(self, block_ids: Iterable[BlockId]) -> None:

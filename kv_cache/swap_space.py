@@ -15,34 +15,30 @@ class SwapSpace:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._pool = BlockPool(num_blocks)
         self._read_by_step: list[BlockId] = []
 
     @property
-    def num_blocks(self) -> int:
-        """All blocks, free or not."""
-        return self._pool.num_blocks
-
-    @property
     def num_used_blocks(self) -> int:
         """Blocks of swapped-out sequences."""
-        return self._pool.num_blocks - self._pool.num_free_blocks
+        return self.num_blocks - self._pool.num_free_blocks
 
-    def has_room(self, num_blocks: int, hashes: Sequence[BlockHash]) -> bool:
-        """Whether `store` finds enough blocks for a table of `num_blocks`, whose leading blocks have `hashes`."""
+    def can_store(self, num_blocks: int, hashes: Sequence[BlockHash]) -> bool:
+        """Whether enough blocks are free for a table of `num_blocks` that begins with blocks of these `hashes`."""
         held = self._held(hashes[:num_blocks])
         num_missing = num_blocks - len(held)
         return num_missing <= self._pool.num_free_blocks - self._pool.num_free_among(dict.fromkeys(held.values()))
 
     def store(self, num_blocks: int, hashes: Sequence[BlockHash]) -> tuple[BlockTable, list[int]]:
-        """A host table of `num_blocks`, and the indices of the blocks whose contents must be copied to it now."""
+        """A host table of `num_blocks`, and the indices of the blocks to copy to it now."""
         held = self._held(hashes[:num_blocks])
         self._pool.share(held.values())
         missing = [index for index in range(num_blocks) if index not in held]
         taken = dict(zip(missing, self._pool.take(len(missing)), strict=True))
         for index, block_id in taken.items():
             if index < len(hashes):
-                self._pool.name(block_id, hashes[index])
+                self._pool.set_hash(block_id, hashes[index])
         return BlockTable([held[index] if index in held else taken[index] for index in range(num_blocks)]), missing
 
     def release(self, table: BlockTable, *, is_read: bool) -> None:
@@ -58,9 +54,8 @@ class SwapSpace:
         self._pool.release(self._read_by_step)
         self._read_by_step.clear()
 
-    def forget_names(self) -> None:
-        """Remove every hash: no block here can be found by its contents."""
-        self._pool.forget_names()
+    def clear_hashes(self) -> None:
+        self._pool.clear_hashes()
 
     def check_integrity(self, tables: Sequence[BlockTable]) -> None:
         """Raise AssertionError unless `tables` (all there are) and this step's reads account for every owner."""

@@ -112,7 +112,7 @@ class CacheSimulation:
     def __init__(self, manager: CacheManager, memories=Memories) -> None:
         self.manager = manager
         self.block_size = manager.block_size
-        self.tier = manager._transfers._connector if manager._transfers is not None else None
+        self.tier = manager._transfers.connector if manager._transfers is not None else None
         num_slots = self.tier.num_slots if self.tier is not None else 0
         self.memories = memories(manager.block_size, manager.num_blocks, manager.num_host_blocks, num_slots)
         self.sequences: dict[str, SimulatedSequence] = {}
@@ -141,8 +141,8 @@ class CacheSimulation:
         num_taken += sum(self.manager._pool.ref_count(block_id) == 0 for block_id in prefix)
         spare = self.manager.watermark_blocks if keep_watermark else 0
         can_start = self.manager.can_start(prefix, len(future), keep_watermark=keep_watermark)
-        has_room = num_taken + spare <= self.manager.num_free_blocks
-        assert can_start == has_room, f"can_start says {can_start}, {num_taken} blocks to take and {spare} to spare"
+        are_free = num_taken + spare <= self.manager.num_free_blocks
+        assert can_start == are_free, f"can_start says {can_start}, {num_taken} blocks to take and {spare} to spare"
         if can_start:
             self.manager.adopt(sequence.table, prefix)
             sequence.mirror.apply(TableChange(0, tuple(prefix)))
@@ -179,7 +179,7 @@ class CacheSimulation:
             return
         hashes = hash_blocks(self.root, tokens, self.block_size)
         self._remember(hashes, self._contents(sequence, sequence.planned))
-        self.manager.name_blocks(sequence.table, hashes, sequence.num_named, len(sequence.tokens))
+        self.manager.set_hashes(sequence.table, hashes, sequence.num_named, len(sequence.tokens))
         for index in range(sequence.num_named, num_full):
             if (index + 1) * self.block_size > len(sequence.tokens):
                 self.fresh += self.manager.find_prefix(hashes[index : index + 1])
@@ -319,8 +319,8 @@ class CacheSimulation:
         table, cells = sequence.table, self.memories.device
         if sequence.host_table is not None:
             table, cells = sequence.host_table, self.memories.host
-        slots = [divmod(table.slot(index, self.block_size), self.block_size) for index in range(len(sequence.tokens))]
-        return [cells[block_id][offset] for block_id, offset in slots]
+        slots = [divmod(position, self.block_size) for position in range(len(sequence.tokens))]
+        return [cells[table.block_ids[index]][offset] for index, offset in slots]
 
     def check_integrity(self) -> None:
         sequences = self.sequences.values()

@@ -139,7 +139,7 @@ class NaiveCache:
 
     # The device.
 
-    def has_room(self, count, keep_watermark):
+    def are_free(self, count, keep_watermark):
         return count + (self.watermark if keep_watermark else 0) <= len(self.device.free)
 
     def num_blocks_for(self, num_tokens):
@@ -187,7 +187,7 @@ class NaiveCache:
     def release(self, key):
         self.device.let_go_of_all(self.tables[key])
 
-    def name_blocks(self, key, names, first_index, num_written_tokens):
+    def set_hashes(self, key, names, first_index, num_written_tokens):
         for index in range(first_index, len(names)):
             block = self.tables[key][index]
             if self.device.name(block, names[index]) and (index + 1) * self.block_size > num_written_tokens:
@@ -195,7 +195,7 @@ class NaiveCache:
 
     def can_start(self, prefix, num_tokens, keep_watermark):
         num_new = self.num_blocks_for(num_tokens) - len(prefix)
-        return self.has_room(num_new + sum(block in self.device.free for block in prefix), keep_watermark)
+        return self.are_free(num_new + sum(block in self.device.free for block in prefix), keep_watermark)
 
     def adopt(self, key, prefix):
         self.tables[key] = list(prefix)
@@ -232,7 +232,7 @@ class NaiveCache:
         held = self.held(key, names)
         num_blocks = max(len(held), self.num_blocks_for(num_tokens))
         num_shared = sum(block is not None and block not in self.device.free for block in held)
-        return self.has_room(num_blocks - num_shared, keep_watermark)
+        return self.are_free(num_blocks - num_shared, keep_watermark)
 
     def swap_in(self, key, names):
         blocks, host_blocks = self.held(key, names), self.host_tables[key]

@@ -29,12 +29,12 @@ def test_unnamed_blocks_are_reused_first_latest_released_first():
 def test_named_blocks_are_reused_last_least_recent_first():
     pool = BlockPool(5)
     pool.take(4)
-    assert [pool.name(1, A), pool.name(2, B), pool.name(3, C)] == [True, True, True]
+    assert [pool.set_hash(1, A), pool.set_hash(2, B), pool.set_hash(3, C)] == [True, True, True]
     pool.release([2, 0, 3])
     assert pool.free_block_ids == [0, 4, 2, 3]
     pool.release([1])
     assert pool.free_block_ids == [0, 4, 2, 3, 1]
-    assert (pool.num_free_blocks, pool.num_free_named_blocks, pool.num_named_blocks) == (5, 3, 3)
+    assert (pool.num_free_blocks, pool.num_cached_blocks, len(pool._index)) == (5, 3, 3)
     pool.check_integrity()
 
 
@@ -55,7 +55,7 @@ def test_found_block_leaves_free_queue_and_returns_last():
     assert pool.find_chain([A, B, D]) == [0, 1]
     assert pool.num_free_among([0, 1, 3]) == 3
     pool.share([0, 1])
-    assert (pool.free_block_ids, pool.num_free_named_blocks, pool.num_free_among([0, 1, 2])) == ([3, 2], 1, 1)
+    assert (pool.free_block_ids, pool.num_cached_blocks, pool.num_free_among([0, 1, 2])) == ([3, 2], 1, 1)
     pool.release([1, 0])
     assert pool.free_block_ids == [3, 2, 1, 0]
     pool.share([2])
@@ -68,8 +68,8 @@ def test_allocated_block_cannot_be_found():
     pool = named_pool()
     assert pool.take(2) == [3, 2]
     assert [pool.find(each) for each in (A, B, C)] == [0, 1, None]
-    assert (pool.num_named_blocks, pool.num_free_named_blocks) == (2, 2)
-    assert pool.name(3, C)
+    assert (len(pool._index), pool.num_cached_blocks) == (2, 2)
+    assert pool.set_hash(3, C)
     assert pool.find(C) == 3
     pool.check_integrity()
 
@@ -84,8 +84,8 @@ def test_chain_ends_at_the_first_missing_name():
 def test_first_block_keeps_its_name_and_duplicates_none():
     pool = BlockPool(3)
     pool.take(2)
-    assert pool.name(0, A)
-    assert not pool.name(1, A)
+    assert pool.set_hash(0, A)
+    assert not pool.set_hash(1, A)
     assert pool.find(A) == 0
     pool.release([0])
     pool.release([1])
@@ -98,34 +98,34 @@ def test_block_accepts_only_its_own_name_again():
     """Two tables that share a full block both name it."""
     pool = BlockPool(2)
     pool.take(1)
-    assert pool.name(0, A)
-    assert not pool.name(0, A)
-    with pytest.raises(AssertionError, match="block 0 carries another name already"):
-        pool.name(0, B)
+    assert pool.set_hash(0, A)
+    assert not pool.set_hash(0, A)
+    with pytest.raises(AssertionError, match="block 0 has another hash"):
+        pool.set_hash(0, B)
     assert pool.find(A) == 0
     assert pool.find(B) is None
     pool.check_integrity()
 
 
 def test_free_block_cannot_be_named():
-    with pytest.raises(AssertionError, match="block 1 is free and cannot be named"):
-        BlockPool(2).name(1, A)
+    with pytest.raises(AssertionError, match="block 1 is free"):
+        BlockPool(2).set_hash(1, A)
 
 
 def test_block_is_shared_when_owned_twice_or_named():
     pool = BlockPool(3)
     pool.take(3)
     pool.share([1])
-    pool.name(2, A)
+    pool.set_hash(2, A)
     assert [pool.is_shared(block_id) for block_id in range(3)] == [False, True, True]
 
 
 def test_forgotten_names_keep_the_free_order():
     pool = named_pool()
     pool.share([1])
-    pool.forget_names()
+    pool.clear_hashes()
     assert [pool.find(each) for each in (A, B, C)] == [None, None, None]
-    assert (pool.free_block_ids, pool.num_free_named_blocks, pool.num_named_blocks) == ([3, 2, 0], 0, 0)
+    assert (pool.free_block_ids, pool.num_cached_blocks, len(pool._index)) == ([3, 2, 0], 0, 0)
     pool.release([1])
     assert pool.free_block_ids == [1, 3, 2, 0]
     pool.check_integrity()
@@ -144,7 +144,7 @@ def test_evictions_are_recorded_on_request_and_returned_once():
 def test_forgotten_evictions_are_not_returned():
     pool = named_pool(records_evictions=True)
     pool.take(2)
-    pool.forget_names()
+    pool.clear_hashes()
     assert pool.take_evicted() == []
 
 
@@ -170,7 +170,7 @@ def test_double_release_error_names_the_block():
 
 
 def test_empty_free_block_cannot_be_shared():
-    with pytest.raises(AssertionError, match="block 2 is free and holds nothing that could be shared"):
+    with pytest.raises(AssertionError, match="block 2 is free"):
         BlockPool(3).share([2])
 
 
@@ -180,7 +180,7 @@ def test_empty_free_block_cannot_be_shared():
     [
         lambda pool, block_id: pool.release([block_id]),
         lambda pool, block_id: pool.share([block_id]),
-        lambda pool, block_id: pool.name(block_id, A),
+        lambda pool, block_id: pool.set_hash(block_id, A),
         lambda pool, block_id: pool.ref_count(block_id),
     ],
     ids=["release", "share", "name", "ref_count"],
@@ -198,7 +198,7 @@ def named_pool(**keywords):
     pool = BlockPool(4, **keywords)
     pool.take(3)
     for block_id, block_hash in enumerate((A, B, C)):
-        pool.name(block_id, block_hash)
+        pool.set_hash(block_id, block_hash)
     pool.release([2, 1, 0])
     return pool
 
@@ -241,27 +241,27 @@ def test_pool_check_detects_a_negative_count():
 
 def test_pool_check_detects_miscounted_names():
     pool = named_pool()
-    pool._num_free_named = 2
-    with pytest.raises(AssertionError, match="3 free blocks carry a name, 2 are counted"):
+    pool.num_cached_blocks = 2
+    with pytest.raises(AssertionError, match="3 free blocks have a hash, 2 are"):
         pool.check_integrity()
 
 
 def test_pool_check_detects_a_misdirected_name():
     pool = named_pool()
-    pool._index._blocks[A] = 3
-    with pytest.raises(AssertionError, match="block 0 carries a name that the index gives to block 3"):
+    pool._index[A] = 3
+    with pytest.raises(AssertionError, match=r"block 0 has a hash .* block 3"):
         pool.check_integrity()
 
 
 def test_pool_check_detects_a_name_without_a_block():
     pool = named_pool()
-    pool._index._blocks[D] = 3
-    with pytest.raises(AssertionError, match="the index holds 4 names, 3 blocks carry one"):
+    pool._index[D] = 3
+    with pytest.raises(AssertionError, match="the index has 4 hashes, 3 blocks"):
         pool.check_integrity()
 
 
 def test_pool_check_detects_a_name_missing_from_index():
     pool = named_pool()
-    pool._index.remove(B)
-    with pytest.raises(AssertionError, match="block 1 carries a name that the index gives to block None"):
+    del pool._index[B]
+    with pytest.raises(AssertionError, match=r"block 1 has a hash .* block None"):
         pool.check_integrity()

@@ -50,7 +50,7 @@ def engine(request, device):
     engine = make_engine(request.param, device)
     engine.allocate()
     fill_with_random_bits(engine.device_cache, 1)
-    fill_with_random_bits(engine.host_cache, 2)
+    fill_with_random_bits(engine._host_memory.tensor, 2)
     return engine
 
 
@@ -58,13 +58,13 @@ def test_caches_start_zeroed_with_the_specified_shapes(device):
     engine = make_engine(torch.bfloat16, device)
     engine.allocate()
     assert engine.device_cache.shape == (NUM_LAYERS, NUM_DEVICE_BLOCKS, 2, 2, 4, 8)
-    assert engine.host_cache.shape == (NUM_LAYERS, NUM_HOST_BLOCKS, 2, 2, 4, 8)
-    assert engine.device_cache.dtype == engine.host_cache.dtype == torch.bfloat16
+    assert engine._host_memory.tensor.shape == (NUM_LAYERS, NUM_HOST_BLOCKS, 2, 2, 4, 8)
+    assert engine.device_cache.dtype == engine._host_memory.tensor.dtype == torch.bfloat16
     assert engine.device_cache.device.type == device
-    assert engine.host_cache.device.type == "cpu"
-    assert engine.host_cache.is_pinned() == (device == "cuda")
+    assert engine._host_memory.tensor.device.type == "cpu"
+    assert engine._host_memory.tensor.is_pinned() == (device == "cuda")
     assert not engine.device_cache.any()
-    assert not engine.host_cache.any()
+    assert not engine._host_memory.tensor.any()
     assert engine.device_cache[0, 0].nbytes == engine.spec.layer_block_bytes
 
 
@@ -113,20 +113,10 @@ def test_cache_from_inference_mode_is_writable_outside_it():
     with torch.inference_mode():
         engine.allocate()
     engine.device_cache[0, 0] = 1.0
-    engine.copy([(0, 1)])
+    engine.execute(BlockOps(copy=((0, 1),)))
     with torch.inference_mode():
-        engine.copy([(1, 2)])
+        engine.execute(BlockOps(copy=((1, 2),)))
     assert engine.device_cache[0, 2].eq(1.0).all()
-
-
-def test_layer_cache_is_a_view():
-    engine = make_engine()
-    engine.allocate()
-    engine.layer_cache(1)[3] = 7.0
-    assert engine.device_cache[1, 3].eq(7.0).all()
-    assert engine.device_cache.count_nonzero() == engine.device_cache[1, 3].numel()
-    with pytest.raises(AssertionError, match="layer 3 of 3"):
-        engine.layer_cache(3)
 
 
 def test_block_shape_must_match_the_block_size():
@@ -149,38 +139,38 @@ def test_released_cache_is_gone_and_can_be_reallocated():
 
 
 def test_copy_moves_all_layers_bit_for_bit(engine):
-    expected, host_before = bits(engine.device_cache), bits(engine.host_cache)
+    expected, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
     expected[:, 4] = expected[:, 0]
     expected[:, 2] = expected[:, 1]
-    engine.copy([(0, 4), (1, 2)])
+    engine.execute(BlockOps(copy=((0, 4), (1, 2))))
     assert torch.equal(bits(engine.device_cache), expected)
-    assert torch.equal(bits(engine.host_cache), host_before)
+    assert torch.equal(bits(engine._host_memory.tensor), host_before)
 
 
 def test_copy_reads_all_sources_before_writing(engine):
     """0 and 1 change places and 2 gets the old 1: no sequential order of these pairs is right."""
     before = bits(engine.device_cache)
-    engine.copy([(0, 1), (1, 0), (1, 2)])
+    engine.execute(BlockOps(copy=((0, 1), (1, 0), (1, 2))))
     after = bits(engine.device_cache)
     assert torch.equal(after, before[:, [1, 0, 1, 3, 4]])
 
 
 def test_block_survives_swapping_out_and_in(engine):
-    before, host_before = bits(engine.device_cache), bits(engine.host_cache)
-    engine.swap_out([(1, 3), (4, 0)])
-    assert torch.equal(bits(engine.host_cache)[:, [3, 0]], before[:, [1, 4]])
-    assert torch.equal(bits(engine.host_cache)[:, [1, 2]], host_before[:, [1, 2]])
+    before, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
+    engine.execute(BlockOps(swap_out=((1, 3), (4, 0))))
+    assert torch.equal(bits(engine._host_memory.tensor)[:, [3, 0]], before[:, [1, 4]])
+    assert torch.equal(bits(engine._host_memory.tensor)[:, [1, 2]], host_before[:, [1, 2]])
     assert torch.equal(bits(engine.device_cache), before)
     fill_with_random_bits(engine.device_cache, 3)
-    engine.swap_in([(3, 2), (0, 0)])
+    engine.execute(BlockOps(swap_in=((3, 2), (0, 0))))
     assert torch.equal(bits(engine.device_cache)[:, [2, 0]], before[:, [1, 4]])
 
 
 def test_step_swaps_out_then_copies_then_swaps_in(engine):
     """Device block 0 leaves for the host and for block 3, and then host block 1 takes its place."""
-    device_before, host_before = bits(engine.device_cache), bits(engine.host_cache)
+    device_before, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
     engine.execute(BlockOps(swap_in=((1, 0),), swap_out=((0, 2),), copy=((0, 3),)))
-    assert torch.equal(bits(engine.host_cache)[:, 2], device_before[:, 0])
+    assert torch.equal(bits(engine._host_memory.tensor)[:, 2], device_before[:, 0])
     assert torch.equal(bits(engine.device_cache)[:, 3], device_before[:, 0])
     assert torch.equal(bits(engine.device_cache)[:, 0], host_before[:, 1])
 
@@ -188,13 +178,13 @@ def test_step_swaps_out_then_copies_then_swaps_in(engine):
 def test_swapped_out_block_can_receive_a_copy(engine):
     device_before = bits(engine.device_cache)
     engine.execute(BlockOps(swap_out=((0, 2),), copy=((4, 0),)))
-    assert torch.equal(bits(engine.host_cache)[:, 2], device_before[:, 0])
+    assert torch.equal(bits(engine._host_memory.tensor)[:, 2], device_before[:, 0])
     assert torch.equal(bits(engine.device_cache)[:, 0], device_before[:, 4])
 
 
 def test_host_block_swaps_into_two_device_blocks(engine):
     """How a sequence that is swapped in and forks at once gets its two blocks."""
-    host_before = bits(engine.host_cache)
+    host_before = bits(engine._host_memory.tensor)
     engine.execute(BlockOps(swap_in=((1, 0), (1, 3))))
     assert torch.equal(bits(engine.device_cache)[:, [0, 3]], host_before[:, [1, 1]])
 
@@ -212,10 +202,10 @@ def test_blocks_beyond_staging_memory_move_in_batches(device, monkeypatch):
     engine.allocate()
     fill_with_random_bits(engine.device_cache, 1)
     before = bits(engine.device_cache)
-    engine.swap_out([(0, 3), (1, 2), (2, 1)])
+    engine.execute(BlockOps(swap_out=((0, 3), (1, 2), (2, 1))))
     engine.device_cache.zero_()
-    engine.swap_in([(3, 4), (2, 3), (1, 0)])
-    engine.swap_in([(2, 1)])
+    engine.execute(BlockOps(swap_in=((3, 4), (2, 3), (1, 0))))
+    engine.execute(BlockOps(swap_in=((2, 1),)))
     assert torch.equal(bits(engine.device_cache)[:, [4, 3, 0, 1]], before[:, [0, 1, 2, 1]])
 
 
@@ -259,7 +249,7 @@ def execute_on_bytes(blocks, block_ops):
 
 
 def bytes_of(engine):
-    caches = {"device": engine.device_cache, "host": engine.host_cache}
+    caches = {"device": engine.device_cache, "host": engine._host_memory.tensor}
     return {
         (memory, block): bits(cache[:, block]).numpy().tobytes()
         for memory, cache in caches.items()
@@ -271,7 +261,7 @@ def filled_engine(device="cpu", engine_class=CacheEngine):
     engine = make_engine(device=device, engine_class=engine_class)
     engine.allocate()
     fill_with_random_bits(engine.device_cache, 1)
-    fill_with_random_bits(engine.host_cache, 2)
+    fill_with_random_bits(engine._host_memory.tensor, 2)
     return engine
 
 
@@ -313,9 +303,9 @@ def staged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(host_memory, "indices", lambda block_ids, device: torch.tensor(block_ids))
     engine = filled_engine()
-    staging = torch.empty_like(engine.host_cache[:, :2])
+    staging = torch.empty_like(engine._host_memory.tensor[:, :2])
     engine._host = host_memory.CudaHostMemory(
-        engine.device_cache, engine.host_cache, staging, side, FakeEvent("staging read", notes)
+        engine.device_cache, engine._host_memory.tensor, staging, side, FakeEvent("staging read", notes)
     )
     return engine, notes
 
@@ -441,8 +431,8 @@ def test_empty_step_moves_nothing(engine):
     ],
 )
 def test_invalid_pair_is_rejected_before_anything_moves(engine, block_ops, message):
-    device_before, host_before = bits(engine.device_cache), bits(engine.host_cache)
+    device_before, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
     with pytest.raises(ValueError, match=message):
         engine.execute(block_ops)
     assert torch.equal(bits(engine.device_cache), device_before)
-    assert torch.equal(bits(engine.host_cache), host_before)
+    assert torch.equal(bits(engine._host_memory.tensor), host_before)

@@ -30,7 +30,7 @@ def test_begin_block_equals_extending_by_one_token():
     for begins in (True, False):
         manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
         manager.extend(table, 0, 8)
-        manager.name_blocks(table, hash_blocks(root_hash(), range(8), 4), 0, 8)
+        manager.set_hashes(table, hash_blocks(root_hash(), range(8), 4), 0, 8)
         # Full blocks may be another's too: they are not written to.
         other = manager.fork(table)
         block_ids = (manager.begin_block(table, 8),) if begins else manager.extend(table, 8, 9).block_ids
@@ -114,8 +114,8 @@ def test_empty_write_range_needs_no_block():
 
 def test_watermark_is_kept_free_only_on_request():
     manager, table = CacheManager(num_blocks=4, block_size=4, watermark_blocks=1), BlockTable()
-    assert manager.can_extend(table, 0, 12, keep_watermark=True)
-    assert not manager.can_extend(table, 0, 13, keep_watermark=True)
+    assert manager.can_start([], 12, keep_watermark=True)
+    assert not manager.can_start([], 13, keep_watermark=True)
     assert manager.can_extend(table, 0, 16)
     assert not manager.can_extend(table, 0, 17)
 
@@ -145,7 +145,7 @@ def test_named_block_is_replaced_before_it_is_written():
     manager.take_block_ops()
     names = hash_blocks(root_hash(), [1, 2, 3, 4], 4)
     manager.extend(parent, 2, 4)
-    manager.name_blocks(parent, names, 0, num_written_tokens=2)
+    manager.set_hashes(parent, names, 0, num_written_tokens=2)
     child = manager.fork(parent)
     manager.take_block_ops()
     manager.release(parent)
@@ -165,8 +165,8 @@ def test_shared_full_block_can_be_named_twice():
     manager.take_block_ops()
     child = manager.fork(parent)
     names = hash_blocks(root_hash(), [1, 2, 3, 4], 4)
-    manager.name_blocks(parent, names, 0, num_written_tokens=5)
-    manager.name_blocks(child, names, 0, num_written_tokens=5)
+    manager.set_hashes(parent, names, 0, num_written_tokens=5)
+    manager.set_hashes(child, names, 0, num_written_tokens=5)
     assert manager.find_prefix(names) == [0]
     manager.release(parent)
     manager.release(child)
@@ -361,15 +361,15 @@ def test_manager_check_detects_block_of_table_and_transfer():
 
 
 def damage_pool(manager):
-    manager._pool._num_free_named = 1
+    manager._pool.num_cached_blocks = 1
 
 
 def damage_swap_space(manager):
-    manager._swap._pool._num_free_named = 1
+    manager._swap._pool.num_cached_blocks = 1
 
 
 def damage_connector(manager):
-    manager._transfers._connector._pool._num_free_named = 1
+    manager._transfers.connector._pool.num_cached_blocks = 1
 
 
 @pytest.mark.parametrize("damage", [damage_pool, damage_swap_space, damage_connector])
@@ -377,7 +377,7 @@ def test_manager_check_detects_damage_of_any_pool(damage):
     manager = CacheManager(num_blocks=4, block_size=4, num_host_blocks=2, connector=HostTier(2))
     manager.check_integrity([])
     damage(manager)
-    with pytest.raises(AssertionError, match="0 free blocks carry a name, 1 are counted"):
+    with pytest.raises(AssertionError, match="0 free blocks have a hash, 1 are"):
         manager.check_integrity([])
 
 

@@ -156,7 +156,7 @@ def with_parts(moves=PendingMoves, pool=BlockPool, swap=SwapSpace, host_pool=Blo
             self._pool = pool(self.num_blocks, records_evictions=True)
             self._swap = swap(self.num_host_blocks)
             self._swap._pool = host_pool(self.num_host_blocks)
-            self._transfers = transfers(self._transfers._connector)
+            self._transfers = transfers(self._transfers.connector)
 
     return ManagerWithParts
 
@@ -200,7 +200,7 @@ class FindsBlocksThatWereEvicted(BlockPool):
 
 
 class ForgetsNoName(BlockPool):
-    def forget_names(self):
+    def clear_hashes(self):
         pass
 
 
@@ -226,20 +226,20 @@ class NamesWhatIsStillOnTheWay(Transfers):
 
     def load(self, hashes, places, block_ids):
         for block_hash, block_id in zip(hashes, block_ids):
-            self.manager._pool.name(block_id, block_hash)
+            self.manager._pool.set_hash(block_id, block_hash)
         return super().load(hashes, places, block_ids)
 
 
 class ManagerThatNamesWhatIsOnTheWay(CacheManager):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        self._transfers = NamesWhatIsStillOnTheWay(self._transfers._connector)
+        self._transfers = NamesWhatIsStillOnTheWay(self._transfers.connector)
         self._transfers.manager = self
 
 
 class ForgetsNothingOnTheWay(Transfers):
     def forget(self):
-        self._connector.forget()
+        self.connector.forget()
 
 
 class ForgetsNoPlace(Transfers):
@@ -307,7 +307,7 @@ class SwapsOutWhatIsNotWritten(CacheManager):
 
 class ForgetsWhatCountsAsFree(CacheManager):
     def can_start(self, prefix, num_tokens, *, keep_watermark=False):
-        return self._has_room(-(-num_tokens // self.block_size) - len(prefix), keep_watermark)
+        return self._are_free(-(-num_tokens // self.block_size) - len(prefix), keep_watermark)
 
 
 class StoresWhatHasNotArrived(CacheManager):
@@ -323,22 +323,20 @@ class LoadsWhatItDroveOut(CacheManager):
     """Device blocks for a load were taken before its places were reserved: what they evicted took those places."""
 
     def load_prefix(self, prefix, hashes, num_tokens):
-        self._transfers.reserve, reserve = lambda hashes: None, self._transfers.reserve
-        self._transfers.load, load = (
-            (lambda hashes, _, blocks: load(hashes, reserve(hashes), blocks)),
-            (self._transfers.load),
-        )
+        connector, load = self._transfers.connector, self._transfers.load
+        reserve, connector.load = connector.load, lambda hashes: None
+        self._transfers.load = lambda hashes, _, blocks: load(hashes, reserve(hashes), blocks)
         try:
             return super().load_prefix(prefix, hashes, num_tokens)
         finally:
-            del self._transfers.reserve, self._transfers.load
+            del connector.load, self._transfers.load
 
 
 @pytest.mark.parametrize(
     ("manager", "message"),
     [
-        (NeverCopiesOnWrite, "reads another's|carries another name"),
-        (WritesOverBlocksThatCanBeFound, "reads another's|carries another name"),
+        (NeverCopiesOnWrite, "reads another's|has another hash"),
+        (WritesOverBlocksThatCanBeFound, "reads another's|has another hash"),
         (ForgetsToReleaseTheReplacedBlock, r"counts \d owners, \d tables list it"),
         (ForgetsToShare, r"counts \d owners, \d tables list it"),
         (SwapsOutWhatIsNotWritten, "reads another's"),
@@ -357,7 +355,7 @@ class NamesPlacesThatAreNotWritten(HostTier):
     def store(self, block_hash):
         place = super().store(block_hash)
         if place is not None:
-            self._pool.name(place, block_hash)
+            self._pool.set_hash(place, block_hash)
         return place
 
 
@@ -382,7 +380,7 @@ class ReservesNoPlaceThatIsStoredTo(HostTier):
         for block_hash, place in stored:
             if self._storing.pop(block_hash, None) == place:
                 self._pool.share([place])
-                self._pool.name(place, block_hash)
+                self._pool.set_hash(place, block_hash)
                 self._pool.release([place])
         super().finish([], loaded)
 
@@ -394,7 +392,7 @@ class NamesAfterItForgot(HostTier):
     """What was being stored when everything was to be forgotten is found afterwards."""
 
     def forget(self):
-        self._pool.forget_names()
+        self._pool.clear_hashes()
 
 
 @pytest.mark.parametrize(

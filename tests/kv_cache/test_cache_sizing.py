@@ -59,7 +59,7 @@ def test_cache_gets_the_memory_that_remains():
         "  weights 16.0 GiB\n"
         "  activations of the largest step 1.0 GiB\n"
         "  outside the tensors 512.0 MiB\n"
-        "  left for the cache 22.5 GiB, room for 11520 blocks\n"
+        "  left for the cache 22.5 GiB: 11520 blocks\n"
         "  limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len)"
         " could use 131072 blocks\n"
         "swap space on the host: 0 blocks of 16 tokens (0 tokens, 0 B)"
@@ -76,7 +76,7 @@ def test_cache_is_limited_by_the_sequences():
 def test_oversized_model_leaves_zero_blocks():
     sizing = size(memory_utilization=0.2)
     assert sizing.num_device_blocks == 0
-    assert "left for the cache -1.5 GiB, room for 0 blocks" in sizing.reason
+    assert "left for the cache -1.5 GiB: 0 blocks" in sizing.reason
 
 
 def test_sizing_reason_says_how_activations_were_measured():
@@ -95,7 +95,7 @@ def test_host_swap_space_takes_no_cache_memory():
 def test_device_swap_space_is_taken_from_the_cache():
     sizing = size(swap_space_bytes=4 * GIB, is_swap_space_on_device=True)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (11520 - 2048, 2048)
-    assert "\n  swap space 4.0 GiB\n  left for the cache 18.5 GiB, room for 9472 blocks\n" in sizing.reason
+    assert "\n  swap space 4.0 GiB\n  left for the cache 18.5 GiB: 9472 blocks\n" in sizing.reason
 
 
 def test_given_block_count_ignores_swap_space():
@@ -151,7 +151,7 @@ def test_too_few_given_blocks_error_names_the_minimum():
 
 def test_too_few_profiled_blocks_error_names_the_memory():
     message = (
-        "memory leaves room for 3 cache blocks, which hold 48 tokens, but model.max_model_len is 4096: "
+        "memory holds 3 cache blocks, 48 tokens, but model.max_model_len is 4096: "
         "raise cache.gpu_memory_utilization or lower model.max_model_len"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -47,7 +47,7 @@ class EndlessShelf:
 
 
 def load(transfers, names, block_ids):
-    return transfers.load(names, transfers.reserve(names), block_ids)
+    return transfers.load(names, transfers.connector.load(names), block_ids)
 
 
 def test_step_without_stores_and_loads_has_no_transfer():
@@ -143,7 +143,7 @@ def manager_with_stored_chain(num_blocks=4, num_slots=4):
     """Blocks of 2 tokens. The first three blocks of a chain are in places 2, 1 and 0, and nothing is on the device."""
     manager, table = CacheManager(num_blocks, 2, connector=HostTier(num_slots)), BlockTable()
     manager.extend(table, 0, 6)
-    manager.name_blocks(table, NAMES[:3], 0, 0)
+    manager.set_hashes(table, NAMES[:3], 0, 0)
     manager.take_block_ops()
     manager.release(table)
     evict(manager)
@@ -164,7 +164,7 @@ def evict(manager):
 def test_evicted_blocks_are_stored_from_the_chain_tail():
     manager, table = CacheManager(4, 2, connector=HostTier(4)), BlockTable()
     manager.extend(table, 0, 6)
-    manager.name_blocks(table, NAMES[:3], 0, 0)
+    manager.set_hashes(table, NAMES[:3], 0, 0)
     assert manager.take_block_ops() == BlockOps()
     manager.release(table)
     assert evict(manager) == BlockOps(store=((2, 0), (1, 1), (0, 2)), transfer=1)
@@ -173,7 +173,7 @@ def test_evicted_blocks_are_stored_from_the_chain_tail():
 def test_unnamed_blocks_are_not_stored():
     manager, table = CacheManager(4, 2, connector=HostTier(4)), BlockTable()
     manager.extend(table, 0, 6)
-    manager.name_blocks(table, NAMES[:1], 0, 0)
+    manager.set_hashes(table, NAMES[:1], 0, 0)
     manager.take_block_ops()
     manager.release(table)
     assert evict(manager).store == ((0, 0),)
@@ -208,7 +208,7 @@ def test_load_covers_only_the_missing_middle_blocks():
     manager.take_block_ops()
     manager.finish_transfer(2)
     manager.extend(table, 0, 6)
-    manager.name_blocks(table, NAMES[:3], 2, 0)
+    manager.set_hashes(table, NAMES[:3], 2, 0)
     manager.take_block_ops()
     prefix = manager.find_prefix(NAMES)
     assert len(prefix) == 1
@@ -247,7 +247,7 @@ def test_load_does_not_evict_its_own_source():
     """
     manager, table = manager_with_stored_chain(num_slots=3), BlockTable()
     manager.extend(table, 0, 8)
-    manager.name_blocks(table, hash_blocks(root_hash(), [9] * 8, 2), 0, 0)
+    manager.set_hashes(table, hash_blocks(root_hash(), [9] * 8, 2), 0, 0)
     manager.take_block_ops()
     manager.release(table)
     assert manager.load_prefix([], NAMES, 8) == 2
@@ -261,7 +261,7 @@ def test_load_does_not_evict_the_prefix_it_extends():
     manager.take_block_ops()
     manager.finish_transfer(2)
     manager.extend(table, 0, 6)
-    manager.name_blocks(table, hash_blocks(root_hash(), [9] * 6, 2), 0, 0)
+    manager.set_hashes(table, hash_blocks(root_hash(), [9] * 6, 2), 0, 0)
     manager.take_block_ops()
     manager.release(table)
     prefix = manager.find_prefix(NAMES)
@@ -277,7 +277,7 @@ def test_loaded_duplicate_is_released_without_a_name():
     manager.load_prefix([], NAMES[:1], 2)
     manager.take_block_ops()
     manager.extend(table, 0, 2)
-    manager.name_blocks(table, NAMES[:1], 0, 0)
+    manager.set_hashes(table, NAMES[:1], 0, 0)
     manager.take_block_ops()
     manager.finish_transfer(2)
     assert manager.find_prefix(NAMES) == table.block_ids == [2]

@@ -5,6 +5,7 @@ import torch
 from waiting import wait_until
 
 from kv_cache import host_reserve
+from kv_cache.block_ops import BlockOps
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.host_memory import lazy_cache
@@ -90,9 +91,9 @@ def test_blocks_move_alike_in_any_memory(has_reserve: bool):
     for block in range(6):
         for layer in range(3):
             engine.device_cache[layer, block] = 10 * layer + block
-    engine.swap_out([(2, 1), (5, 3)])
-    engine.copy([(0, 2)])
-    engine.swap_in([(1, 5), (3, 0)])
+    engine.execute(BlockOps(swap_out=((2, 1), (5, 3))))
+    engine.execute(BlockOps(copy=((0, 2),)))
+    engine.execute(BlockOps(swap_in=((1, 5), (3, 0))))
     assert [[float(engine.device_cache[layer, block, 7]) for block in range(6)] for layer in range(3)] == [
         [10 * layer + block for block in (5, 1, 0, 3, 4, 2)] for layer in range(3)
     ]

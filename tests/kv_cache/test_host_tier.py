@@ -25,9 +25,9 @@ def store(tier, name):
 def test_stored_block_is_found_when_every_rank_finished():
     tier = HostTier(3)
     assert tier.store(A) == 0
-    assert (tier.lookup([A]), tier._pool.num_named_blocks, tier.num_slots) == (0, 0, 3)
+    assert (tier.lookup([A]), len(tier._pool._index), tier.num_slots) == (0, 0, 3)
     tier.finish([(A, 0)], [])
-    assert (tier.lookup([A]), tier._pool.num_named_blocks) == (1, 1)
+    assert (tier.lookup([A]), len(tier._pool._index)) == (1, 1)
     assert tier.load([A]) == [0]
 
 
@@ -130,7 +130,7 @@ def test_forgotten_blocks_are_not_found():
     tier.forget()
     assert tier.lookup([A]) == 0
     tier.finish([(B, 1)], [])
-    assert (tier.lookup([B]), tier._pool.num_named_blocks) == (0, 0)
+    assert (tier.lookup([B]), len(tier._pool._index)) == (0, 0)
     tier.check_integrity()
 
 
@@ -165,6 +165,6 @@ def test_tier_check_detects_a_store_to_free_slot():
 
 def test_tier_check_detects_damage_of_its_pool():
     tier = tier_with(A)
-    tier._pool._num_free_named = 0
-    with pytest.raises(AssertionError, match="1 free blocks carry a name, 0 are counted"):
+    tier._pool.num_cached_blocks = 0
+    with pytest.raises(AssertionError, match="1 free blocks have a hash, 0 are"):
         tier.check_integrity()

@@ -92,10 +92,9 @@ class Pair:
         arguments = sequence.table, sequence.num_written, num_tokens
         num_new = self.naive.num_new_blocks(key, sequence.num_written, num_tokens)
         agree("num_new_blocks", self.manager.num_new_blocks(*arguments), num_new)
-        for keep_watermark in (True, False):
-            has_room = self.naive.has_room(num_new, keep_watermark)
-            agree("can_extend", self.manager.can_extend(*arguments, keep_watermark=keep_watermark), has_room)
-        return has_room
+        are_free = self.naive.are_free(num_new, False)
+        agree("can_extend", self.manager.can_extend(*arguments), are_free)
+        return are_free
 
     def name_something(self):
         key = self.pick(is_here)
@@ -106,8 +105,8 @@ class Pair:
         sequence = self.sequences[key]
         names = self.names(sequence, sequence.num_written + sequence.num_planned)
         if len(names) > sequence.num_named:
-            self.manager.name_blocks(sequence.table, names, sequence.num_named, sequence.num_written)
-            self.naive.name_blocks(key, names, sequence.num_named, sequence.num_written)
+            self.manager.set_hashes(sequence.table, names, sequence.num_named, sequence.num_written)
+            self.naive.set_hashes(key, names, sequence.num_named, sequence.num_written)
             sequence.num_named = len(names)
 
     def fork(self):
@@ -204,9 +203,9 @@ class Pair:
         """The order in which host blocks and places will go, too, once in a while."""
         agree("free host blocks", self.manager._swap._pool.free_block_ids, self.naive.host.free)
         if self.naive.has_connector:
-            tier = self.manager._transfers._connector
+            tier = self.manager._transfers.connector
             agree("free places", tier._pool.free_block_ids, self.naive.tier.free)
-            agree("num_stored", tier._pool.num_named_blocks, len(self.naive.tier.names))
+            agree("num_stored", len(tier._pool._index), len(self.naive.tier.names))
 
     def names(self, sequence, num_tokens):
         """A block's name is all that it depends on, spelt out: no two of them are equal by chance."""
@@ -276,15 +275,15 @@ class HeadGoesFirst(CacheManager):
 
 
 class ForgetsTheWatermark(CacheManager):
-    def _has_room(self, num_blocks, keep_watermark):
-        return super()._has_room(num_blocks, False)
+    def _are_free(self, num_blocks, keep_watermark):
+        return super()._are_free(num_blocks, False)
 
 
 class CountsBlocksTwice(CacheManager):
     """Found blocks that are free are counted as if they were still there to be taken."""
 
     def can_start(self, prefix, num_tokens, *, keep_watermark=False):
-        return self._has_room(-(-num_tokens // self.block_size) - len(prefix), keep_watermark)
+        return self._are_free(-(-num_tokens // self.block_size) - len(prefix), keep_watermark)
 
 
 class CopiesWhatHoldsNothing(CacheManager):
@@ -339,7 +338,7 @@ def with_queue(queue, *memories):
     class ManagerWithQueue(CacheManager):
         def __init__(self, *arguments, **keywords):
             super().__init__(*arguments, **keywords)
-            connector = self._transfers._connector if self._transfers is not None else None
+            connector = self._transfers.connector if self._transfers is not None else None
             owners = {"device": self, "host": self._swap, "tier": connector}
             for owner in filter(None, map(owners.get, memories)):
                 owner._pool._free = queue(owner._pool.num_blocks)

@@ -91,7 +91,7 @@ def test_source_can_be_swapped_out_and_copied():
 def test_arriving_block_cannot_be_swapped_out(arrive):
     moves = PendingMoves()
     arrive(moves)
-    with pytest.raises(AssertionError, match="block 2 is to receive something and cannot be swapped out"):
+    with pytest.raises(AssertionError, match="block 2 receives a move"):
         moves.swap_out(2, 11)
 
 

@@ -12,7 +12,7 @@ def test_unnamed_table_gets_one_host_block_per_block():
     swap = SwapSpace(4)
     assert swap.store(3, []) == (BlockTable([0, 1, 2]), [0, 1, 2])
     assert (swap.num_used_blocks, swap.num_blocks) == (3, 4)
-    assert [swap.has_room(num_blocks, []) for num_blocks in range(4)] == [True, True, False, False]
+    assert [swap.can_store(num_blocks, []) for num_blocks in range(4)] == [True, True, False, False]
 
 
 def test_named_host_block_is_not_copied_again():
@@ -26,7 +26,7 @@ def test_named_host_block_is_not_copied_again():
 
 def test_names_past_the_table_end_are_ignored():
     swap = SwapSpace(2)
-    assert swap.has_room(2, [A, B, C])
+    assert swap.can_store(2, [A, B, C])
     table, copied = swap.store(2, [A, B, C])
     assert (table.block_ids, copied) == ([0, 1], [0, 1])
     swap.release(table, is_read=False)
@@ -47,10 +47,10 @@ def test_blocks_being_read_are_reserved_until_step_end():
     swap = SwapSpace(3)
     table, _ = swap.store(3, [A])
     swap.release(table, is_read=True)
-    assert (swap.num_used_blocks, swap.has_room(1, []), swap.has_room(1, [A])) == (3, False, True)
+    assert (swap.num_used_blocks, swap.can_store(1, []), swap.can_store(1, [A])) == (3, False, True)
     swap.check_integrity([])
     swap.end_step()
-    assert (swap.num_used_blocks, swap.has_room(3, [])) == (0, True)
+    assert (swap.num_used_blocks, swap.can_store(3, [])) == (0, True)
     swap.end_step()
     swap.check_integrity([])
 
@@ -59,7 +59,7 @@ def test_abandoned_table_frees_its_blocks_at_once():
     swap = SwapSpace(3)
     table, _ = swap.store(3, [])
     swap.release(table, is_read=False)
-    assert (swap.num_used_blocks, swap.has_room(3, [])) == (0, True)
+    assert (swap.num_used_blocks, swap.can_store(3, [])) == (0, True)
 
 
 def test_capacity_counts_held_free_blocks_once():
@@ -68,11 +68,11 @@ def test_capacity_counts_held_free_blocks_once():
     table, _ = swap.store(2, [A, B])
     other, _ = swap.store(1, [D])
     swap.release(table, is_read=False)
-    assert swap.has_room(2, [A, B])
-    assert swap.has_room(2, [A, C])
-    assert not swap.has_room(3, [A, B])
-    assert swap.has_room(3, [A, B, D])
-    assert not swap.has_room(3, [A, C, B])
+    assert swap.can_store(2, [A, B])
+    assert swap.can_store(2, [A, C])
+    assert not swap.can_store(3, [A, B])
+    assert swap.can_store(3, [A, B, D])
+    assert not swap.can_store(3, [A, C, B])
     swap.check_integrity([other])
 
 
@@ -90,15 +90,15 @@ def test_host_block_released_first_is_evicted_first():
 def test_forgotten_names_are_not_found():
     swap = SwapSpace(4)
     table, _ = swap.store(2, [A, B])
-    swap.forget_names()
+    swap.clear_hashes()
     assert swap.store(2, [A, B]) == (BlockTable([2, 3]), [0, 1])
     swap.check_integrity([table, BlockTable([2, 3])])
 
 
 def test_swap_space_without_blocks_stores_nothing():
     swap = SwapSpace(0)
-    assert swap.has_room(0, [])
-    assert not swap.has_room(1, [])
+    assert swap.can_store(0, [])
+    assert not swap.can_store(1, [])
     assert swap.store(0, []) == (BlockTable(), [])
     swap.check_integrity([])
 
@@ -125,6 +125,6 @@ def test_swap_check_detects_a_forgotten_read():
 
 def test_swap_check_detects_damage_of_its_pool():
     swap = SwapSpace(3)
-    swap._pool._num_free_named = 1
-    with pytest.raises(AssertionError, match="0 free blocks carry a name, 1 are counted"):
+    swap._pool.num_cached_blocks = 1
+    with pytest.raises(AssertionError, match="0 free blocks have a hash, 1 are"):
         swap.check_integrity([])

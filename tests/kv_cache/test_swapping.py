@@ -94,7 +94,7 @@ def test_common_prefix_is_kept_once_on_the_host():
 def test_blocks_still_on_the_device_are_not_moved():
     manager = CacheManager(6, 2, num_host_blocks=6)
     table = written(manager, 5)
-    manager.name_blocks(table, NAMES[:2], 0, num_written_tokens=5)
+    manager.set_hashes(table, NAMES[:2], 0, num_written_tokens=5)
     host_table = manager.swap_out(table, NAMES[:2])
     assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
     manager.take_block_ops()
@@ -108,7 +108,7 @@ def test_swap_in_shares_device_blocks_of_other_tables():
     host_table = manager.swap_out(table, NAMES[:2])
     manager.take_block_ops()
     other = written(manager, 6)
-    manager.name_blocks(other, NAMES[:3], 0, num_written_tokens=6)
+    manager.set_hashes(other, NAMES[:3], 0, num_written_tokens=6)
     assert [manager.can_swap_in(host_table, NAMES[:2], num_tokens) for num_tokens in (5, 6, 8, 9)] == [
         True,
         True,
@@ -126,7 +126,7 @@ def test_swap_in_admission_counts_free_hits_and_watermark():
     """Blocks to be written count too."""
     manager = CacheManager(4, 2, watermark_blocks=1, num_host_blocks=4)
     table = written(manager, 4)
-    manager.name_blocks(table, NAMES[:2], 0, num_written_tokens=4)
+    manager.set_hashes(table, NAMES[:2], 0, num_written_tokens=4)
     host_table = manager.swap_out(table, NAMES[:2])
     other = written(manager, 1)
     assert manager.can_swap_in(host_table, NAMES[:2], 4, keep_watermark=True)

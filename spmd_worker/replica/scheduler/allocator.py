@@ -1,5 +1,5 @@
 """Allocates, swaps and releases sequences' KV cache. Only this module moves a sequence between device, host and prefix
-cache, and it keeps the sequence's record in step: block table, host table, block hashes, number of computed tokens.
+cache; it updates the sequence's record: block table, host table, block hashes, number of computed tokens.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 class PreemptionPolicy:
     """Decides from counts, never from a clock, whether a preempted sequence is swapped to the host or recomputed.
 
-    `mode` is auto, swap or recompute. `block_copy_tokens` is the price of swapping a block out and in, in tokens that
-    could be computed in that time (see `worker/memory/plan.py`); auto takes the cheaper way.
+    `mode` is auto (the cheaper), swap or recompute. `block_copy_tokens` is the cost of swapping a block out and in, in
+    tokens that could be computed in that time (see `worker/memory/plan.py`).
     """
 
     mode: str = "recompute"
@@ -55,46 +55,42 @@ class Allocator:
         """Cached blocks that hold the beginning of a sequence without blocks; at least its last token is left to
         compute. Empty for a request that opts out of the prefix cache.
         """
-        if not sequence.request.sampling.reads_prefix_cache:
-            return []
-        return self._cache.find_prefix(self._findable(sequence))
+        return self._cache.find_prefix(self._prefix_hashes(sequence))
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
-        """Transfer that brings the blocks after `prefix`, started if needed; None if there is none to wait for."""
-        if not sequence.request.sampling.reads_prefix_cache:
-            return None
-        return self._cache.load_prefix(prefix, self._findable(sequence), sequence.num_tokens)
+        """Transfer that loads the blocks after `prefix`, started if needed; None if there is none to wait for."""
+        return self._cache.load_prefix(prefix, self._prefix_hashes(sequence), sequence.num_tokens)
 
-    def num_uncomputed_tokens(self, sequence: Sequence, prefix: Sized[BlockId]) -> int:
-        """Tokens left to compute if a waiting sequence begins with `prefix`."""
-        return sequence.num_uncomputed_tokens - len(prefix) * self._cache.block_size
-
-    def has_room(self, sequence: Sequence, prefix: Sized[BlockId], *, keep_watermark: bool) -> bool:
+    def can_allocate(self, sequence: Sequence, prefix: Sized[BlockId], *, keep_watermark: bool) -> bool:
         """Whether all blocks of a waiting sequence can be allocated, not only the next step's: else half-computed
         prompts fill the cache and preempt each other.
         """
         if not self._cache.num_blocks:
             return True
+        num_tokens = sequence.num_tokens
         if sequence.status is SequenceStatus.SWAPPED:
-            hashes = self._named(sequence)
-            return self._cache.can_swap_in(
-                sequence.host_table, hashes, sequence.num_tokens, keep_watermark=keep_watermark
-            )
-        return self._cache.can_start(prefix, sequence.num_tokens, keep_watermark=keep_watermark)
+            hashes = self._computed_hashes(sequence)
+            return self._cache.can_swap_in(sequence.host_table, hashes, num_tokens, keep_watermark=keep_watermark)
+        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark)
 
     def allocate(self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId]) -> None:
         """Give a waiting sequence its blocks: swapped in from the host, or found in the prefix cache."""
         if sequence.status is SequenceStatus.SWAPPED:
-            hashes = self._named(sequence)
+            hashes = self._computed_hashes(sequence)
             sequence.table = self._cache.swap_in(sequence.host_table, hashes)
-            sequence.num_named_blocks = len(hashes)
+            sequence.num_hashed_blocks = len(hashes)
             self.num_swapped -= 1
             self._counters.num_swapped_in += 1
         else:
             self._cache.adopt(sequence.table, prefix)
             sequence.num_computed_tokens = len(prefix) * self._cache.block_size
-            sequence.num_named_blocks = len(prefix)
-            self._count_found(sequence, group)
+            sequence.num_hashed_blocks = len(prefix)
+            num_found = sequence.num_computed_tokens
+            self._counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_found)
+            sequence.num_lost_tokens = 0
+            if group.num_cached_tokens is None:
+                group.num_cached_tokens = num_found
+                self._counters.num_cached_prompt_tokens += num_found
         sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
@@ -107,7 +103,7 @@ class Allocator:
         change = self._cache.extend(sequence.table, first, first + num_tokens)
         sequence.shares_tail = False
         sequence.num_computed_tokens += num_tokens
-        self._name_full_blocks(sequence, num_written_tokens=first)
+        self._set_full_block_hashes(sequence, num_written_tokens=first)
         return change
 
     def begin_block(self, sequence: Sequence) -> BlockId:
@@ -116,7 +112,7 @@ class Allocator:
         block_id = self._cache.begin_block(sequence.table, first)
         sequence.shares_tail = False
         sequence.num_computed_tokens = first + 1
-        self._name_full_blocks(sequence, num_written_tokens=first)
+        self._set_full_block_hashes(sequence, num_written_tokens=first)
         return block_id
 
     def preempt(self, sequence: Sequence, group: SequenceGroup) -> None:
@@ -145,7 +141,7 @@ class Allocator:
             for sequence in group.sequences:
                 is_held = sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
                 sequence.block_hashes = None if is_held else []
-                sequence.num_named_blocks = 0
+                sequence.num_hashed_blocks = 0
 
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
         """Start block hashes from another root; drop what was computed with the old weights from the prefix cache."""
@@ -157,8 +153,8 @@ class Allocator:
         num_computed = sequence.num_computed_tokens
         if not num_computed or not self._preemption.prefers_swap(num_computed, sequence.table.num_blocks):
             return False
-        self._name_full_blocks(sequence, num_written_tokens=sequence.num_computed_tokens)
-        host_table = self._cache.swap_out(sequence.table, self._named(sequence))
+        self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)
+        host_table = self._cache.swap_out(sequence.table, self._computed_hashes(sequence))
         if host_table is None:
             return False
         sequence.host_table = host_table
@@ -168,57 +164,38 @@ class Allocator:
         return True
 
     def _release_table(self, sequence: Sequence) -> None:
-        self._name_full_blocks(sequence, num_written_tokens=sequence.num_computed_tokens)
+        self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)
         self._cache.release(sequence.table)
-        sequence.num_named_blocks = 0
+        sequence.num_hashed_blocks = 0
 
-    def _count_found(self, sequence: Sequence, group: SequenceGroup) -> None:
-        num_found = sequence.num_computed_tokens
-        self._counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_found)
-        sequence.num_lost_tokens = 0
-        if group.num_cached_tokens is None:
-            group.num_cached_tokens = num_found
-            self._counters.num_cached_prompt_tokens += num_found
-
-    def _name_full_blocks(self, sequence: Sequence, *, num_written_tokens: int) -> None:
+    def _set_full_block_hashes(self, sequence: Sequence, *, num_written_tokens: int) -> None:
         # A token that is computed ahead of its id is not hashed.
         num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self._cache.block_size
-        if num_full <= sequence.num_named_blocks or not self._enable_prefix_caching:
+        if num_full <= sequence.num_hashed_blocks or not self._enable_prefix_caching:
             return
         hashes = self._hashes(sequence, num_full)
-        if hashes is not None:
-            named = sequence.num_named_blocks
-            self._cache.name_blocks(sequence.table, hashes[:num_full], named, num_written_tokens)
-            sequence.num_named_blocks = num_full
+        if hashes:
+            self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens)
+            sequence.num_hashed_blocks = num_full
 
-    def _findable(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes of the full blocks that leave a token to compute."""
-        num_full = (sequence.num_tokens - 1) // self._cache.block_size
-        hashes = self._hashes(sequence, num_full)
-        return hashes[:num_full] if hashes is not None else []
+    def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Hashes of the full blocks that may be found in the prefix cache: they leave a token to compute."""
+        if not sequence.request.sampling.reads_prefix_cache:
+            return []
+        return self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size)
 
-    def _named(self, sequence: Sequence) -> list[BlockHash]:
+    def _computed_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the full blocks that are computed."""
-        num_full = sequence.num_computed_tokens // self._cache.block_size
-        hashes = self._hashes(sequence, num_full)
-        return hashes[:num_full] if hashes is not None else []
+        return self._hashes(sequence, sequence.num_computed_tokens // self._cache.block_size)
 
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash] | None:
-        """The first `num_blocks` hashes or more, computed once; None where nothing of the sequence is shared."""
+    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+        """The first `num_blocks` hashes, each computed once; empty if nothing of the sequence is shared."""
         hashes, block_size = sequence.block_hashes, self._cache.block_size
         if hashes is None or not self._enable_prefix_caching:
-            return None
+            return []
         if len(hashes) < num_blocks:
-            parent = hashes[-1] if hashes else self._root_of(sequence)
+            regime, salt = sequence.request.rope_regime, sequence.request.sampling.cache_salt
+            parent = hashes[-1] if hashes else root_hash(self._weight_version, rope_regime=regime, cache_salt=salt)
             token_ids = sequence.token_ids(len(hashes) * block_size, num_blocks * block_size)
             hashes += hash_blocks(parent, token_ids, block_size)
-        return hashes
-
-    def _root_of(self, sequence: Sequence) -> BlockHash:
-        """Root hash of the request's block hashes; `kv_cache/block_hash.py` lists its contents."""
-        request = sequence.request
-        return root_hash(
-            weight_version=self._weight_version,
-            rope_regime=request.rope_regime,
-            cache_salt=request.sampling.cache_salt,
-        )
+        return hashes[:num_blocks]

@@ -6,23 +6,26 @@ Decides from counts, and from hashes of blocks whose tokens are known; token val
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
-from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES, StepBudget, form_bytes
+from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES, StepBudget, compile_bytes
 from spmd_worker.replica.scheduler.policy import choose_victim, service_order
 from spmd_worker.replica.scheduler.queues import Queues
 from spmd_worker.replica.scheduler.updates import Decision, Decisions
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceStatus
 
-LEAST_PROMPT_SHARE: Final = 64
-"""Least share of prompt tokens of a step: a smaller one would cost a pass over the weights for few tokens."""
+MIN_PROMPT_TOKENS: Final = 64
+"""Minimum of prompt tokens of a step: fewer would cost a pass over the weights for little work."""
 
 PROMPT_ROUNDS: Final = 4
-"""Steps per step in flight over which the prompts at hand are spread, if several are in flight."""
+"""With several steps in flight, number of steps per step in flight over which prompts are spread."""
+
+_SERVICE_ORDER: Final = attrgetter("sequence.key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,8 @@ class SchedulerLimits:
         return self.num_virtual_engines + self.num_steps_ahead
 
 
-def _service_order_of(decision: Decision) -> tuple[int, int]:
-    return service_order(decision.sequence)
-
-
 class Planner:
-    """Decides one step. Where the blocks do not suffice for all running sequences, those with the least computed work
+    """Decides one step. If the free blocks do not suffice for all running sequences, those with the least computed work
     are preempted until they do. Then the running sequences are served, in service order. Waiting sequences get the rest
     of the token budget.
 
@@ -65,8 +64,8 @@ class Planner:
 
     One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is on the device
     that needs it; unless it may be known already to end with that token, or its next sample depends on the token's
-    value. If it does end with it, what the step samples for it is dropped. Where the blocks do not suffice, no sequence
-    goes ahead: once the ids are applied every sequence can be preempted.
+    value. If it does end with it, what the step samples for it is dropped. If the free blocks do not suffice, no
+    sequence goes ahead: once the ids are applied every sequence can be preempted.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Planner:
         """`split` leaves a joining sequence a given number of its samples; the others wait."""
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
         self._split = split
-        self._least_watermark_blocks = cache.watermark_blocks
+        self._min_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
 
     def has_ready(self) -> bool:
@@ -92,18 +91,18 @@ class Planner:
     def decide(self) -> Decisions:
         """Decide and account for it: allocate blocks, move sequences, count tokens as computed."""
         decisions = Decisions()
-        num_tokens = self._most_tokens()
-        is_short = self._make_room(num_tokens)
+        num_tokens = self._token_budget()
+        is_short = self._preempt_for_blocks(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
         self._decide_running(budget, decisions)
         if self._queues.waiting and not is_short:
             # After a preemption no sequence joins: the freed blocks are for the running ones that needed them.
             self._decide_waiting(budget, decisions)
         # A plan lists each group once: sequences of one group are sent, and sampled, next to each other.
-        decisions.others.sort(key=_service_order_of)
+        decisions.others.sort(key=_SERVICE_ORDER)
         return decisions
 
-    def _most_tokens(self) -> int:
+    def _token_budget(self) -> int:
         """Most tokens that this step may compute. With several steps in flight, prompts are spread over them: a stage
         waits for the preceding step, and so for every step that is much longer than its neighbours.
         """
@@ -116,13 +115,13 @@ class Planner:
         waiting = [sequence.num_uncomputed_tokens for sequence in islice(self._queues.waiting, num_seats)]
         num_prompt_tokens = sum(running) - num_decoding + sum(waiting)
         share = -(-num_prompt_tokens // (PROMPT_ROUNDS * limits.num_virtual_engines))
-        return min(num_decoding + max(share, LEAST_PROMPT_SHARE), limits.max_num_batched_tokens)
+        return min(num_decoding + max(share, MIN_PROMPT_TOKENS), limits.max_num_batched_tokens)
 
-    def _make_room(self, num_tokens: int) -> bool:
-        """Preempt until all that still run find their blocks for this step; returns whether there were too few."""
+    def _preempt_for_blocks(self, num_tokens: int) -> bool:
+        """Preempt until the blocks suffice for all that still run; returns whether there were too few."""
         num_running = len(self._queues.running)
         self._allows_ahead = self._limits.num_steps_ahead > 0
-        # Each needs at most its tokens' blocks, and one more where they begin or end inside one.
+        # Each needs at most its tokens' blocks, and one more if they begin or end inside one.
         if self._cache.num_free_blocks >= num_tokens // self._cache.block_size + 2 * num_running:
             return False
         if self._allows_ahead and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
@@ -135,7 +134,7 @@ class Planner:
             victim = choose_victim(ready)
             self._queues.running.remove(victim)
             self._allocator.preempt(victim, self._queues.group_of(victim))
-            self._queues.waiting.give_back(victim)
+            self._queues.waiting.reinsert(victim)
         is_short = self._limits.num_steps_ahead > 0 and not self._allows_ahead
         return is_short or len(self._queues.running) < num_running
 
@@ -154,8 +153,8 @@ class Planner:
             first = sequence.num_computed_tokens
             num_tokens = min(self._num_ready(sequence), num_left)
             num_left -= num_tokens
-            needs_asking = first % cache.block_size == 0 or sequence.shares_tail or sequence.repeats_last
-            if num_tokens > 1 or (num_tokens and needs_asking):
+            may_need = first % cache.block_size == 0 or sequence.shares_tail or sequence.repeats_last
+            if num_tokens > 1 or (num_tokens and may_need):
                 num_wanted += cache.num_new_blocks(sequence.table, first, first + num_tokens)
         return num_wanted
 
@@ -166,14 +165,14 @@ class Planner:
         running, num_steps = self._queues.running, self._limits.num_virtual_engines
         if num_steps == 1:
             return running
-        num_left, num_form_bytes = -(-len(running) // num_steps), MOST_FORM_BYTES
+        num_left, num_bytes_left = -(-len(running) // num_steps), MAX_COMPILE_BYTES
         served = []
         for sequence in running:
             num_tokens = sequence.num_uncomputed_tokens
             if num_tokens > 1:
                 served.append(sequence)
-            elif num_tokens and num_left and (wanted := form_bytes(sequence)) <= num_form_bytes:
-                num_form_bytes -= wanted
+            elif num_tokens and num_left and (wanted := compile_bytes(sequence)) <= num_bytes_left:
+                num_bytes_left -= wanted
                 served.append(sequence)
                 num_left -= 1
         return served
@@ -183,43 +182,33 @@ class Planner:
         for sequence in self._served():
             if not budget.num_tokens:
                 break
-            num_outputs = len(sequence.output_token_ids)
-            num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
+            num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
+            num_tokens = sequence.num_prompt_tokens + num_outputs - num_computed
             is_decode = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
             # A started block that is not shared needs no check.
-            if is_decode and sequence.num_computed_tokens % block_size and not sequence.shares_tail:
+            if is_decode and num_computed % block_size and not sequence.shares_tail:
                 sequence.num_computed_tokens += 1
                 budget.num_tokens -= 1
                 decisions.continuing.append(sequence)
-            elif is_decode and self._has_full_blocks(sequence):
-                if self._finds_room(sequence, 1, budget):
+            # Most blocks are allocated here: the token is the first of a new block, and nothing else needs deciding.
+            elif is_decode and num_computed == len(sequence.table.block_ids) * block_size and not sequence.must_compile:
+                if self._has_blocks(sequence, 1, budget):
                     decisions.blocks.append((len(decisions.continuing), self._allocator.begin_block(sequence)))
                     budget.num_tokens -= 1
                     decisions.continuing.append(sequence)
             elif num_tokens:
-                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
+                self._continue(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
             elif allows_ahead and num_outputs < sequence.num_outputs_ahead:
-                if sequence.num_computed_tokens % block_size:
+                if num_computed % block_size:
                     sequence.num_computed_tokens += 1
-                    budget.num_tokens -= 1
-                    decisions.ahead.append(sequence)
-                elif self._finds_room(sequence, 1, budget):
-                    self._go_ahead(sequence, budget, decisions)
+                elif self._has_blocks(sequence, 1, budget):
+                    decisions.ahead_blocks.append((len(decisions.ahead), self._allocator.begin_block(sequence)))
+                else:
+                    continue
+                budget.num_tokens -= 1
+                decisions.ahead.append(sequence)
 
-    def _go_ahead(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
-        """Go ahead with a token that is the first of a block."""
-        decisions.ahead_blocks.append((len(decisions.ahead), self._allocator.begin_block(sequence)))
-        budget.spend(1)
-        decisions.ahead.append(sequence)
-
-    def _has_full_blocks(self, sequence: Sequence) -> bool:
-        """Whether the next token is the first of a new block and nothing else needs deciding: most blocks are allocated
-        this way.
-        """
-        num_full = len(sequence.table.block_ids) * self._cache.block_size
-        return sequence.num_computed_tokens == num_full and not sequence.begins_form
-
-    def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
+    def _continue(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
         """A sequence that computes just its given ids continues if its table only grows; a copy needs a delta."""
         num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
         is_all = num_tokens == sequence.num_uncomputed_tokens
@@ -228,10 +217,10 @@ class Planner:
             budget.has_skipped = True
             return
         continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
-        if not self._finds_room(sequence, num_tokens, budget):
+        if not self._has_blocks(sequence, num_tokens, budget):
             return
         num_blocks = sequence.table.num_blocks
-        decision = self._take(sequence, num_tokens, budget)
+        decision = self._compute(sequence, num_tokens, budget)
         if continues and decision.change.first_index == num_blocks:
             if num_ids != 1:
                 decisions.uneven[len(decisions.continuing)] = num_ids
@@ -240,8 +229,8 @@ class Planner:
         else:
             decisions.others.append(decision)
 
-    def _finds_room(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> bool:
-        """Whether there are blocks for the next tokens. False where no sequence is left to preempt: transfers or steps
+    def _has_blocks(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> bool:
+        """Whether blocks for the next tokens are free. False only if no sequence is left to preempt: transfers or steps
         in flight hold the blocks, and finish by themselves.
         """
         # Tokens of a skipped sequence go to others, whose blocks were not counted.
@@ -252,41 +241,41 @@ class Planner:
         return self._cache.can_extend(sequence.table, first, first + num_tokens)
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
-        # Each sequence that has not forked yet counts as all its samples.
-        num_running = sum(map(self._queues.width, self._queues.running))
+        # A sequence that has not forked yet counts as all its samples.
+        num_running = sum([sequence.num_samples for sequence in self._queues.running])
         budget.num_sequences -= num_running - len(self._queues.running)
         while self._queues.waiting and budget.num_tokens:
             sequence = self._queues.waiting.first()
-            prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._allocator.find_prefix(sequence)
-            width = self._joining_samples(sequence, budget)
+            is_swapped = sequence.status is SequenceStatus.SWAPPED
+            prefix = [] if is_swapped else self._allocator.find_prefix(sequence)
+            num_samples = sequence.num_samples
+            if sequence.request.sampling.num_sequences > self._limits.max_num_seqs:
+                # Its samples can never all run at once.
+                num_samples = min(num_samples, budget.num_sequences)
             # Its forks copy a block each as soon as they exist.
-            self._set_watermark(num_running + width - 1)
-            if not self._may_join(sequence, prefix, width, budget):
+            self._set_watermark(num_running + num_samples - 1)
+            if not self._may_join(sequence, prefix, num_samples, budget):
                 break
             self._queues.waiting.pop_first()
-            if self._waits_for_transfer(sequence, prefix):
-                continue
-            if width < sequence.num_samples:
-                self._split(sequence, width)
+            # It waits once only: loaded blocks that growing sequences evict meanwhile are recomputed.
+            if not is_swapped and not sequence.has_loaded:
+                transfer = self._allocator.load_prefix(sequence, prefix)
+                if transfer is not None:
+                    self._queues.wait_for(transfer, sequence)
+                    continue
+            if num_samples < sequence.num_samples:
+                self._split(sequence, num_samples)
             self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
             self._queues.running.append(sequence)
-            num_running += width
-            budget.num_sequences -= width
+            num_running += num_samples
+            budget.num_sequences -= num_samples
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
-            decision = self._take(sequence, num_tokens, budget)
+            decision = self._compute(sequence, num_tokens, budget)
             decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
         self._queues.running.sort(key=service_order)
 
-    def _joining_samples(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Samples that join with it: all that it represents; of a request with more than may ever run at once, up to
-        the budget.
-        """
-        if sequence.request.sampling.num_sequences <= self._limits.max_num_seqs:
-            return self._queues.width(sequence)
-        return min(self._queues.width(sequence), budget.num_sequences)
-
     def _may_join(self, sequence: Sequence, prefix: list[BlockId], num_samples: int, budget: StepBudget) -> bool:
-        num_uncomputed = self._allocator.num_uncomputed_tokens(sequence, prefix)
+        num_uncomputed = sequence.num_uncomputed_tokens - len(prefix) * self._cache.block_size
         if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
             return False
         if not 1 <= num_samples <= budget.num_sequences:
@@ -294,36 +283,23 @@ class Planner:
         if num_uncomputed <= budget.num_tokens and not budget.may_sample(sequence):
             return False
         is_alone = not (self._queues.running or self._queues.loading)
-        return self._allocator.has_room(sequence, prefix, keep_watermark=not is_alone)
+        return self._allocator.can_allocate(sequence, prefix, keep_watermark=not is_alone)
 
     def _set_watermark(self, num_running: int) -> None:
         """Joining sequences leave running ones some blocks to grow into, and the blocks of those that wait for a
         transfer: else later ones would use them up, and loaded blocks would be evicted before use.
         """
         num_spared = self._limits.watermark_blocks_per_sequence * num_running
-        num_reserved = sum(
-            num_blocks_for(sequence.num_tokens, self._cache.block_size)
-            for waits in self._queues.loading.values()
-            for sequence in waits
-        )
-        self._cache.watermark_blocks = max(self._least_watermark_blocks, num_spared) + num_reserved
+        loading = [sequence.num_tokens for waits in self._queues.loading.values() for sequence in waits]
+        num_reserved = sum([num_blocks_for(num_tokens, self._cache.block_size) for num_tokens in loading])
+        self._cache.watermark_blocks = max(self._min_watermark_blocks, num_spared) + num_reserved
 
-    def _waits_for_transfer(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
-        # Only once: loaded blocks may be evicted by growing sequences meanwhile, and are recomputed then.
-        if sequence.status is SequenceStatus.SWAPPED or sequence.has_loaded:
-            return False
-        number = self._allocator.load_prefix(sequence, prefix)
-        if number is None:
-            return False
-        self._queues.wait_for(number, sequence)
-        return True
-
-    def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
+    def _compute(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
         first = sequence.num_computed_tokens
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
         sequence.repeats_last = False
         change = self._allocator.extend(sequence, num_tokens)
         budget.spend(num_tokens)
         if is_sampling:
-            budget.begin_form(sequence)
-        return Decision(sequence, first, num_tokens, self._queues.width(sequence) if is_sampling else 0, change)
+            budget.spend_grammar(sequence)
+        return Decision(sequence, first, num_tokens, sequence.num_samples if is_sampling else 0, change)

@@ -6,13 +6,13 @@ Uses no clock: ties cannot occur, because keys are unique and the same on every 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from operator import attrgetter
+from typing import Final
 
 from spmd_worker.replica.sequence.sequence import Sequence
 
-
-def service_order(sequence: Sequence) -> tuple[int, int]:
-    """Sort key: earlier requests first, within a request earlier samples first."""
-    return sequence.key
+service_order: Final = attrgetter("key")
+"""Sort key of a sequence: earlier requests first, within a request earlier samples first."""
 
 
 class WaitingQueue:
@@ -34,21 +34,19 @@ class WaitingQueue:
         yield from self._returned
         yield from self._arrived
 
-    def arrive(self, sequence: Sequence) -> None:
+    def append(self, sequence: Sequence) -> None:
         """Append a new request, later than all before it."""
-        assert not self._arrived or service_order(self._arrived[-1]) < service_order(sequence), sequence.key
+        assert not self._arrived or self._arrived[-1].key < sequence.key, sequence.key
         self._arrived.append(sequence)
 
-    def give_back(self, sequence: Sequence) -> None:
+    def reinsert(self, sequence: Sequence) -> None:
         """Insert a preempted sequence at its old position."""
         insort(self._returned, sequence, key=service_order)
 
     def first(self) -> Sequence:
-        """Next sequence to be served."""
         return self._returned[0] if self._returned else self._arrived[0]
 
     def pop_first(self) -> Sequence:
-        """Remove and return the next sequence to be served."""
         return self._returned.pop(0) if self._returned else self._arrived.popleft()
 
     def remove(self, sequence: Sequence) -> None:
@@ -58,13 +56,8 @@ class WaitingQueue:
 
 
 def choose_victim(running: list[Sequence]) -> Sequence:
-    """The sequence to preempt when there are no blocks: the one with the least computed work; of equals the last in
-    service order.
+    """The sequence to preempt: the one with the least computed work, the last in service order of several.
 
     So the sequence with the most work is never preempted and always progresses, and the least work is lost.
     """
-    return min(reversed(running), key=_computed_work)
-
-
-def _computed_work(sequence: Sequence) -> int:
-    return sequence.num_computed_tokens
+    return min(reversed(running), key=attrgetter("num_computed_tokens"))

@@ -10,8 +10,8 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 
 @dataclass(slots=True)
 class Queues:
-    """Every sequence that has not ended is in one of three: `running` (in service order), `waiting`, or `loading`,
-    under the number of the transfer that it waits for.
+    """A sequence that has not ended is in `running` (in service order), in `waiting`, or in `loading`, by the number of
+    the transfer that it waits for.
     """
 
     groups: dict[RequestId, SequenceGroup] = field(default_factory=dict)
@@ -28,12 +28,8 @@ class Queues:
         """The group of a sequence that has not ended."""
         return self.groups[sequence.request.request_id]
 
-    def width(self, sequence: Sequence) -> int:
-        """Number of samples that the sequence represents until it forks."""
-        return sequence.num_samples
-
     def drop_ended(self) -> None:
-        """Remove from `running` what no longer runs."""
+        """Remove ended sequences from `running`."""
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
 
     def stop_waiting(self, sequence: Sequence) -> None:
@@ -55,4 +51,4 @@ class Queues:
         for number in numbers:
             for sequence in self.loading.pop(number, ()):
                 sequence.status = SequenceStatus.WAITING
-                self.waiting.give_back(sequence)
+                self.waiting.reinsert(sequence)

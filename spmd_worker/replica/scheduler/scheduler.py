@@ -4,11 +4,6 @@ A replica is a pure function of (state, events, sampled ids): no clock, set, has
 counts, and values only of tokens that an earlier step has computed (for the hashes of full blocks), so the next step's
 plan could be made while this one computes; new values enter only in `apply` and in `updates.group_updates`, which sends
 the mirrors what they do not have yet.
-
-One step: where the blocks do not suffice for all running sequences, those with the least computed work are preempted
-until they do. Then the running sequences, in service order, each with what it has to compute (one token in decoding, a
-chunk of a prompt). Waiting sequences get the rest of the token budget, first come, first served; a preempted one keeps
-its old position.
 """
 
 from collections import deque
@@ -35,7 +30,7 @@ from spmd_worker.replica.sequence.events import (
 )
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.request import Request, RequestId
-from spmd_worker.replica.sequence.sampled import FORM_FAILED, NON_FINITE, SampledIds, sample_indices
+from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE, SampledIds, sample_indices
 from spmd_worker.replica.sequence.sequence import (
     FinishReason,
     Sequence,
@@ -74,17 +69,15 @@ class Scheduler:
 
     @property
     def waits_for_ids(self) -> bool:
-        """Whether steps are decided ahead of their ids, and none could compute anything before some arrive."""
+        """Whether steps are decided ahead of their ids, and no step could compute anything before some arrive."""
         return self.limits.num_steps_ahead > 0 and not self._planner.has_ready()
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences that hold blocks, in service order."""
         return self.queues.running
 
     @property
     def waiting(self) -> WaitingQueue:
-        """Sequences that wait for blocks, in service order."""
         return self.queues.waiting
 
     @property
@@ -144,17 +137,16 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[SequenceGroup]:
         """Append the sampled ids, fork, finish. Returns the groups that ended, in plan order.
 
-        A sequence whose logits were not finite, or whose grammar allows no next token, ends; others of its request
-        continue, so that the request's error does not depend on the order of steps.
-
-        Of several ids, those after the one that ends a sequence are dropped, and so is what a step samples for a
-        sequence that has gone ahead of the id that ended it. A sequence that received none recomputes its last token.
+        A sequence ends if its logits are not finite or its grammar allows no next token; others of its request
+        continue, so that the request's error does not depend on the order of steps. Ids after the one that ends a
+        sequence are dropped, and those that a step samples for a sequence that has gone ahead of that id. A sequence
+        that received none recomputes its last token.
         """
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
         for request_id, first, entries in result.prompt_logprobs:
             if request_id in self.queues.groups:
-                self.queues.groups[request_id].place_prompt_logprobs(first, entries)
+                self.queues.groups[request_id].set_prompt_logprobs(first, entries)
         for request_id, vector in result.vectors:
             if request_id in self.queues.groups:
                 self.queues.groups[request_id].vector = vector
@@ -164,7 +156,7 @@ class Scheduler:
         reported = logprobs or (None,) * len(token_ids)
         if result.num_token_ids:
             ids = SampledIds(token_ids, result.num_token_ids)
-            for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.shared_out(reported), strict=True):
+            for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.divide(reported), strict=True):
                 self._append_row(sequence, row_ids, row_logprobs, ended)
         else:
             for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
@@ -186,11 +178,9 @@ class Scheduler:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
         check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
 
-    # Applying: values.
-
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
-        """Sequence per sampled id: each row's own, then its forks, which are made now. Where a sequence has ended,
-        itself instead of its forks.
+        """Sequence per sampled id: each row's own, then its forks, which are made now. A sequence that has ended
+        replaces its forks.
         """
         for sequence, _, _, num_samples, _ in decisions:
             if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
@@ -216,24 +206,22 @@ class Scheduler:
             self._append(sequence, token_id, entry, ended)
         if not token_ids and sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens -= 1
-            sequence.num_named_blocks = min(
-                sequence.num_named_blocks, sequence.num_computed_tokens // self.cache.block_size
-            )
+            num_full = sequence.num_computed_tokens // self.cache.block_size
+            sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, num_full)
             sequence.repeats_last = True
 
     def _append(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]
     ) -> None:
-        if token_id in (NON_FINITE, FORM_FAILED):
+        has_ended = True
+        if token_id in (NON_FINITE, GRAMMAR_FAILED):
             self.counters.num_output_tokens -= 1
-            sequence.finish_reason = FinishReason.ERROR if token_id == NON_FINITE else FinishReason.FORM_ERROR
+            sequence.finish_reason = FinishReason.ERROR if token_id == NON_FINITE else FinishReason.GRAMMAR_ERROR
             self._stop_checker.forget(sequence)
-            has_ended = True
         elif sequence.request.pooling is not None:
             # The id is the digest of its vector.
             self.counters.num_output_tokens -= 1
             sequence.finish_reason = FinishReason.STOP
-            has_ended = True
         else:
             sequence.output_token_ids.append(token_id)
             if logprobs is not None:
@@ -279,10 +267,10 @@ class Scheduler:
         if group.is_forked:
             group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
         self._stop_checker.prepare(group.sequences[0])
-        self.queues.waiting.arrive(group.sequences[0])
+        self.queues.waiting.append(group.sequences[0])
 
     def _split(self, sequence: Sequence, num_samples: int) -> None:
-        """Split a request of more samples than may run at once: the others wait, and find its prompt in the cache."""
+        """Let `sequence` keep `num_samples` of its samples: the others wait, and find its prompt in the cache."""
         others = split_off(sequence, num_samples)
         for part in (sequence, others):
             # A part with a single sample does not fork.
@@ -290,14 +278,14 @@ class Scheduler:
                 part.num_outputs_ahead = self._num_outputs_ahead(part.request)
         self._stop_checker.prepare(others)
         self.queues.group_of(sequence).add(others)
-        self.queues.waiting.give_back(others)
+        self.queues.waiting.reinsert(others)
 
     def _num_outputs_ahead(self, request: Request) -> int:
-        """`Sequence.num_outputs_ahead` of each of a request's sequences once forked. A pooling request samples once."""
+        """`Sequence.num_outputs_ahead` of a request's sequences once forked. A pooling request samples once."""
         if not self.limits.num_steps_ahead or request.sampling.needs_output_ids or request.pooling is not None:
             return 0
         # The last possible token ends the sequence whatever its value.
-        return self._stop_checker.most_output_tokens(request) - 1
+        return self._stop_checker.max_output_tokens(request) - 1
 
     def _abort(self, request_id: RequestId) -> SequenceGroup | None:
         group = self.queues.groups.get(request_id)

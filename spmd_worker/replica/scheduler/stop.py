@@ -39,17 +39,16 @@ class StopChecker:
         self._new_decoder = new_decoder
         self._decoders: dict[SequenceKey, TextDecoder] = {}
 
-    def most_output_tokens(self, request: Request) -> int:
-        """Most tokens that an answer can have."""
-        most, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
-        return most if max_tokens is None else min(most, max_tokens)
+    def max_output_tokens(self, request: Request) -> int:
+        limit, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
+        return limit if max_tokens is None else min(limit, max_tokens)
 
     def prepare(self, sequence: Sequence) -> None:
         """Compute `Sequence.num_outputs_plain` and `end_ids` once: tokens that they rule out need no `has_ended`."""
         request, sampling = sequence.request, sequence.request.sampling
         if sampling.stop or sampling.structured_outputs is not None or request.pooling is not None:
             return
-        sequence.num_outputs_plain = self.most_output_tokens(request)
+        sequence.num_outputs_plain = self.max_output_tokens(request)
         eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids
         sequence.end_ids = (*eos_token_ids, *sampling.stop_token_ids)
 
@@ -57,21 +56,20 @@ class StopChecker:
         """Check the last token. Call once for each token, in order."""
         sampling, outputs = sequence.request.sampling, sequence.output_token_ids
         num_outputs, token_id = len(outputs), outputs[-1]
-        found = False
         # The sampler ends a grammar before `min_tokens` only where no other token is allowed.
         if num_outputs >= sampling.min_tokens or sampling.structured_outputs is not None:
             if token_id in self._eos_token_ids and not sampling.ignore_eos:
-                found = _finish(sequence, FinishReason.STOP, None)
+                sequence.finish_reason = FinishReason.STOP
             elif token_id in sampling.stop_token_ids and num_outputs >= sampling.min_tokens:
-                found = _finish(sequence, FinishReason.STOP, token_id)
+                sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, token_id
         # Like a stop string, the text of a token that ends the sequence is left out unless asked for.
-        if sampling.stop and (not found or sampling.include_stop_str_in_output):
-            found = self._check_text(sequence) or found
-        if not found:
+        if sampling.stop and (sequence.finish_reason is None or sampling.include_stop_str_in_output):
+            self._check_text(sequence)
+        if sequence.finish_reason is None:
             is_at_end = sequence.num_prompt_tokens + num_outputs >= self._max_model_len
             if not is_at_end and num_outputs != sampling.max_tokens:
                 return False
-            _finish(sequence, FinishReason.LENGTH, None)
+            sequence.finish_reason = FinishReason.LENGTH
         self.forget(sequence)
         return True
 
@@ -81,7 +79,8 @@ class StopChecker:
         if decoder is not None and not isinstance(sequence.stop_reason, str):
             sequence.text = (sequence.text or "") + decoder.flush()
 
-    def _check_text(self, sequence: Sequence) -> bool:
+    def _check_text(self, sequence: Sequence) -> None:
+        """Search the last token's text for a stop string."""
         sampling = sequence.request.sampling
         decoder = self._decoder(sequence)
         # Held-back text counts as it is now: a newline that is a fallback byte is held until the next word.
@@ -90,18 +89,17 @@ class StopChecker:
         text = sequence.text + decoder.held()
         # Like vLLM, the first token that may complete a stop string is the one after the first `min_tokens`.
         if len(text) <= num_searched or len(sequence.output_token_ids) <= sampling.min_tokens:
-            return False
+            return
         match = first_match(text, sampling.stop, num_searched)
-        if match is None:
-            return False
-        start, stop_string = match
-        sequence.text = text[: start + len(stop_string) * sampling.include_stop_str_in_output]
-        return _finish(sequence, FinishReason.STOP, stop_string)
+        if match is not None:
+            start, stop_string = match
+            sequence.text = text[: start + len(stop_string) * sampling.include_stop_str_in_output]
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop_string
 
     def _decoder(self, sequence: Sequence) -> TextDecoder:
         decoder = self._decoders.get(sequence.key)
         if decoder is None:
-            assert self._new_decoder is not None, "stop strings need a tokenizer; admission must refuse them without"
+            assert self._new_decoder is not None, "stop strings need a tokenizer; admission must reject them without"
             decoder = self._decoders[sequence.key] = self._new_decoder(sequence)
         return decoder
 
@@ -111,14 +109,6 @@ def first_match(text: str, stop_strings: tuple[str, ...], num_searched: int) -> 
 
     Only matches that end after the first `num_searched` characters are new, so the search begins just before them.
     """
-    best: tuple[int, str] | None = None
-    for stop_string in stop_strings:
-        start = text.find(stop_string, max(0, num_searched - len(stop_string) + 1))
-        if start >= 0 and (best is None or (start, -len(stop_string)) < (best[0], -len(best[1]))):
-            best = (start, stop_string)
-    return best
-
-
-def _finish(sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> bool:
-    sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-    return True
+    found = [(text.find(each, max(0, num_searched - len(each) + 1)), each) for each in stop_strings]
+    matches = [(start, stop_string) for start, stop_string in found if start >= 0]
+    return min(matches, key=lambda match: (match[0], -len(match[1])), default=None)

@@ -22,10 +22,7 @@ from spmd_worker.replica.sequence.sequence import Sequence
 
 
 class Decision(NamedTuple):
-    """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed.
-
-    `change` is the change of its block table.
-    """
+    """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed, `change` is its table's."""
 
     sequence: Sequence
     first_token: int
@@ -50,7 +47,6 @@ class Decisions:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed."""
         num_more = sum([max(num_ids - 1, 0) for num_ids in self.uneven.values()])
         num_others = sum(decision.num_tokens for decision in self.others)
         return len(self.ahead) + len(self.continuing) + num_more + num_others
@@ -65,8 +61,8 @@ class Decisions:
 
 
 def given_ids(decisions: Decisions) -> SampledIds:
-    """Ids to append for each continuing sequence that does not go ahead. Marks them as sent, and also those of
-    sequences that go ahead: the mirrors get these from the devices.
+    """Ids to append for each continuing sequence that does not go ahead. Marks them as sent, and those of sequences
+    that go ahead: the mirrors get these from the devices.
     """
     for sequence in decisions.ahead:
         sequence.num_sent_tokens += 1
@@ -74,7 +70,7 @@ def given_ids(decisions: Decisions) -> SampledIds:
         rows = [sequence.output_token_ids[sequence.num_sent_tokens :] for sequence in decisions.continuing]
         for sequence, row in zip(decisions.continuing, rows):
             sequence.num_sent_tokens += len(row)
-        return SampledIds.of(rows)
+        return SampledIds.from_rows(rows)
     for sequence in decisions.continuing:
         sequence.num_sent_tokens += 1
     return SampledIds(tuple([sequence.output_token_ids[-1] for sequence in decisions.continuing]))
@@ -96,16 +92,16 @@ def _update_of(decisions: list[Decision]) -> GroupUpdate:
     must_snapshot = any(not sequence.is_known and not sequence.is_new_fork for sequence in sequences)
     update: GroupUpdate
     if must_snapshot:
-        update = SequenceGroupMetadata(request, tuple(_whole(decision) for decision in decisions))
+        update = SequenceGroupMetadata(request, tuple(map(_snapshot_of, decisions)))
     else:
-        update = SequenceGroupMetadataDelta(request.request_id, tuple(_changed(decision) for decision in decisions))
+        update = SequenceGroupMetadataDelta(request.request_id, tuple(map(_delta_of, decisions)))
     for sequence in sequences:
         sequence.is_known, sequence.is_new_fork = True, False
         sequence.num_sent_tokens = len(sequence.output_token_ids)
     return update
 
 
-def _whole(decision: Decision) -> SequenceData:
+def _snapshot_of(decision: Decision) -> SequenceData:
     sequence, first_token, num_tokens, num_samples, _ = decision
     return SequenceData(
         sample_index=sequence.sample_index,
@@ -117,7 +113,7 @@ def _whole(decision: Decision) -> SequenceData:
     )
 
 
-def _changed(decision: Decision) -> SequenceDataDelta:
+def _delta_of(decision: Decision) -> SequenceDataDelta:
     sequence, first_token, num_tokens, num_samples, change = decision
     if not sequence.is_known:
         change = TableChange(0, tuple(sequence.table.block_ids))

@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 NON_FINITE: Final = -1
 """Replaces the id of a sequence whose logits are not finite: it ends there, without an id."""
 
-FORM_FAILED: Final = -2
+GRAMMAR_FAILED: Final = -2
 """Replaces the id of a sequence whose grammar allows no token, or exceeds its engine's limits: like `NON_FINITE`."""
 
 
@@ -57,7 +57,7 @@ class SampledIds(NamedTuple):
     num_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int]]) -> "SampledIds":
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> "SampledIds":
         """Ids from one row of them per sequence."""
         rows = list(rows)
         num_ids = tuple(map(len, rows))
@@ -70,9 +70,9 @@ class SampledIds(NamedTuple):
 
     def rows(self) -> list[tuple[int, ...]]:
         """Ids per sequence."""
-        return self.shared_out(self.token_ids)
+        return self.divide(self.token_ids)
 
-    def shared_out(self, values: Sequence[Value]) -> list[tuple[Value, ...]]:
+    def divide(self, values: Sequence[Value]) -> list[tuple[Value, ...]]:
         """`values`, which are parallel to the ids, per sequence."""
         if not self.num_ids:
             return [(value,) for value in values]
@@ -83,23 +83,23 @@ class SampledIds(NamedTuple):
         """Ids of the first sequences."""
         if not self.num_ids:
             return SampledIds(self.token_ids[:num_sequences])
-        return SampledIds.of(self.rows()[:num_sequences])
+        return SampledIds.from_rows(self.rows()[:num_sequences])
 
     def after(self, num_sequences: int) -> "SampledIds":
         """Ids of the sequences after the first ones."""
         if not self.num_ids:
             return SampledIds(self.token_ids[num_sequences:])
-        return SampledIds.of(self.rows()[num_sequences:])
+        return SampledIds.from_rows(self.rows()[num_sequences:])
 
     def without(self, indices: Sequence[int]) -> "SampledIds":
         """Ids of all sequences but these."""
         if not indices:
             return self
         left_out = dict.fromkeys(indices)
-        return SampledIds.of([row for index, row in enumerate(self.rows()) if index not in left_out])
+        return SampledIds.from_rows([row for index, row in enumerate(self.rows()) if index not in left_out])
 
     def joined(self, later: "SampledIds") -> "SampledIds":
         """These ids, followed by those of later sequences."""
         if not self.num_ids and not later.num_ids:
             return SampledIds(self.token_ids + later.token_ids)
-        return SampledIds.of([*self.rows(), *later.rows()])
+        return SampledIds.from_rows([*self.rows(), *later.rows()])

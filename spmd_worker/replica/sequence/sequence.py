@@ -8,6 +8,7 @@ than run at once, the joining sequence represents as many as fit, and another co
 from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 from kv_cache.block import BlockHash
@@ -37,15 +38,15 @@ class SequenceKey(NamedTuple):
 
 
 class FinishReason(Enum):
-    """Reason why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite;
-    FORM_ERROR: its grammar allowed no token.
+    """Reason why a sequence ended, in OpenAI's words. ERROR: its logits were not finite; GRAMMAR_ERROR: its grammar
+    allowed no token.
     """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    FORM_ERROR = "form_error"
+    GRAMMAR_ERROR = "grammar_error"
 
 
 @dataclass(slots=True, eq=False)
@@ -53,17 +54,17 @@ class Sequence:
     """Tokens [0, num_computed_tokens) have their keys and values in the blocks of `table`, or of `host_table` while the
     sequence is swapped out.
 
-    `num_sent_tokens` is how many of `output_token_ids` the workers' mirrors hold; `is_known` whether they hold the
-    sequence at all, with its tokens. `block_hashes` are those of its leading full blocks as far as computed, None where
-    nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs. `num_lost_tokens` were
-    computed and must be recomputed. `shares_tail`: it forked and has not written since, so the block it writes to next
-    may be another's too. `has_loaded`: a transfer was waited for since it last had blocks. `repeats_last`: it sampled
-    without getting an id, so its last token is recomputed, though the mirrors have it. `is_new_fork`: it forked and the
-    mirrors were never sent it. `begins_form`: its answer has a grammar, which the workers compile when it next samples.
-    While it has fewer output tokens than `num_outputs_ahead`, the step after the one that samples for it may compute
-    the token before the host has read it: then `num_computed_tokens` counts one token more than it has. While it has
-    fewer than `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples
-    of its request, from its own on.
+    The workers' mirrors hold `num_sent_tokens` of `output_token_ids`; `is_known`: they hold the sequence at all, with
+    its tokens. `block_hashes` are those of its leading full blocks that are computed, None if nothing of it may be
+    shared; the first `num_hashed_blocks` blocks of `table` have theirs. `num_lost_tokens` were computed and must be
+    recomputed. `shares_tail`: it forked and has not written since, so the block it writes to next may be another's too.
+    `has_loaded`: a transfer was waited for since it last had blocks. `repeats_last`: it sampled without getting an id,
+    so its last token is recomputed, though the mirrors have it. `is_new_fork`: it forked and the mirrors were never
+    sent it. `must_compile`: its answer has a grammar, which the workers compile when it next samples. While it has
+    fewer output tokens than `num_outputs_ahead`, the step after the one that samples for it may compute the token
+    before the host has read it: then `num_computed_tokens` counts one token more than it has. While it has fewer than
+    `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples of its
+    request, from its own on.
     """
 
     request: Request
@@ -73,7 +74,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     host_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[BlockHash] | None = field(default_factory=list)
-    num_named_blocks: int = 0
+    num_hashed_blocks: int = 0
     num_lost_tokens: int = 0
     shares_tail: bool = False
     has_loaded: bool = False
@@ -93,16 +94,15 @@ class Sequence:
     num_samples: int = 1
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    begins_form: bool = field(init=False)
+    must_compile: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.begins_form = self.request.sampling.structured_outputs is not None
+        self.must_compile = self.request.sampling.structured_outputs is not None
         self.key = SequenceKey(self.request.request_id, self.sample_index)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
         return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
@@ -142,14 +142,13 @@ class SequenceGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sequence has ended."""
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Insert another of its sequences."""
-        insort(self.sequences, sequence, key=_sample_index)
+        insort(self.sequences, sequence, key=attrgetter("sample_index"))
 
-    def place_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
+    def set_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
         """Set the entries of positions from `first` on; a recomputed prompt overwrites them."""
         self.prompt_logprobs[first : first + len(entries)] = entries
 
@@ -175,10 +174,6 @@ def split_off(sequence: Sequence, num_samples: int) -> Sequence:
     return others
 
 
-def _sample_index(sequence: Sequence) -> int:
-    return sequence.sample_index
-
-
 def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
     """Another sample of the same prompt, computed as far as `parent`, over `table`, which shares its blocks."""
     return Sequence(
@@ -188,7 +183,7 @@ def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
         table=table,
         shares_tail=True,
         block_hashes=None if parent.block_hashes is None else list(parent.block_hashes),
-        num_named_blocks=parent.num_named_blocks,
+        num_hashed_blocks=parent.num_hashed_blocks,
         is_new_fork=True,
         status=SequenceStatus.RUNNING,
     )

@@ -472,7 +472,7 @@ def test_id_counts_of_sequences_cost_only_their_bytes():
     """What was given to each goes on as it was given, also where one ended: no id and no key is written twice."""
     keys = tuple(SequenceKey(number, 0) for number in range(20))
     before = StepPlan(4, num_tokens=20, continuing=keys, continuing_token_ids=(7,) * 20)
-    given = SampledIds.of([(), (1, 2, 3), *[(number,) for number in range(18)]])
+    given = SampledIds.from_rows([(), (1, 2, 3), *[(number,) for number in range(18)]])
     after = given.without([3])
     plan = StepPlan(
         5,

@@ -245,7 +245,7 @@ def test_every_small_plan_change_is_rejected_or_followed(mirror):
 
 def uneven(rows, blocks=(), **fields) -> StepPlan:
     """Keys with the ids that each was given."""
-    ids = SampledIds.of([token_ids for _, token_ids in rows])
+    ids = SampledIds.from_rows([token_ids for _, token_ids in rows])
     changes = {
         "continuing": tuple(key for key, _ in rows),
         "continuing_token_ids": ids.token_ids,

@@ -11,7 +11,7 @@ FORM = {"structured_outputs": {"regex": "[a-z]{3}"}, "ignore_eos": False}
 
 
 def a_step_takes(monkeypatch: pytest.MonkeyPatch, num_forms: int) -> None:
-    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MOST_FORM_BYTES // num_forms)
+    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MAX_COMPILE_BYTES // num_forms)
 
 
 def test_grammars_beyond_step_budget_wait_for_next_step(monkeypatch: pytest.MonkeyPatch):
@@ -86,7 +86,7 @@ def test_rows_waiting_for_grammar_leave_share_to_decodes(
     """
     a_step_takes(monkeypatch, 1)
     if are_counted:
-        monkeypatch.setattr(planner, "form_bytes", lambda sequence: 0)
+        monkeypatch.setattr(planner, "compile_bytes", lambda sequence: 0)
     run = Run(virtual_engines=2, max_num_seqs=20)
     run.admit(4, n=8, max_tokens=12, **FORM)
     for _ in range(8):

@@ -355,11 +355,11 @@ def test_content_check_detects_use_before_transfer_finished(monkeypatch: pytest.
 
 
 def test_queue_check_detects_lost_queue_position(monkeypatch: pytest.MonkeyPatch):
-    give_back = WaitingQueue.give_back
+    reinsert = WaitingQueue.reinsert
     monkeypatch.setattr(
         WaitingQueue,
-        "give_back",
-        lambda self, sequence: self._arrived.append(sequence) if self._arrived else give_back(self, sequence),
+        "reinsert",
+        lambda self, sequence: self._arrived.append(sequence) if self._arrived else reinsert(self, sequence),
     )
     with pytest.raises(AssertionError):
         test_request_keeps_its_queue_position_after_transfer()

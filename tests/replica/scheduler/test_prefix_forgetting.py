@@ -164,7 +164,7 @@ def test_contents_check_detects_sequence_found_across_reset(monkeypatch: pytest.
     def keeps_names(self, groups):
         self._cache.reset_prefix_cache()
         for group in groups:
-            group.sequences[0].num_named_blocks = 0
+            group.sequences[0].num_hashed_blocks = 0
 
     monkeypatch.setattr(Allocator, "reset_prefix_cache", keeps_names)
     run = cached_run(max_num_batched_tokens=6)

@@ -242,6 +242,6 @@ def test_preempted_sequence_loses_nothing_when_fully_cached():
 
 
 def test_block_check_detects_prompt_cached_to_last_token(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Allocator, "_findable", lambda self, sequence: self._hashes(sequence, 2) or [])
+    monkeypatch.setattr(Allocator, "_prefix_hashes", lambda self, sequence: self._hashes(sequence, 2))
     with pytest.raises(AssertionError):
         test_fully_cached_prompt_computes_its_last_block()

@@ -389,7 +389,7 @@ def give(run: Run, *rows: tuple[int, ...]) -> StepPlan:
     """One step that gives each sequence it samples for these ids; its plan, checked by the mirror."""
     plan = run.scheduler.schedule()
     run.mirror.apply(plan)
-    ids = SampledIds.of(rows)
+    ids = SampledIds.from_rows(rows)
     for group in run.scheduler.apply(StepResult(plan.step, ids.token_ids, num_token_ids=ids.num_ids)):
         run.ended[group.request.request_id] = group
     run.scheduler.check_integrity()

@@ -208,9 +208,9 @@ def test_decisions_are_equal_for_any_hash_seed():
 
 def test_property_detects_starving_scheduler(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a watermark that is kept even by an empty engine never lets the longest request in."""
-    has_room = Allocator.has_room
+    can_allocate = Allocator.can_allocate
     monkeypatch.setattr(
-        Allocator, "has_room", lambda self, *args, keep_watermark: has_room(self, *args, keep_watermark=True)
+        Allocator, "can_allocate", lambda self, *args, keep_watermark: can_allocate(self, *args, keep_watermark=True)
     )
     run = Run(num_blocks=MAX_MODEL_LEN // 4, watermark=1, max_model_len=MAX_MODEL_LEN)
     run.admit(MAX_MODEL_LEN - 1)
@@ -231,14 +231,14 @@ def without(kind: str):
     return lambda take: lambda self: dataclasses.replace(take(self), **{kind: ()})
 
 
-def one_late(name_blocks):
+def one_late(set_hashes):
     """Blocks are named for what comes after them."""
-    return lambda self, table, hashes, *args: name_blocks(self, table, [*hashes[1:], *hashes[:1]], *args)
+    return lambda self, table, hashes, *args: set_hashes(self, table, [*hashes[1:], *hashes[:1]], *args)
 
 
 FAULTS = [
     (residency_module, "hash_blocks", unchained),
-    (CacheManager, "name_blocks", one_late),
+    (CacheManager, "set_hashes", one_late),
     (CacheManager, "take_block_ops", without("copy")),
     (CacheManager, "take_block_ops", without("swap_out")),
     (CacheManager, "take_block_ops", without("swap_in")),

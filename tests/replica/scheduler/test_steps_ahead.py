@@ -176,8 +176,8 @@ def test_answers_equal_those_of_single_steps(seed: int, caching: bool):
 
 
 def test_step_test_detects_sequence_ahead_of_last_token(monkeypatch: pytest.MonkeyPatch):
-    right = StopChecker.most_output_tokens
-    monkeypatch.setattr(StopChecker, "most_output_tokens", lambda self, request: right(self, request) + 1)
+    right = StopChecker.max_output_tokens
+    monkeypatch.setattr(StopChecker, "max_output_tokens", lambda self, request: right(self, request) + 1)
     with pytest.raises(AssertionError):
         test_sequence_continues_while_its_token_is_being_sampled()
 

@@ -15,7 +15,6 @@ from scheduler_runs import Row, Run
 from spmd_worker.replica.scheduler import planner as planner_module
 from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.replica.scheduler.policy import choose_victim
-from spmd_worker.replica.scheduler.queues import Queues
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceStatus
@@ -126,8 +125,8 @@ def test_preemption_step_admits_nothing():
 
 
 def test_admission_check_detects_victim_readmitted_in_same_step(monkeypatch: pytest.MonkeyPatch):
-    make_room = Planner._make_room
-    monkeypatch.setattr(Planner, "_make_room", lambda self, *given: make_room(self, *given) and False)
+    preempt = Planner._preempt_for_blocks
+    monkeypatch.setattr(Planner, "_preempt_for_blocks", lambda self, *given: preempt(self, *given) and False)
     with pytest.raises(AssertionError):
         test_preemption_step_admits_nothing()
 
@@ -268,17 +267,15 @@ def test_unforked_group_counts_all_its_samples(samples: dict[str, int]):
 
 
 def test_count_check_detects_group_counted_once_until_fork(monkeypatch: pytest.MonkeyPatch):
-    width = Queues.width
-    calls: list[Sequence] = []
+    decide_waiting = Planner._decide_waiting
 
-    def narrow(self, sequence):
-        calls.append(sequence)
-        return 1 if sequence in self.running else width(self, sequence)
+    def counted_once(self, budget, decisions):
+        budget.num_sequences += sum(each.num_samples - 1 for each in self._queues.running)
+        decide_waiting(self, budget, decisions)
 
-    monkeypatch.setattr(Queues, "width", narrow)
+    monkeypatch.setattr(Planner, "_decide_waiting", counted_once)
     with pytest.raises(AssertionError):
         test_unforked_group_counts_all_its_samples({"n": 3})
-    assert calls
 
 
 def test_preempted_unforked_group_counts_all_its_samples():

@@ -53,7 +53,7 @@ def test_claimed_samples_are_counted_without_being_made():
 
 @given(rows)
 def test_ids_are_split_as_they_were_joined(given_rows):
-    ids = SampledIds.of(given_rows)
+    ids = SampledIds.from_rows(given_rows)
     assert ids.rows() == given_rows
     assert ids.num_sequences == len(given_rows)
     assert (ids.num_ids == ()) == all(len(row) == 1 for row in given_rows)
@@ -62,18 +62,18 @@ def test_ids_are_split_as_they_were_joined(given_rows):
 
 @given(rows, rows, st.integers(0, 6))
 def test_parts_of_sampled_ids_join_to_the_original(given_rows, others, num_first):
-    ids = SampledIds.of(given_rows)
+    ids = SampledIds.from_rows(given_rows)
     assert ids.first(num_first).joined(ids.after(num_first)) == ids
     assert ids.first(num_first).rows() == given_rows[:num_first]
-    assert ids.joined(SampledIds.of(others)) == SampledIds.of(given_rows + others)
+    assert ids.joined(SampledIds.from_rows(others)) == SampledIds.from_rows(given_rows + others)
     kept = [row for index, row in enumerate(given_rows) if index != num_first]
-    assert ids.without([num_first]) == SampledIds.of(kept)
+    assert ids.without([num_first]) == SampledIds.from_rows(kept)
 
 
 def test_empty_ids_differ_from_one_empty_row():
-    assert SampledIds.of([]) == SampledIds()
-    assert SampledIds.of([()]) == SampledIds((), (0,))
-    assert SampledIds.of([(), (3,)]).without([0]) == SampledIds((3,))
+    assert SampledIds.from_rows([]) == SampledIds()
+    assert SampledIds.from_rows([()]) == SampledIds((), (0,))
+    assert SampledIds.from_rows([(), (3,)]).without([0]) == SampledIds((3,))
 
 
 @pytest.mark.parametrize("num_ids", [(1, 1), (4,), (-1, 4)])
