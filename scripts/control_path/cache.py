@@ -108,7 +108,7 @@ class World:
                 self.name(table, prompt)
 
     def _name(self, table: BlockTable, token_ids: list[int]) -> None:
-        self.manager.name_blocks(table, names_of(token_ids), 0, len(token_ids))
+        self.manager.set_hashes(table, names_of(token_ids), 0, len(token_ids))
 
     def _append(self, tables: list[BlockTable]) -> None:
         for table in tables:
@@ -199,7 +199,7 @@ def measure_long_lookup(num_blocks: int) -> tuple[float, float]:
     manager, table = CacheManager(num_blocks, BLOCK_SIZE), BlockTable()
     token_ids = [index * 7919 % 150_000 for index in range(min(PROMPT_TOKENS, num_blocks * BLOCK_SIZE))]
     manager.extend(table, 0, len(token_ids))
-    manager.name_blocks(table, names_of(token_ids), 0, len(token_ids))
+    manager.set_hashes(table, names_of(token_ids), 0, len(token_ids))
     samples = []
     for _ in range(21):
         started_ns = time.perf_counter_ns()

@@ -66,7 +66,7 @@ def _error_of(group: SequenceGroup) -> tuple[str, str] | None:
             f"weights are damaged; see model.dtype and model.allow_nonfinite"
         )
         return NON_FINITE_LOGITS, error
-    position = _position(group, FinishReason.FORM_ERROR)
+    position = _position(group, FinishReason.GRAMMAR_ERROR)
     if position is None:
         return None
     error = (

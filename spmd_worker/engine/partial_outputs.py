@@ -74,7 +74,7 @@ class PartialOutputs:
         return completion
 
     def _cumulative(self, sequence: Sequence) -> CompletionOutput:
-        has_failed = sequence.finish_reason in (FinishReason.ERROR, FinishReason.FORM_ERROR)
+        has_failed = sequence.finish_reason in (FinishReason.ERROR, FinishReason.GRAMMAR_ERROR)
         text = None if sequence.finish_reason and not has_failed else self._certain_text(sequence)
         completion = completion_output(sequence.sample_index, sequence, self.tokenizer, text, self._logprobs(sequence))
         # The error is reported once, with the request's last output.

@@ -162,7 +162,7 @@ def test_row_is_independent_of_preemption_at_any_step(checkpoint, dtype, plain, 
             victim = self.running[self._step * 7 % len(self.running)]
             self.running.remove(victim)
             self._allocator.preempt(victim, self.queues.group_of(victim))
-            self.waiting.give_back(victim)
+            self.waiting.reinsert(victim)
         return schedule(self)
 
     monkeypatch.setattr(Scheduler, "schedule", preempting)

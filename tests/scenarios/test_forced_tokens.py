@@ -80,20 +80,20 @@ def test_answers_are_independent_of_forms_compiled_per_step(
     llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     left: list[int] = []
-    begin_form = StepBudget.begin_form
+    spend_grammar = StepBudget.spend_grammar
 
     def noted(self: StepBudget, sequence: Any) -> None:
-        left.extend([self.num_form_bytes] if sequence.begins_form else [])
-        begin_form(self, sequence)
+        left.extend([self.num_compile_bytes] if sequence.must_compile else [])
+        spend_grammar(self, sequence)
 
-    monkeypatch.setattr(StepBudget, "begin_form", noted)
+    monkeypatch.setattr(StepBudget, "spend_grammar", noted)
     assert answers(run(llm)) == plain
     num_forms = sum(params.num_sequences for params in rows()[1] if params.structured_outputs is not None)
     # Several in a step, of which each leaves less.
-    assert len(left) == num_forms > left.count(budget.MOST_FORM_BYTES)
-    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MOST_FORM_BYTES)
+    assert len(left) == num_forms > left.count(budget.MAX_COMPILE_BYTES)
+    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MAX_COMPILE_BYTES)
     assert answers(run(llm)) == plain
-    assert left[num_forms:] == [budget.MOST_FORM_BYTES] * num_forms, "one in a step"
+    assert left[num_forms:] == [budget.MAX_COMPILE_BYTES] * num_forms, "one in a step"
 
 
 @pytest.mark.control("Answers have their form")

@@ -122,7 +122,7 @@ class History:
         ]
         assert keys == list(sampling_keys(plan))
         nums = [self.chance.choice(self.nums_of_ids) for _ in keys]
-        self.last_sampled = SampledIds.of([[self.chance.randrange(6) for _ in range(num)] for num in nums])
+        self.last_sampled = SampledIds.from_rows([[self.chance.randrange(6) for _ in range(num)] for num in nums])
         for scheduler in self.schedulers:
             token_ids, num_ids = self.last_sampled
             scheduler.apply(StepResult(plan.step, token_ids, num_token_ids=num_ids))

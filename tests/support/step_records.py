@@ -96,7 +96,7 @@ plans = st.builds(
     continuing_num_ids=st.just(()) | token_ids,
     continuing_blocks=st.lists(st.tuples(small | words, words), max_size=3).map(tuple),
 )
-sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.of)
+sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.from_rows)
 messages = st.builds(
     lambda plan, events, sampled, digest, mask_checksums: StepMessage(
         plan.step, events, plan, sampled.token_ids, digest, sampled.num_ids, mask_checksums
@@ -206,7 +206,7 @@ class RunModel:
         if self._is_odd():
             steady, deltas = self._disturbed(steady, deltas)
         arrivals = [self._arrival() for _ in range(self.chance.randrange(3))]
-        appended = SampledIds.of([(9,) if self._is_odd() else sampled.get(key, (8,)) for key in steady])
+        appended = SampledIds.from_rows([(9,) if self._is_odd() else sampled.get(key, (8,)) for key in steady])
         plan = StepPlan(
             step=self.last.step + 1,
             groups=(*deltas, *arrivals),
@@ -223,7 +223,7 @@ class RunModel:
         )
         events = (FinishTransfers((self.last.block_ops.transfer,)),) if self.last.block_ops.transfer else ()
         self.last = plan
-        ids = SampledIds.of(sampled.values())
+        ids = SampledIds.from_rows(sampled.values())
         mask_checksums = (self.chance.randrange(2**32),) if self._is_odd() else ()
         return StepMessage(plan.step, events, plan, ids.token_ids, bytes(16), ids.num_ids, mask_checksums)
 

@@ -68,7 +68,7 @@ from spmd_worker.frontends.openai.row import RowError
 from spmd_worker.frontends.openai.row_answer import error_result
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
-from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
+from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.device import device_type
 from spmd_worker.worker.memory.garbage import settled_objects
@@ -336,7 +336,7 @@ def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished
     """Admit available rows, up to `most_unfinished`, MOST_FORM_BYTES of compiled grammars or the end of the turn."""
     most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
     for _ in range(most_unfinished):
-        if runner.num_requests >= most_unfinished or runner.num_form_bytes >= most_form_bytes or turn.is_over:
+        if runner.num_requests >= most_unfinished or runner.num_compile_bytes >= most_form_bytes or turn.is_over:
             return
         if rows.has_ended or (found := rows.next_row()) is None:
             return

@@ -21,7 +21,7 @@ from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.openai.row import Row
 from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
 from spmd_worker.frontends.openai.row_parser import parse_row
-from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
+from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 
 WAITS_FOR_RANKS: Final = True
 """Read by the watchdog, in the module of a frame."""
@@ -78,8 +78,8 @@ class ReplicaWork:
             self._report_tokens()
 
     def _admit(self) -> None:
-        """Admit claimed rows, up to MOST_FORM_BYTES of compiled grammars or the end of the turn: a step may be due."""
-        most_form_bytes = self._runner.num_form_bytes + MOST_FORM_BYTES
+        """Admit claimed rows, up to MAX_COMPILE_BYTES of compiled grammars or the end of the turn: a step may be due."""
+        most_form_bytes = self._runner.num_compile_bytes + MAX_COMPILE_BYTES
         turn = Turn(self._engine.config.executor.timeout_s)
         while self._claimed and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
             each = self._claimed.popleft()

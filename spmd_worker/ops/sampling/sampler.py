@@ -7,7 +7,7 @@ masses (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, p
 A row's token depends on its own logits,
 parameters and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets
 `NON_FINITE` in place of an id; every rank says so of the same rows, because each looks at the largest logits of all
-shards. A row whose form lets no token follow gets `FORM_FAILED`; what other forms forbid is masked in each shard,
+shards. A row whose form lets no token follow gets `GRAMMAR_FAILED`; what other forms forbid is masked in each shard,
 before everything else; log-probabilities that are raw are of all tokens.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
@@ -32,7 +32,7 @@ from spmd_worker.ops.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
-from spmd_worker.replica.sequence.sampled import FORM_FAILED, NON_FINITE
+from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
 
@@ -74,7 +74,7 @@ class LaunchedSample:
 
     def collect(self) -> Sampled:
         """After the read-back. Rows that are in no part could take no token."""
-        token_ids = [FORM_FAILED] * len(self.chosen)
+        token_ids = [GRAMMAR_FAILED] * len(self.chosen)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         for part in self.parts:
             for index, token_id in zip(part.indices, part.token_ids.value, strict=True):
@@ -366,7 +366,7 @@ def _in_row_order(launched: list[_Launched], num_rows: int, device: torch.device
     """The tokens of all parts, int64 [R]."""
     if len(launched) == 1 and len(launched[0].indices) == num_rows:
         return launched[0].chosen
-    chosen = torch.full((num_rows,), FORM_FAILED, dtype=torch.int64, device=device)
+    chosen = torch.full((num_rows,), GRAMMAR_FAILED, dtype=torch.int64, device=device)
     for part in launched:
         chosen.index_copy_(0, _places(part.indices, device), part.chosen)
     return chosen

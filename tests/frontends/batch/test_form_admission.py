@@ -14,23 +14,23 @@ from spmd_worker.frontends.batch.job_rows import InputRow
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.batch.shared_job import ReplicaWork
 from spmd_worker.frontends.openai.row import RowError
-from spmd_worker.replica.scheduler.budget import MOST_FORM_BYTES
+from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
-FORM_BYTES = MOST_FORM_BYTES // 4
+FORM_BYTES = MAX_COMPILE_BYTES // 4
 
 
 class Runner:
     """Accepts rows with a form of `form_bytes` each; a step answers them all. With `refuses` it rejects every row."""
 
     def __init__(self, form_bytes: int, refuses: bool = False) -> None:
-        self.num_form_bytes, self.form_bytes, self.refuses = 0, form_bytes, refuses
+        self.num_compile_bytes, self.form_bytes, self.refuses = 0, form_bytes, refuses
         self.admitted: list[Any] = []
         self.steps: list[int] = []
         self.num_requests = self.num_rows = self.num_sequences = 0
 
     def admit(self, row: Any) -> Any:
-        self.num_form_bytes += self.form_bytes
+        self.num_compile_bytes += self.form_bytes
         self.admitted.append(row)
         self.num_rows += not self.refuses
         return SimpleNamespace(num_output_tokens=0) if self.refuses else None

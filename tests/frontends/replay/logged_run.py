@@ -209,7 +209,7 @@ class LoggedRun:
             position = positions.get((request_id, sample_index), positions.get((request_id, 0), 0))
             num_ids = self._nums_of_ids[fake_token_id(request_id, sample_index, plan.step) % len(self._nums_of_ids)]
             rows.append([fake_token_id(request_id, sample_index, position + offset) for offset in range(num_ids)])
-        return SampledIds.of(rows)
+        return SampledIds.from_rows(rows)
 
 
 def fake_token_id(request_id: int, sample_index: int, position: int) -> int:

@@ -17,7 +17,7 @@ from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.grammar.step_masks import StepMasks
-from spmd_worker.replica.sequence.sampled import FORM_FAILED, NON_FINITE
+from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, NUM_ROWS = 211, (5,), 40
@@ -85,7 +85,7 @@ def test_every_row_takes_a_token_that_its_mask_leaves_and_rows_without_one_what_
     sampled, free = whole(TokenMasks.of_step(masks, CPU)), whole(TokenMasks.of_step(None, CPU))
     assert follows(sampled)
     assert not follows(free)
-    assert sampled.token_ids[10] == FORM_FAILED
+    assert sampled.token_ids[10] == GRAMMAR_FAILED
     assert [sampled.token_ids[i] for i in range(0, NUM_ROWS, 3)] == [free.token_ids[i] for i in range(0, NUM_ROWS, 3)]
     for index in masks.indices:
         if sampled.logprobs[index] is not None:

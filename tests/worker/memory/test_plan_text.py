@@ -120,7 +120,7 @@ def test_plan_text_of_8b_model(model_config: ModelConfig):
         "           weights 7.7 GiB",
         "           activations of the largest step 990.1 MiB (estimated)",
         "           outside the tensors 300.0 MiB",
-        "           left for the cache 19.8 GiB, room for 20291 blocks",
+        "           left for the cache 19.8 GiB: 20291 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
         GRAMMARS,
@@ -233,7 +233,7 @@ def test_plan_that_refuses_exits_with_one(
 def test_plan_rejects_too_little_memory(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
     assert text_of(model_config, 2)[-1] == (
-        "refused    memory leaves room for 0 cache blocks, which hold 0 tokens, but model.max_model_len is 8192: "
+        "refused    memory holds 0 cache blocks, 0 tokens, but model.max_model_len is 8192: "
         "raise cache.gpu_memory_utilization or lower model.max_model_len"
     )
 
@@ -244,7 +244,7 @@ def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
     assert lines[10] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
     assert lines[15:17] == [
         "           swap space 4.0 GiB",
-        "           left for the cache 15.8 GiB, room for 16195 blocks",
+        "           left for the cache 15.8 GiB: 16195 blocks",
     ]
     too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
     assert too_much[-1].startswith("refused    memory leaves room for 0 cache blocks")
