@@ -191,9 +191,9 @@ class SwapsOutWhatArrives(PendingMoves):
 
 class FindsBlocksThatWereEvicted(BlockPool):
     def _evict(self, block_id):
-        block_hash = self._names[block_id]
+        block_hash = self._hashes[block_id]
         super()._evict(block_id)
-        self._index.insert(block_hash, block_id)
+        self._index.setdefault(block_hash, block_id)
 
     def check_integrity(self):
         pass

@@ -129,8 +129,8 @@ def lose_a_block(queue):
     ("damage", "message"),
     [
         (break_backward_link, "1 is followed by 2, which names 0 before it"),
-        (open_the_ring, "open after 1 at place 2"),
-        (skip_a_block, "counts 4 blocks but place 3 is 4"),
+        (open_the_ring, "open after 1 at position 2"),
+        (skip_a_block, "counts 4 blocks but position 3 is 4"),
         (close_a_loop_before_the_end, "4 is followed by 0, which names 2 before it"),
         (lose_a_block, "4 blocks have links, the free queue counts 3"),
     ],

@@ -37,7 +37,7 @@ class MirroredSequence:
     def take_request(self, request: Request) -> None:
         """Replace the request by the one sent last."""
         sampling = request.sampling
-        is_plain = sampling.needs_largest_alone and not sampling.min_tokens and sampling.prompt_logprobs is None
+        is_plain = sampling.needs_argmax_only and not sampling.min_tokens and sampling.prompt_logprobs is None
         self.request, self.is_plain = request, is_plain
 
     @property

@@ -24,22 +24,25 @@ TASKS: Final = ("embed", "classify", "score", "reward")
 _NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens")
 _FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")
 _OTHER_TASKS: Final = ("token_embed", "token_classify", "plugin")
-
+_TYPES: Final = (
+    *[(name, plain_int, "a whole number") for name in _NUMBERS],
+    *[(name, plain_bool, "true, false or null") for name in _FLAGS],
+)
 
 _FOR_TOKENS: Final = "one vector for each row is given, not one for each token: leave it out"
-_NOT_HERE: Final = {
+_UNSUPPORTED: Final = {
     "__init__": {
         **dict.fromkeys(("activation", "softmax"), "its newer name is use_activation"),
         **dict.fromkeys(("step_tag_id", "returned_token_ids", "late_interaction_params"), _FOR_TOKENS),
         "requires_token_ids": "it is vLLM's own: leave it out",
-        "extra_kwargs": "nothing here reads it: leave it out",
-        "output_kind": "a row that is pooled has one output: leave it out",
+        "extra_kwargs": "it has no effect: leave it out",
+        "output_kind": "a pooling row has one output: leave it out",
     }
 }
 """Keywords of vLLM, and the alternative."""
 
 
-@with_keyword_hints(_NOT_HERE)
+@explain_keywords(_UNSUPPORTED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """Pooling of one row. Names and meanings follow vLLM's.
@@ -61,23 +64,21 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""
-        for names, plain in ((("task",), plain_text), (_NUMBERS, plain_int), (_FLAGS, plain_bool)):
-            for name in names:
-                value = getattr(self, name)
-                found = plain(value)
-                object.__setattr__(self, name, value if found is None else found)
-        if self.task is not None and self.task not in TASKS:
-            hint = ": one vector for each row is given, not one for each token" if self.task in _OTHER_TASKS else ""
-            raise ValueError(f"task={shown(self.task)} must be one of {', '.join(TASKS)}{hint}")
-        for name in _NUMBERS:
+        if self.task is not None:
+            task = plain_text(self.task)
+            if task not in TASKS:
+                hint = ": one vector for each row is given, not one for each token" if task in _OTHER_TASKS else ""
+                raise ValueError(f"task={shown(self.task)} must be one of {', '.join(TASKS)}{hint}")
+            object.__setattr__(self, "task", task)
+        for name, plain, rule in _TYPES:
             value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise ValueError(f"{name}={shown(value)} must be a whole number")
-            if value is not None and value not in INT64:
-                raise ValueError(f"{name}={shown(value)} must fit 64 bits")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool | None):
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be true, false or null")
+            found = plain(value)
+            if found is None and value is not None:
+                raise ValueError(f"{name}={shown(value)} must be {rule}")
+            object.__setattr__(self, name, found)
+        for name in _NUMBERS:
+            if getattr(self, name) is not None and getattr(self, name) not in INT64:
+                raise ValueError(f"{name}={shown(getattr(self, name))} must fit 64 bits")
         if self.dimensions is not None and not 1 <= self.dimensions < 2**31:
             raise ValueError(f"dimensions={self.dimensions} must be 1 or more")
         if self.num_first_tokens is not None and not 0 <= self.num_first_tokens < 2**31:
@@ -87,8 +88,8 @@ class PoolingParams:
             raise ValueError(f"truncate_prompt_tokens={length} must be a number of tokens, or -1 for the model's")
 
     @property
-    def is_taken(self) -> bool:
-        """Whether every field is set, as `taken_pooling` leaves it."""
+    def is_resolved(self) -> bool:
+        """Whether every field is set, as `resolve_pooling` leaves it."""
         return self.task in ("embed", "classify") and None not in (self.normalize, self.use_activation)
 
 
@@ -96,25 +97,25 @@ def check_task(task: str, config: PoolingConfig | None) -> None:
     """Raise ValueError for a task that this run does not support, naming the runner that does."""
     if config is None:
         raise ValueError(
-            f"{task} is refused: this run generates (model.runner=generate): set model.runner=pooling to "
-            f"have rows pooled"
+            f"{task} is not supported: this run generates text (model.runner=generate): set model.runner=pooling"
         )
     if task not in config.tasks:
-        raise ValueError(f"{task} is refused: this model does {', '.join(config.tasks)}")
+        raise ValueError(f"{task} is not supported: this model does {', '.join(config.tasks)}")
 
 
-def taken_pooling(params: PoolingParams, config: PoolingConfig | None) -> PoolingParams:
+def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> PoolingParams:
     """`params` with every default resolved. Raises ValueError for a task that this run does not support."""
     task = params.task or (config.task if config is not None else "embed")
     check_task(task, config)
-    assert config is not None, "of a run that pools"
+    assert config is not None, task
     if params.num_first_tokens is not None and not config.has_token_types:
-        raise ValueError(f"num_first_tokens={params.num_first_tokens} is refused: this model has no types of tokens")
+        raise ValueError(f"num_first_tokens={params.num_first_tokens} is not supported: this model has no token types")
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, config)
     for name, other in (("normalize", "classify"), ("use_activation", "embed")):
         if getattr(params, name) is not None and config.task == other:
-            raise ValueError(f"{name}={getattr(params, name)} is refused: this model does {', '.join(config.tasks)}")
+            does = ", ".join(config.tasks)
+            raise ValueError(f"{name}={getattr(params, name)} is not supported: this model does {does}")
     return replace(
         params,
         task=config.task,
@@ -126,29 +127,29 @@ def taken_pooling(params: PoolingParams, config: PoolingConfig | None) -> Poolin
 
 def _check_dimensions(dimensions: int, config: PoolingConfig) -> None:
     if config.task != "embed":
-        raise ValueError(f"dimensions={dimensions} is refused: this model does {', '.join(config.tasks)}")
+        raise ValueError(f"dimensions={dimensions} is not supported: this model does {', '.join(config.tasks)}")
     allowed = config.matryoshka_dimensions
     if dimensions > config.size:
         raise ValueError(f"dimensions={dimensions} is more than the {config.size} of this model")
-    if allowed and dimensions not in allowed and not config.is_matryoshka:
-        raise ValueError(f"dimensions={dimensions} must be one of {', '.join(map(str, allowed))}, as config.json says")
-    if not allowed and not config.is_matryoshka and dimensions != config.size:
-        raise ValueError(
-            f"dimensions={dimensions} is refused: config.json does not say that this model was trained for it "
-            f"(matryoshka_dimensions, is_matryoshka): set model.allow_any_dimensions=true"
-        )
+    if config.is_matryoshka or dimensions in (allowed or (config.size,)):
+        return
+    if allowed:
+        raise ValueError(f"dimensions={dimensions} must be one of {', '.join(map(str, allowed))} (config.json)")
+    raise ValueError(
+        f"dimensions={dimensions} is not supported: config.json does not say that this model was trained for it "
+        f"(matryoshka_dimensions, is_matryoshka): set model.allow_any_dimensions=true"
+    )
 
 
 def pooled_sampling(params: PoolingParams, config: PoolingConfig) -> SamplingParams:
-    """Stand-in for the sampling parameters of a pooling row: one row of work that samples nothing."""
-    return _stand_in(config.needs_all_tokens or bool(params.skip_reading_prefix_cache))
+    """Placeholder for the sampling parameters of a pooling row: one row of work that samples nothing."""
+    return _placeholder(config.needs_all_tokens or bool(params.skip_reading_prefix_cache))
 
 
 @cache
-def _stand_in(skips_cache: bool) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=skips_cache or None
-    ).frozen()
+def _placeholder(skips_cache: bool) -> SamplingParams:
+    skips = skips_cache or None
+    return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=skips).frozen()
 
 
 def truncated_row(token_ids: tuple[int, ...], length: int | None, max_model_len: int) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ class Request:
     """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`).
 
     `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
-    so that its keys are always computed one way and its cached blocks named for it. With `pooling`, as `taken_pooling`
-    returns it, nothing is sampled, and `sampling` is the stand-in of `pooled_sampling`.
+    so that its keys are always computed one way, and in the hashes of its blocks. With `pooling`, as `resolve_pooling`
+    returns it, nothing is sampled, and `sampling` is that of `pooled_sampling`.
     """
 
     request_id: RequestId
@@ -31,13 +31,13 @@ class Request:
     pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
-        """Check what callers pass. A wrong type would be found when a step's message is encoded, and end every rank."""
+        """Check arguments: a wrong type would raise when a step's message is encoded, and end every rank."""
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
         check_sampling(self.sampling)
         object.__setattr__(self, "sampling", self.sampling.frozen())
         check_fields(self)
-        if self.pooling is not None and not self.pooling.is_taken:
-            raise ValueError(f"Request.pooling={self.pooling} leaves something open: see taken_pooling")
+        if self.pooling is not None and not self.pooling.is_resolved:
+            raise ValueError(f"Request.pooling={self.pooling} has unset fields: call resolve_pooling")
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -71,26 +71,24 @@ def check_sampling(sampling: Any) -> None:
 
 
 def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int, call: int = 0) -> int:
-    """Key of a row's random stream: its own seed when it has one, else the job's seed with its custom id or index.
+    """Key of a row's random stream, an unsigned 64-bit integer: from its own seed if it has one, else from the job's
+    seed with its custom id or index.
 
     `call` counts the calls with lists of rows: rows of the first have a job's random streams, those of a later one have
-    streams of their own. Returns an unsigned 64-bit integer. The kinds of name never collide, because the kind is part
-    of what is hashed.
+    streams of their own. The kinds of key never collide: the kind is hashed too.
     """
     if sampling_seed is not None:
-        return _stream_named(f"seed:{sampling_seed}")
+        return _stream_of(f"seed:{sampling_seed}")
     if custom_id is not None:
-        return _stream_named(f"id:{job_seed}:{custom_id}")
-    return _stream_named(f"call:{job_seed}:{call}:{index}" if call else f"index:{job_seed}:{index}")
+        return _stream_of(f"id:{job_seed}:{custom_id}")
+    return _stream_of(f"call:{job_seed}:{call}:{index}" if call else f"index:{job_seed}:{index}")
 
 
 def unnamed_stream(job_seed: int, sampling_seed: int | None, number: int) -> int:
     """`random_stream` of a row that has neither custom id nor index: `number` counts such rows."""
-    if sampling_seed is not None:
-        return random_stream(job_seed, sampling_seed, None, 0)
-    return _stream_named(f"request:{job_seed}:{number}")
+    return _stream_of(f"seed:{sampling_seed}" if sampling_seed is not None else f"request:{job_seed}:{number}")
 
 
-def _stream_named(name: str) -> int:
+def _stream_of(name: str) -> int:
     digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"spmd-stream").digest()
     return int.from_bytes(digest, "little")

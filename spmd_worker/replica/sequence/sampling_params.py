@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
+from functools import partial
 from typing import Any, ClassVar, Final, cast
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
@@ -39,19 +40,19 @@ class RequestOutputKind(IntEnum):
 
 DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "n": "at most 1024; a greedy row may have several, which are equal",
-    "best_of": "only here, as in older vLLM: so many samples run, and the likeliest `n` are returned",
+    "best_of": "only here, as in older vLLM: `best_of` samples run, and the `n` most probable are returned",
     "seed": "-1 is a seed like any other",
     "logprobs": f"at most {MAX_LOGPROBS}, or -1; the same of `prompt_logprobs`",
     "temperature": "has no upper end, and below 1e-5 is greedy",
     "stop": "kept as a tuple, as all lists are; as in vLLM it ends reasoning too, and `content` is null then",
     "bad_words": "forbidden also where they begin in the prompt, as in transformers",
     "bad_words_ids": "only here: bad words as token ids",
-    "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
+    "truncate_prompt_tokens": "as in older vLLM; -1 leaves space for `max_tokens`",
     "skip_reading_prefix_cache": "`prompt_logprobs` implies it",
     "cache_salt": "only here; in prompts and bodies too, as in vLLM",
     "structured_outputs": "a mapping too; needs the extra `structured`; the answer ends with an end-of-sequence token, "
-    "allowed exactly where the form can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
-    "`structural_tag` is refused",
+    "allowed exactly where the grammar can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
+    "`structural_tag` is rejected",
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
 }
@@ -66,22 +67,22 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 }
 """Fields that a request does not read, and the reason."""
 
-REFUSED: Final[Mapping[str, str]] = {
+REJECTED: Final[Mapping[str, str]] = {
     "logits_processors": (
         "ranks must agree on every logit and a log must replay it, which code of the caller's cannot promise: use "
         "allowed_token_ids, bad_words or logit_bias"
     ),
-    "use_beam_search": "beams are searched by LLM.beam_search: leave it out",
-    "thinking_token_budget": "nothing here knows where thinking ends: use max_tokens or stop",
-    "repetition_detection": "nothing here ends a row that repeats itself: use repetition_penalty or frequency_penalty",
-    "logprob_token_ids": "log-probabilities are those of the likeliest tokens: logprobs=-1 gives all",
-    "prompt_logprob_token_ids": "log-probabilities are those of the likeliest tokens: prompt_logprobs=-1 gives all",
-    "prompt_logprob_start": "prompt_logprobs reports the whole prompt: take the end of what it returns",
+    "use_beam_search": "call LLM.beam_search instead",
+    "thinking_token_budget": "the end of thinking is not detected: use max_tokens or stop",
+    "repetition_detection": "no row ends because it repeats itself: use repetition_penalty or frequency_penalty",
+    "logprob_token_ids": "log-probabilities are those of the top-k tokens: logprobs=-1 gives all",
+    "prompt_logprob_token_ids": "log-probabilities are those of the top-k tokens: prompt_logprobs=-1 gives all",
+    "prompt_logprob_start": "prompt_logprobs reports the complete prompt: slice the result",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
-    "routed_experts_prompt_start": "which experts a token met is not returned: leave it out",
+    "routed_experts_prompt_start": "the experts of a token are not returned: leave it out",
     "watermarking": "answers are not watermarked: leave it out",
 }
-"""Fields that must not be set, and the reason and the alternative."""
+"""Unsupported fields, which must not be set, and the reason and the alternative."""
 
 
 class _Freezable:
@@ -92,11 +93,11 @@ class _Freezable:
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_is_frozen", False):
             raise FrozenInstanceError(
-                f"{name}={shown(value)}: a request has taken these parameters; change a clone() of them"
+                f"{name}={shown(value)}: these parameters belong to a request; change a clone() of them"
             )
         convert = _CONVERTERS.get(name)
         try:
-            object.__setattr__(self, name, value if convert is None else convert(value))
+            object.__setattr__(self, name, value if convert is None else convert(name, value))
         except AttributeError:
             known = [spec.name for spec in fields(SamplingParams)]
             raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint(name, known)}") from None
@@ -111,8 +112,8 @@ class SamplingParams(_Freezable):
     own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
     sampled token and of the top k, -1 of all.
 
-    `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first; of equal ones
-    the earlier sample is better. None, or the same number as `n`, selects nothing: `n` samples in their own order.
+    `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first, the earlier
+    one at a tie. None, or the same number as `n`, selects nothing: `n` samples in their own order.
 
     `allowed_token_ids` are the only tokens that may be sampled. `bad_words` never appear: neither alone nor after a
     space, as the model's tokenizer encodes them; `bad_words_ids` are the same as token ids, each a sequence whose last
@@ -122,8 +123,8 @@ class SamplingParams(_Freezable):
     rows of the same salt are found. `structured_outputs` is the grammar of the complete answer; no other parameter
     allows a token that the grammar forbids.
 
-    Fields may be assigned: a request makes a frozen copy, in which everything is checked again. Fields in
-    `WITHOUT_EFFECT` and `REFUSED` exist so that scripts for vLLM run, or get an error with the reason.
+    Fields may be assigned: a request makes a frozen copy, in which every rule is checked again. Fields in
+    `WITHOUT_EFFECT` and `REJECTED` exist so that scripts for vLLM run, or get an error with the reason.
     """
 
     # vLLM's order, which matters for positional values; then fields that exist only here, or are older.
@@ -181,21 +182,19 @@ class SamplingParams(_Freezable):
     @staticmethod
     def from_optional(*given: Any, **named: Any) -> "SamplingParams":
         """Parameters in which None means the default."""
-        by_place = dict(zip(SamplingParams.__struct_fields__, given))
-        twice = next((name for name in named if name in by_place), None)
-        if twice is not None or len(given) > len(by_place):
-            raise TypeError(f"from_optional: {twice or 'a value'} is given twice, or there are more than fields")
-        values = {**by_place, **named}
+        positional = dict(zip(SamplingParams.__struct_fields__, given))
+        twice = next((name for name in named if name in positional), None)
+        if twice is not None or len(given) > len(positional):
+            raise TypeError(f"from_optional: {twice or 'a value'} is given twice, or there are more values than fields")
+        values = {**positional, **named}
         return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> "SamplingParams":
-        """A copy that may be changed. Raises ValueError where a field was assigned what breaks a rule."""
+        """A copy that may be changed. Raises ValueError for an assigned field that breaks a rule."""
         return replace(self, extra_args=deepcopy(self.extra_args))
 
     def frozen(self) -> "SamplingParams":
-        """An immutable copy of the fields that a request needs; itself if it is one. Raises ValueError where a field
-        was assigned what breaks a rule.
-        """
+        """An immutable copy of the fields that a request needs; itself if it is one. Raises ValueError as `check`."""
         if getattr(self, "_is_frozen", False):
             return self
         self.check()
@@ -205,17 +204,16 @@ class SamplingParams(_Freezable):
         object.__setattr__(copy, "_is_frozen", True)
         return copy
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[Callable[[], "SamplingParams"], tuple[()]]:
         """Support `copy` and `pickle`; the result may be changed."""
-        return _from_fields, ({spec.name: getattr(self, spec.name) for spec in fields(self)},)
+        return partial(SamplingParams, **{spec.name: getattr(self, spec.name) for spec in fields(self)}), ()
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the argmax is selected and no random number is sampled."""
         return self.temperature <= GREEDY_TEMPERATURE
 
     @property
-    def needs_largest_alone(self) -> bool:
+    def needs_argmax_only(self) -> bool:
         """Whether the argmax of the logits suffices, once there are `min_tokens`."""
         is_free = self.structured_outputs is None and not self.has_masks and not self.has_penalties
         return self.is_greedy and is_free and not self.logit_bias and not self.needs_logprobs
@@ -267,7 +265,7 @@ class SamplingParams(_Freezable):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError where a token id lies outside `[0, vocab_size)`."""
+        """Raise ValueError for a token id outside `[0, vocab_size)`."""
         named = (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
@@ -275,92 +273,71 @@ class SamplingParams(_Freezable):
             ("bad_words_ids", [token_id for sequence in self.bad_words_ids for token_id in sequence]),
         )
         for name, ids in named:
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise ValueError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} tokens")
+            outside = next((token_id for token_id in ids if token_id >= vocab_size), None)
+            if outside is not None:
+                raise ValueError(f"{name}: token id {outside} is outside the vocabulary of {vocab_size} tokens")
 
     def check(self) -> None:
         """Check every rule; ValueError names key, value and rule. A frozen record has been checked."""
         if getattr(self, "_is_frozen", False):
             return
-        self._take_older_name()
-        self._check_types()
-        self._check_ranges()
-        for name, reason in REFUSED.items():
+        if self.guided_decoding is not None:
+            if self.structured_outputs not in (None, self.guided_decoding):
+                raise ValueError("structured_outputs and guided_decoding, its older name, differ: give one")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        for name, is_valid, rule in _RULES:
             value = getattr(self, name)
-            # Like None, 0, False and empty values ask for nothing.
-            if asks(value):
-                raise ValueError(f"{name}={shown(value)} is refused: {reason}")
-
-    def _take_older_name(self) -> None:
-        if self.guided_decoding is None:
-            return
-        if self.structured_outputs not in (None, self.guided_decoding):
-            raise ValueError("structured_outputs and guided_decoding, its older name, differ: give one")
-        self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-
-    def _check_types(self) -> None:
-        for name in _INTEGERS + _OPTIONAL_INTEGERS:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL_INTEGERS:
-                continue
-            if type(value) is not int:
-                raise ValueError(f"{name}={shown(value)} must be a whole number")
-            if value not in (INT65 if name == "seed" else INT64):
-                raise ValueError(f"{name}={shown(value)} must fit 64 bits")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false")
-        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            if value is not None and not is_valid(value):
+                raise ValueError(f"{name}={value} {rule}")
+        if self.num_sequences < self.n:
             raise ValueError(
-                f"skip_reading_prefix_cache={shown(self.skip_reading_prefix_cache)} must be true, false or null"
+                f"best_of={self.best_of} must be at least n={self.n}: raise best_of, lower n, or leave best_of out, "
+                f"which runs n samples and returns them all"
             )
-
-    def _check_ranges(self) -> None:
-        for name, is_valid, rule in self._rules():
-            if not is_valid:
-                raise ValueError(f"{name}={getattr(self, name)} {rule}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={list(self.stop)!r} needs detokenize=true: stop strings are found in the text")
         if self.ignore_eos and self.structured_outputs is not None:
             raise ValueError(
-                "ignore_eos=True with structured_outputs: an answer in a given form ends with an end-of-sequence "
-                "token; leave one out"
+                "ignore_eos=True with structured_outputs: a constrained answer ends with an end-of-sequence token; "
+                "leave one out"
             )
-
-    def _rules(self) -> tuple[tuple[str, bool, str], ...]:
-        return (
-            ("n", 1 <= self.n <= _MAX_SAMPLES, f"must be from 1 to {_MAX_SAMPLES}"),
-            ("best_of", self.num_sequences >= self.n, f"must be at least n={self.n}: {_BEST_OF_HINT}"),
-            ("best_of", self.num_sequences <= _MAX_SAMPLES, f"must be at most {_MAX_SAMPLES}"),
-            ("temperature", self.temperature >= 0.0, "must be 0 (greedy) or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
-            ("top_k", self.top_k >= -1, "must be -1 or 0 (off) or a positive number"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "must be from 0 to 1"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be 1 or more"),
-            ("min_tokens", self.min_tokens >= 0, "must be 0 or more"),
-            ("logprobs", self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS, _LOGPROBS_RULE),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= MAX_LOGPROBS,
-                _LOGPROBS_RULE,
-            ),
-            (
-                "truncate_prompt_tokens",
-                self.truncate_prompt_tokens in (None, -1) or (self.truncate_prompt_tokens or 0) >= 1,
-                "must be a number of tokens, or -1 for as many as leave room for max_tokens",
-            ),
-            ("stream_interval", self.stream_interval is None or self.stream_interval >= 1, "must be 1 or more"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be from -2 to 2"),
-            ("repetition_penalty", self.repetition_penalty > 0.0, "must be above 0"),
-        )
+        for name, reason in REJECTED.items():
+            value = getattr(self, name)
+            # Like None, 0, False and empty values ask for nothing.
+            if asks(value):
+                raise ValueError(f"{name}={shown(value)} is not supported: {reason}")
 
 
-_LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}, or -1 for the whole vocabulary"
-_BEST_OF_HINT: Final = "raise best_of, lower n, or leave best_of out, which runs n samples and returns them all"
+def _is_num_logprobs(value: int) -> bool:
+    return -1 <= value <= MAX_LOGPROBS
+
+
+def _is_openai_penalty(value: float) -> bool:
+    return -2.0 <= value <= 2.0
+
+
+_LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}, or -1 for the complete vocabulary"
+_LENGTH_RULE: Final = "must be a number of tokens, or -1 for as many as leave space for max_tokens"
+_RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
+    ("n", lambda n: 1 <= n <= _MAX_SAMPLES, f"must be from 1 to {_MAX_SAMPLES}"),
+    ("best_of", lambda best_of: best_of <= _MAX_SAMPLES, f"must be at most {_MAX_SAMPLES}"),
+    ("temperature", lambda temperature: temperature >= 0.0, "must be 0 (greedy) or more"),
+    ("top_p", lambda top_p: 0.0 < top_p <= 1.0, "must be above 0 and at most 1"),
+    ("top_k", lambda top_k: top_k >= -1, "must be -1 or 0 (off) or a positive number"),
+    ("min_p", lambda min_p: 0.0 <= min_p <= 1.0, "must be from 0 to 1"),
+    ("max_tokens", lambda num_tokens: num_tokens >= 1, "must be 1 or more"),
+    ("min_tokens", lambda num_tokens: num_tokens >= 0, "must be 0 or more"),
+    ("logprobs", _is_num_logprobs, _LOGPROBS_RULE),
+    ("prompt_logprobs", _is_num_logprobs, _LOGPROBS_RULE),
+    ("truncate_prompt_tokens", lambda length: length == -1 or length >= 1, _LENGTH_RULE),
+    ("stream_interval", lambda num_steps: num_steps >= 1, "must be 1 or more"),
+    ("presence_penalty", _is_openai_penalty, "must be from -2 to 2"),
+    ("frequency_penalty", _is_openai_penalty, "must be from -2 to 2"),
+    ("repetition_penalty", lambda penalty: penalty > 0.0, "must be above 0"),
+)
+"""Key, check and rule; None passes, where a field may be None."""
 
 _INTEGERS: Final = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS: Final = (
@@ -371,6 +348,7 @@ _FLAGS: Final = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
     *("flat_logprobs", "spaces_between_special_tokens", "skip_clone"),
 )
+_FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 SAMPLING_KEYS: Final = tuple(
     dict.fromkeys(("n", "best_of", *[spec.name for spec in sent_fields(SamplingParams)])),
@@ -383,10 +361,6 @@ _LOCAL_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(Samp
 SamplingParams.__struct_fields__ = tuple(spec.name for spec in fields(SamplingParams))
 
 
-def _from_fields(values: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**values)
-
-
 def _as_float(name: str, value: Any) -> float:
     number = plain_float(value)
     if number is None:
@@ -396,11 +370,34 @@ def _as_float(name: str, value: Any) -> float:
     return number
 
 
-def _as_stop_strings(value: Any) -> tuple[str, ...]:
+def _as_integer(name: str, value: Any) -> int | None:
+    number = plain_int(value)
+    if number is None and (value is not None or name in _INTEGERS):
+        raise ValueError(f"{name}={shown(value)} must be a whole number")
+    if number is not None and number not in (INT65 if name == "seed" else INT64):
+        raise ValueError(f"{name}={shown(value)} must fit 64 bits")
+    return number
+
+
+def _as_flag(name: str, value: Any) -> bool:
+    flag = plain_bool(value)
+    if flag is None:
+        raise ValueError(f"{name}={shown(value)} must be true or false")
+    return flag
+
+
+def _as_optional_flag(name: str, value: Any) -> bool | None:
+    flag = plain_bool(value)
+    if flag is None and value is not None:
+        raise ValueError(f"{name}={shown(value)} must be true, false or null")
+    return flag
+
+
+def _as_stop_strings(name: str, value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
-        raise ValueError(f"stop={shown(value)} must be a non-empty string or a list of non-empty strings")
-    return _plain_texts("stop", strings)
+        raise ValueError(f"{name}={shown(value)} must be a non-empty string or a list of non-empty strings")
+    return _plain_texts(name, strings)
 
 
 def _plain_texts(name: str, texts: Sequence[str]) -> tuple[str, ...]:
@@ -409,53 +406,53 @@ def _plain_texts(name: str, texts: Sequence[str]) -> tuple[str, ...]:
         try:
             item.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(f"{name}: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
+            raise ValueError(f"{name}: {item!r} contains a lone surrogate, which UTF-8 cannot encode") from None
     return plain
 
 
-def _as_salt(value: Any) -> str | None:
+def _as_salt(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_SALT:
-        raise ValueError(f"cache_salt={shown(value)} must be text of 1 to {_MAX_SALT} characters")
-    return _plain_texts("cache_salt", (value,))[0]
+        raise ValueError(f"{name}={shown(value)} must be text of 1 to {_MAX_SALT} characters")
+    return _plain_texts(name, (value,))[0]
 
 
-def _as_bad_words(value: Any) -> tuple[str, ...]:
+def _as_bad_words(name: str, value: Any) -> tuple[str, ...]:
     """Unique words, in order."""
-    words = (value,) if isinstance(value, str) else value if value is not None else ()
-    if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
-        raise ValueError(f"bad_words={shown(value)} must be a list of words, none of which is empty")
-    return tuple(dict.fromkeys(_plain_texts("bad_words", words)))
+    words = _as_stop_strings(name, value)
+    if not all(map(str.strip, words)):
+        raise ValueError(f"{name}={shown(value)} must be words, not spaces")
+    return tuple(dict.fromkeys(words))
 
 
-def _as_bad_words_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+def _as_bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     sequences = value if value is not None else ()
     if not isinstance(sequences, list | tuple) or not all(
-        isinstance(item, list | tuple) and item for item in sequences
+        isinstance(each, list | tuple) and each for each in sequences
     ):
-        raise ValueError(f"bad_words_ids={shown(value)} must be a list of lists of token ids, none of which is empty")
-    return tuple(dict.fromkeys([_as_token_ids("bad_words_ids", item) for item in sequences]))
+        raise ValueError(f"{name}={shown(value)} must be a list of non-empty lists of token ids")
+    return tuple(dict.fromkeys([_as_token_ids(name, item) for item in sequences]))
 
 
-def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+def _as_allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     """Sorted, without duplicates."""
     if value is None:
         return None
-    ids = _as_token_ids("allowed_token_ids", value)
+    ids = _as_token_ids(name, value)
     if not ids:
-        raise ValueError("allowed_token_ids is empty: no token could be sampled; leave it out to allow all")
+        raise ValueError(f"{name} is empty: no token could be sampled; leave it out to allow all")
     return tuple(sorted(dict.fromkeys(ids)))
 
 
-def _as_output_kind(value: Any) -> RequestOutputKind:
+def _as_output_kind(name: str, value: Any) -> RequestOutputKind:
     """Accepts another library's enumeration with the same names."""
     if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
         return RequestOutputKind[value.name]
     number = plain_int(value)
     if number is None or number not in list(RequestOutputKind):
         known = ", ".join(RequestOutputKind.__members__)
-        raise ValueError(f"output_kind={shown(value)} must be a RequestOutputKind: {known}")
+        raise ValueError(f"{name}={shown(value)} must be a RequestOutputKind: {known}")
     return RequestOutputKind(number)
 
 
@@ -470,61 +467,42 @@ def _as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     return cast("tuple[int, ...]", plain)
 
 
-def _as_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _as_logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     """Pairs sorted by token id; OpenAI's format has the ids as strings."""
-    if value is None:
-        return ()
-    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    pairs = list(value.items()) if isinstance(value, Mapping) else value if value is not None else ()
     if not isinstance(pairs, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        isinstance(each, list | tuple) and len(each) == 2 for each in pairs
     ):
-        raise ValueError(f"logit_bias={shown(value)} must map token ids to numbers from -100 to 100")
+        raise ValueError(f"{name}={shown(value)} must map token ids to numbers from -100 to 100")
     biases: dict[int, float] = {}
     for key, bias in pairs:
-        token_id = _as_bias_token(key)
-        number = _as_float(f"logit_bias[{token_id}]", bias)
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        token_id = int(key) if is_digits else _as_token_ids(name, (key,))[0]
+        number = _as_float(f"{name}[{token_id}]", bias)
         if not -100.0 <= number <= 100.0:
-            raise ValueError(f"logit_bias[{token_id}]={shown(bias)} must be from -100 to 100")
+            raise ValueError(f"{name}[{token_id}]={shown(bias)} must be from -100 to 100")
         biases[token_id] = number
     return tuple(sorted(biases.items()))
 
 
-def _as_bias_token(key: Any) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
-        return int(key)
-    return _as_token_ids("logit_bias", (key,))[0]
+def _as_constraint(_: str, value: Any) -> StructuredOutputsParams | None:
+    return as_structured_outputs(value)
 
 
-def _plain_or_same(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keep an invalid value, for `check` to report."""
-
-    def convert(value: Any) -> Any:
-        found = plain(value)
-        return value if found is None else found
-
-    return convert
-
-
-def _float_of(name: str) -> Callable[[Any], float]:
-    return lambda value: _as_float(name, value)
-
-
-_CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+_CONVERTERS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "stop": _as_stop_strings,
-    "stop_token_ids": lambda value: _as_token_ids("stop_token_ids", value),
-    "logit_bias": lambda value: _as_logit_bias(value),
+    "stop_token_ids": _as_token_ids,
+    "logit_bias": _as_logit_bias,
     "bad_words": _as_bad_words,
     "bad_words_ids": _as_bad_words_ids,
     "allowed_token_ids": _as_allowed_token_ids,
     "cache_salt": _as_salt,
     "output_kind": _as_output_kind,
-    "structured_outputs": as_structured_outputs,
-    "guided_decoding": as_structured_outputs,
-    **dict.fromkeys(_INTEGERS + _OPTIONAL_INTEGERS, _plain_or_same(plain_int)),
-    **dict.fromkeys((*_FLAGS, "skip_reading_prefix_cache"), _plain_or_same(plain_bool)),
-    **{
-        name: _float_of(name)
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    },
+    "structured_outputs": _as_constraint,
+    "guided_decoding": _as_constraint,
+    "skip_reading_prefix_cache": _as_optional_flag,
+    **dict.fromkeys((*_INTEGERS, *_OPTIONAL_INTEGERS), _as_integer),
+    **dict.fromkeys(_FLAGS, _as_flag),
+    **dict.fromkeys(_FLOATS, _as_float),
 }
-"""Normalise lists and mappings to tuples, numbers to floats, when a field is set."""
+"""A field's value is normalised, or rejected with a ValueError, when it is set: `(name, value)` -> value."""

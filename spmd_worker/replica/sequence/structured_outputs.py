@@ -1,34 +1,31 @@
 """Constraint on a row's answer: a JSON Schema, a regular expression, a list of choices or a grammar.
 
-Knows nothing of its enforcement (`spmd_worker/replica/grammar`): whether a schema or an expression is supported is
-checked where the engine's grammars are. Fields are text, so that the same record is sent over the wire and hashed.
+`spmd_worker/replica/grammar` enforces it, and checks whether a schema or an expression is supported. Fields are text,
+so that the same record is sent over the wire and hashed.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_text, shown
 from spmd_worker.base.files import JsonError, parse_json_object
-from spmd_worker.base.names import with_keyword_hints
-from spmd_worker.replica.sequence.record_checks import NOT_SENT, sent_fields
+from spmd_worker.base.names import explain_keywords
+from spmd_worker.replica.sequence.record_checks import NOT_SENT
 
 MAX_GRAMMAR_BYTES: Final = 64 * 1024
 """Most bytes that a constraint may have as text: it is sent to every rank with its row."""
 
-LEAST_COMPILE_BYTES: Final = 1024
-"""Least compile cost of a constraint, however short."""
+MIN_COMPILE_BYTES: Final = 1024
+"""Minimum compile cost of a constraint."""
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 """Fields of which exactly one must be given."""
 
-STRUCTURAL_TAG_REFUSED: Final = (
-    "tags inside free text are not enforced here: use grammar, or the tools of a chat row, whose calls are read out of "
-    "the text"
-)
-
 _MAX_NESTING: Final = 200
+_OTHER_PROPERTIES: Final = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 VALUE_KEYS: Final = ("const", "enum", "default", "examples")
 SCHEMAS_BY_NAME: Final = (
     *("properties", "patternProperties", "$defs", "definitions"),
@@ -70,27 +67,30 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if asks(self.structural_tag):
-            raise ValueError(f"structural_tag={shown(self.structural_tag)} is refused: {STRUCTURAL_TAG_REFUSED}")
+            raise ValueError(
+                f"structural_tag={shown(self.structural_tag)} is not supported: use grammar, or the tools of a chat "
+                f"row, whose calls are parsed from the text"
+            )
+        keep = partial(object.__setattr__, self)
         # Like None, empty asks for nothing; kept, an empty mapping could not be hashed.
-        _keep(self, "structural_tag", None)
-        for name, default in (("disable_any_whitespace", False), ("disable_additional_properties", False)):
-            _keep(self, name, _flag(name, getattr(self, name), default))
-        _keep(self, "json_object", _flag("json_object", self.json_object, False))
-        _keep(self, "choice", _choices(self.choice))
+        keep("structural_tag", None)
+        for name in ("disable_any_whitespace", "disable_additional_properties", "json_object"):
+            keep(name, _flag(name, getattr(self, name)))
+        keep("choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern", "around"):
-            _keep(self, name, _text(name, getattr(self, name)))
+            keep(name, _text(name, getattr(self, name)))
         if self.json is not None:
-            _keep(self, "json", schema_text(self.json, is_closed=self.disable_additional_properties))
+            keep("json", schema_text(self.json, is_closed=self.disable_additional_properties))
         if self.around is not None and "@form" not in self.around:
-            raise ValueError(f"around={self.around[:80]!r} must say where the form stands: @form")
+            raise ValueError(f"around={self.around[:80]!r} must contain @form, the constraint")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = "none is given" if not given else f"{' and '.join(given)} are given"
-            raise ValueError(f"one of {', '.join(KINDS)} says which form an answer has: {found}")
+            found = f"{' and '.join(given)} are given" if given else "none is given"
+            raise ValueError(f"exactly one of {', '.join(KINDS)} must be given: {found}")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise ValueError("whitespace_pattern and disable_any_whitespace are both given: leave one out")
         if self.num_bytes > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"{given[0]} has {self.num_bytes} bytes, more than the {MAX_GRAMMAR_BYTES} a row may have")
+            raise ValueError(f"{given[0]} is {self.num_bytes} bytes, more than the limit of {MAX_GRAMMAR_BYTES}")
 
     @staticmethod
     def from_optional(**given: Any) -> "StructuredOutputsParams | None":
@@ -111,18 +111,12 @@ class StructuredOutputsParams:
 
     @property
     def compile_bytes(self) -> int:
-        """Compile cost: `num_bytes`, at least `LEAST_COMPILE_BYTES`."""
-        return max(self.num_bytes, LEAST_COMPILE_BYTES)
-
-    @property
-    def text(self) -> str:
-        """The record as one line of JSON: equal texts, equal constraints."""
-        given = {spec.name: getattr(self, spec.name) for spec in sent_fields(self)}
-        return json.dumps({name: value for name, value in given.items() if value not in (None, False)})
+        """Compile cost: `num_bytes`, at least `MIN_COMPILE_BYTES`."""
+        return max(self.num_bytes, MIN_COMPILE_BYTES)
 
 
 GuidedDecodingParams = StructuredOutputsParams
-"""Its older name."""
+"""vLLM's older name."""
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
@@ -153,9 +147,7 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
 
 def schema_text(schema: Any, *, is_closed: bool = False) -> str:
     """A JSON Schema as compact text. `is_closed`: objects with `properties` have no others, unless the schema mentions
-    them.
-
-    Raises ValueError for anything but a JSON object.
+    them. Raises ValueError for anything but a JSON object.
     """
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -165,44 +157,35 @@ def schema_text(schema: Any, *, is_closed: bool = False) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"json is not a JSON Schema: {error}") from None
     if not isinstance(schema, str):
-        raise ValueError(f"json={shown(schema)} must be a JSON Schema: an object, or text that holds one")
+        raise ValueError(f"json={shown(schema)} must be a JSON Schema: an object, or its JSON text")
     try:
         parsed = parse_json_object(_text("json", schema).encode("utf-8"), max_nesting=_MAX_NESTING)
     except JsonError as error:
         raise ValueError(f"json {error}") from None
     if is_closed:
         _close(parsed)
-    # Escaped characters are written as themselves.
+    # Unescaped, a lone surrogate of the schema is text that UTF-8 cannot encode.
     return str(_text("json", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))))
 
 
 def _close(schema: Any) -> None:
     """Close objects with `properties`, at any depth; values that are not schemas are left alone."""
-    if isinstance(schema, list):
-        for each in schema:
-            _close(each)
+    for each in schema if isinstance(schema, list) else ():
+        _close(each)
     if not isinstance(schema, dict):
         return
-    says = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in says):
+    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in _OTHER_PROPERTIES):
         schema["additionalProperties"] = False
     for name, each in schema.items():
         if name in SCHEMAS_BY_NAME and isinstance(each, dict):
             # These names are the user's own, even if they equal a keyword of JSON Schema.
-            for named in each.values():
-                _close(named)
+            _close(list(each.values()))
         elif name not in VALUE_KEYS:
             _close(each)
 
 
-def _keep(record: StructuredOutputsParams, name: str, value: Any) -> None:
-    object.__setattr__(record, name, value)
-
-
-def _flag(name: str, value: Any, default: bool) -> bool:
-    if value is None:
-        return default
-    flag = plain_bool(value)
+def _flag(name: str, value: Any) -> bool:
+    flag = False if value is None else plain_bool(value)
     if flag is None:
         raise ValueError(f"{name}={shown(value)} must be true or false")
     return flag
@@ -218,7 +201,7 @@ def _text(name: str, value: Any) -> Any:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half of a surrogate pair, which UTF-8 cannot say") from None
+        raise ValueError(f"{name} contains a lone surrogate, which UTF-8 cannot encode") from None
     return text
 
 

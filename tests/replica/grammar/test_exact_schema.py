@@ -276,7 +276,7 @@ def test_too_deeply_nested_schema_is_rejected() -> None:
 
 
 def test_lone_surrogate_in_schema_is_rejected() -> None:
-    with pytest.raises(ValueError, match="json holds half of a surrogate pair"):
+    with pytest.raises(ValueError, match="json contains a lone surrogate"):
         StructuredOutputsParams(json='{"const": "\\ud83d"}')
 
 

@@ -102,7 +102,7 @@ def test_text_around_grammar_is_part_of_answer(tokenizer: Tokenizer):
         state = grammars.start(form)
         state.take([*tokenizer.encode(text), EOS])
         assert (state.problem == "") == is_right, text
-    with pytest.raises(ValueError, match="must say where the form stands: @form"):
+    with pytest.raises(ValueError, match="must contain @form"):
         StructuredOutputsParams(regex="a", around='start: "x"')
 
 

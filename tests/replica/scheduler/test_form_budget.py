@@ -11,7 +11,7 @@ FORM = {"structured_outputs": {"regex": "[a-z]{3}"}, "ignore_eos": False}
 
 
 def a_step_takes(monkeypatch: pytest.MonkeyPatch, num_forms: int) -> None:
-    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MAX_COMPILE_BYTES // num_forms)
+    monkeypatch.setattr(structured_outputs, "MIN_COMPILE_BYTES", budget.MAX_COMPILE_BYTES // num_forms)
 
 
 def test_grammars_beyond_step_budget_wait_for_next_step(monkeypatch: pytest.MonkeyPatch):

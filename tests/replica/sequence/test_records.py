@@ -83,7 +83,7 @@ def test_request_needs_sampling_params():
         ({"top_k": 2**63}, "top_k=9223372036854775808 must fit 64 bits"),
         ({"max_tokens": 2**70}, f"max_tokens={2**70} must fit 64 bits"),
         ({"max_tokens": None, "min_tokens": 2**64}, f"min_tokens={2**64} must fit 64 bits"),
-        ({"stop": ["ok", "\ud800"]}, r"stop: '\ud800' holds half of a surrogate pair, which UTF-8 cannot say"),
+        ({"stop": ["ok", "\ud800"]}, r"stop: '\ud800' contains a lone surrogate, which UTF-8 cannot encode"),
     ],
 )
 def test_sampling_parameters_beyond_message_range_are_rejected(sampling: dict[str, object], message: str):

@@ -9,14 +9,14 @@ import pickle
 import pytest
 
 from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.resolved_params import bad_word_ids, resolve_params, truncated_prompt
 from spmd_worker.replica.sequence.sampling_params import (
-    REFUSED,
+    REJECTED,
     SAMPLING_KEYS,
     WITHOUT_EFFECT,
     RequestOutputKind,
     SamplingParams,
 )
-from spmd_worker.replica.sequence.taken_params import spellings, taken_params, truncated_prompt
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_request_freezes_a_copy_of_its_parameters():
     request = Request(0, (1,), params, 0)
     params.max_tokens = 4
     assert request.sampling == SamplingParams(max_tokens=3)
-    with pytest.raises(dataclasses.FrozenInstanceError, match="max_tokens=5: a request has taken these parameters"):
+    with pytest.raises(dataclasses.FrozenInstanceError, match="max_tokens=5: these parameters belong to a request"):
         request.sampling.max_tokens = 5
     assert request.sampling.frozen() is request.sampling
     changeable = request.sampling.clone()
@@ -156,22 +156,22 @@ def test_clone_shares_no_mutable_value():
     assert params.extra_args == {"a": [1]}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_unsupported_parameter_says_reason_unless_it_asks_nothing(name: str):
     asked = {"regex": "a+"}
     with pytest.raises(ValueError) as error_result:
         SamplingParams(**{name: asked})
-    assert str(error_result.value) == f"{name}={asked} is refused: {REFUSED[name]}"
+    assert str(error_result.value) == f"{name}={asked} is not supported: {REJECTED[name]}"
     assigned = SamplingParams()
     setattr(assigned, name, asked)
-    with pytest.raises(ValueError, match=f"{name}=.* is refused"):
+    with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
         assigned.frozen()
     for nothing in (None, False, 0, [], {}):
         assert SamplingParams(**{name: nothing}).frozen() == SamplingParams()
 
 
 def test_local_fields_are_neither_row_keys_nor_encoded():
-    local = {*WITHOUT_EFFECT, *REFUSED, "output_kind", "guided_decoding"}
+    local = {*WITHOUT_EFFECT, *REJECTED, "output_kind", "guided_decoding"}
     assert not local & {*SAMPLING_KEYS}
     assert {*local, *SAMPLING_KEYS} == {*SamplingParams.__struct_fields__}
     params = SamplingParams(extra_args={"a": 1}, flat_logprobs=True, stream_interval=3, output_kind=0)
@@ -196,12 +196,12 @@ def test_none_means_default_for_optional_parameters():
     [
         ({"allowed_token_ids": []}, "allowed_token_ids is empty: no token could be sampled; leave it out to allow all"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids: -1 must be a token id"),
-        ({"bad_words": [""]}, "bad_words=[''] must be a list of words"),
-        ({"bad_words": [" "]}, "bad_words=[' '] must be a list of words"),
-        ({"bad_words": ["a", "b\ud83d"]}, "bad_words: 'b\\ud83d' holds half of a surrogate pair"),
-        ({"bad_words_ids": [[]]}, "bad_words_ids=[[]] must be a list of lists"),
-        ({"bad_words_ids": [3]}, "bad_words_ids=[3] must be a list of lists"),
-        ({"logprobs": -2}, "logprobs=-2 must be from 0 to 64, or -1 for the whole vocabulary"),
+        ({"bad_words": [""]}, "bad_words=[''] must be"),
+        ({"bad_words": [" "]}, "bad_words=[' '] must be words"),
+        ({"bad_words": ["a", "b\ud83d"]}, "bad_words: 'b\\ud83d' contains a lone surrogate"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids=[[]] must be a list of non-empty lists"),
+        ({"bad_words_ids": [3]}, "bad_words_ids=[3] must be a list of non-empty lists"),
+        ({"logprobs": -2}, "logprobs=-2 must be from 0 to 64, or -1 for the complete vocabulary"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be a number of tokens, or -1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens=-2 must be a number of tokens, or -1"),
         ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache=1 must be true, false or null"),
@@ -223,21 +223,21 @@ class Letters:
 
 
 def test_bad_word_is_forbidden_at_start_and_inside():
-    assert spellings("c", Letters()) == [(ord("c"),)]
-    assert spellings(" dog", Letters()) == [tuple(map(ord, "dog"))]
-    assert spellings("c", type("Other", (Letters,), {"encode": lambda *_, **__: [1]})()) == [(1,)]
-    with pytest.raises(ValueError, match="bad_words: '~' is no token at all"):
-        spellings("~", Letters())
+    assert bad_word_ids("c", Letters()) == [(ord("c"),)]
+    assert bad_word_ids(" dog", Letters()) == [tuple(map(ord, "dog"))]
+    assert bad_word_ids("c", type("Other", (Letters,), {"encode": lambda *_, **__: [1]})()) == [(1,)]
+    with pytest.raises(ValueError, match="bad_words: .*'~'"):
+        bad_word_ids("~", Letters())
     with pytest.raises(ValueError, match=r"bad_words need a tokenizer.json .*: use bad_words_ids"):
-        spellings("c", None)
+        bad_word_ids("c", None)
 
 
 def test_resolved_parameters_are_in_token_ids_alone():
     params = SamplingParams(bad_words=["ab", "z"], bad_words_ids=[[4]], truncate_prompt_tokens=3)
-    taken = taken_params(params, Letters(), 122)
+    taken = resolve_params(params, Letters(), 122)
     # z is token 122, which a model of 122 tokens has not.
     assert taken == SamplingParams(bad_words_ids=[[4], [97, 98]])
-    assert taken_params(taken, None, 122) is taken
+    assert resolve_params(taken, None, 122) is taken
 
 
 @pytest.mark.parametrize(("length", "expected"), [(None, 9), (3, 3), (9, 9), (90, 9), (-1, 4)])

@@ -6,20 +6,22 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
-def taken_params(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> SamplingParams:
-    """Raises ValueError where a field was assigned what breaks a rule, and for `bad_words` without a tokenizer."""
+def resolve_params(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> SamplingParams:
+    """`sampling` as workers need it. Raises ValueError for an assigned field that breaks a rule, and for `bad_words`
+    without a tokenizer.
+    """
     frozen = sampling.frozen()
     if not frozen.bad_words and frozen.truncate_prompt_tokens is None:
         return frozen
     sequences = [*frozen.bad_words_ids]
     for word in frozen.bad_words:
-        sequences += spellings(word, tokenizer)
+        sequences += bad_word_ids(word, tokenizer)
     # A tokenizer may have tokens that the model lacks, which cannot be sampled anyway.
     possible = [each for each in sequences if max(each) < vocab_size]
     return replace(frozen, bad_words=(), bad_words_ids=tuple(possible), truncate_prompt_tokens=None).frozen()
 
 
-def spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+def bad_word_ids(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     """Token ids of a word at the beginning of a text, and inside one if a space before it changes its first token:
     vLLM's rule.
     """
@@ -28,10 +30,10 @@ def spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     text = word.lstrip()
     alone = tuple(tokenizer.encode(text, add_special_tokens=False))
     if not alone:
-        raise ValueError(f"bad_words: {word!r} is no token at all to this model's tokenizer")
+        raise ValueError(f"bad_words: this model's tokenizer encodes {word!r} as no token: leave it out")
     spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
-    is_other = len(spaced) == len(alone) and spaced[0] != alone[0]
-    return [alone, spaced] if is_other else [alone]
+    has_other = len(spaced) == len(alone) and spaced[0] != alone[0]
+    return [alone, spaced] if has_other else [alone]
 
 
 def truncated_prompt(
