@@ -18,7 +18,7 @@ from spmd_worker.base.config.options import Key, command_text, groups_of, keys_o
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
 from spmd_worker.compat.methods import ENGINE_ABSENT, ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
-from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS, REFUSED, SAMPLING_KEYS, WITHOUT_EFFECT
+from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS, REJECTED, SAMPLING_KEYS, WITHOUT_EFFECT
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,7 +154,7 @@ def sampling_section() -> str:
     lines += ["| field | here |", "| --- | --- |"]
     lines += [f"| {code(name)} | {words} |" for name, words in DIFFERENT_FIELDS.items()]
     lines += [f"| {code(name)} | without effect: {words} |" for name, words in WITHOUT_EFFECT.items()]
-    lines += [f"| {code(name)} | refused: {words} |" for name, words in REFUSED.items()]
+    lines += [f"| {code(name)} | refused: {words} |" for name, words in REJECTED.items()]
     return "\n".join([*lines, ""])
 
 

@@ -9,7 +9,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.model_config.pooling import PoolingConfig
-from spmd_worker.replica.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams

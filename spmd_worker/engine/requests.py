@@ -18,7 +18,7 @@ from spmd_worker.replica.sequence.request import Request, RequestId, random_stre
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan
-from spmd_worker.replica.sequence.taken_params import taken_params
+from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.resolved import ResolvedRun
 
 

@@ -12,7 +12,7 @@ from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_tas
 from spmd_worker.replica.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.replica.sequence.taken_params import truncated_prompt
+from spmd_worker.replica.sequence.resolved_params import truncated_prompt
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _NO_REQUEST: Final = RequestId(-1)

@@ -91,7 +91,7 @@ def test_answers_are_independent_of_forms_compiled_per_step(
     num_forms = sum(params.num_sequences for params in rows()[1] if params.structured_outputs is not None)
     # Several in a step, of which each leaves less.
     assert len(left) == num_forms > left.count(budget.MAX_COMPILE_BYTES)
-    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MAX_COMPILE_BYTES)
+    monkeypatch.setattr(structured_outputs, "MIN_COMPILE_BYTES", budget.MAX_COMPILE_BYTES)
     assert answers(run(llm)) == plain
     assert left[num_forms:] == [budget.MAX_COMPILE_BYTES] * num_forms, "one in a step"
 

@@ -42,7 +42,7 @@ from spmd_worker import (
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model_config.pooling import PoolingConfig
-from spmd_worker.replica.sequence.pooling_params import pooled_sampling, taken_pooling
+from spmd_worker.replica.sequence.pooling_params import pooled_sampling, resolve_pooling
 from spmd_worker.worker.runner.pooling import RowPooling
 
 SHARED = random_prompt(40, 1)
@@ -218,20 +218,20 @@ def test_rows_that_are_aborted_leave_nothing_behind() -> None:
 def _add(llm: LLM, prompt: list[int]) -> Any:
     config = llm.llm_engine.limits.pooling
     assert config is not None
-    params = taken_pooling(PoolingParams(), config)
+    params = resolve_pooling(PoolingParams(), config)
     return llm.llm_engine.requests.admit(prompt, pooled_sampling(params, config), pooling=params)
 
 
 def test_run_reports_its_tasks_and_rejects_others() -> None:
     with LLM(checkpoint_folder("llama_tied"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("generate",)
-        with pytest.raises(ValueError, match=r"embed is refused: this run generates .*set runner=pooling"):
+        with pytest.raises(ValueError, match=r"embed is not supported: this run generates .*set runner=pooling"):
             llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
     with LLM(pooling_folder("mean"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score")
         with pytest.raises(PromptsRefusedError, match=r"this run pools .*runner=generate"):
             llm.generate(ids(PROMPTS[:1]), SamplingParams(max_tokens=2), use_tqdm=False)
-        with pytest.raises(ValueError, match="classify is refused: this model does embed, score"):
+        with pytest.raises(ValueError, match="classify is not supported: this model does embed, score"):
             llm.classify(ids(PROMPTS[:1]), use_tqdm=False)
         with pytest.raises(PromptsRefusedError, match=r"65 tokens .*truncate_prompt_tokens"):
             llm.embed(ids([[5] * 65]), use_tqdm=False)
@@ -405,7 +405,7 @@ def test_llm_engine_gives_equal_vectors_by_name() -> None:
         for index, prompt in enumerate(ids(PROMPTS)):
             assert engine.add_request(f"row {index}", prompt, PoolingParams()) == f"row {index}"
         engine.add_request("cut", ids(PROMPTS)[0], PoolingParams(dimensions=16, truncate_prompt_tokens=3))
-        with pytest.raises(ValueError, match="classify is refused: this model does embed, score"):
+        with pytest.raises(ValueError, match="classify is not supported: this model does embed, score"):
             engine.add_request("other", ids(PROMPTS)[0], PoolingParams(task="classify"))
         with pytest.raises(ValueError, match="this run pools"):
             engine.add_request("tokens", ids(PROMPTS)[0], SamplingParams(max_tokens=2))

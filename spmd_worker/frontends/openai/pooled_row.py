@@ -13,7 +13,7 @@ from spmd_worker.frontends.openai.prompt_values import RowProblem
 from spmd_worker.frontends.openai.row import Prompt, Row, RowError, TextPrompt, shape_of
 from spmd_worker.frontends.openai.row_parser import encode
 from spmd_worker.replica.sequence.outputs import RequestOutput
-from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, taken_pooling
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
@@ -71,7 +71,7 @@ def _encoded(
     config = engine.pooling
     assert config is not None, "what was let pass is pooled here"
     try:
-        taken = taken_pooling(ask.params, config)
+        taken = resolve_pooling(ask.params, config)
     except ValueError as error:
         raise RowProblem("invalid_value", str(error)) from None
     are_pairs = bool(ask.num_firsts) and config.task == "classify"

@@ -38,7 +38,7 @@ from spmd_worker.frontends.openai.row import (
     shape_of,
 )
 from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
-from spmd_worker.replica.sequence.taken_params import taken_params
+from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer, num_unfinished
 
@@ -253,7 +253,7 @@ def _concrete_sampling(sampling: SamplingParams, has_tokenizer: bool, num_left: 
 def _check_words(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Check the row's bad words with the engine's conversion, before admission."""
     try:
-        taken_params(sampling, tokenizer, vocab_size)
+        resolve_params(sampling, tokenizer, vocab_size)
     except ValueError as error:
         raise RowProblem("invalid_value", str(error)) from None
 
