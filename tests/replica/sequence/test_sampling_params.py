@@ -226,7 +226,7 @@ def test_bad_word_is_forbidden_at_start_and_inside():
     assert bad_word_ids("c", Letters()) == [(ord("c"),)]
     assert bad_word_ids(" dog", Letters()) == [tuple(map(ord, "dog"))]
     assert bad_word_ids("c", type("Other", (Letters,), {"encode": lambda *_, **__: [1]})()) == [(1,)]
-    with pytest.raises(ValueError, match="bad_words: .*'~'"):
+    with pytest.raises(ValueError, match=r"bad_words: .*'~'"):
         bad_word_ids("~", Letters())
     with pytest.raises(ValueError, match=r"bad_words need a tokenizer.json .*: use bad_words_ids"):
         bad_word_ids("c", None)
