@@ -1,6 +1,5 @@
-"""Comparing what each rank was given, before anything depends on it: configuration, code, model, prompts.
-
-Values are canonical JSON, so equal text means equal values.
+"""Compares every rank's inputs at the start: configuration, code, model, prompts. As canonical JSON, equal texts are
+equal values.
 """
 
 import json
@@ -30,7 +29,7 @@ def check_equal(subject: str, payloads: list[bytes]) -> None:
 
 
 def first_difference(first: Any, other: Any, rank: int, path: str = "") -> str:
-    """The first place where two JSON values differ as texts (1, 1.0 and true are three values), with both values."""
+    """Path of the first difference of two JSON values as texts (1, 1.0 and true are three values), and both values."""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         for key in sorted({**first, **other}):
             one, two = first.get(key, _MISSING), other.get(key, _MISSING)

@@ -1,7 +1,7 @@
-"""The channel that carries a step's answers and message between the ranks of a replica, as `Lockstep` needs it.
+"""Protocol of the channel that carries a step's answers and message between the ranks of a replica.
 
-The rank that leads collects the answers and sends the message; the others answer and receive. `ranks/transport` has
-the implementations, over TCP and over a gloo group.
+Rank 0 collects the answers and sends the message; the others answer and receive. `ranks/transport` implements it over
+TCP and over a gloo group.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from typing import Protocol
 
 
 class StepChannel(Protocol):
-    """What both ends offer."""
+    """Methods of both ends."""
 
     rank: int
     size: int
 
     def abort(self, text: str, is_divergence: bool) -> None:
-        """Report to the ranks within reach why this rank leaves: it broke, or the replicas diverged. Never raises."""
+        """Report to the reachable ranks why this rank leaves: an error, or divergence. Never raises."""
 
     def received_abort(self) -> tuple[str, bool] | None:
-        """Another rank's (text, is_divergence) from before it left, waiting a moment for it."""
+        """(text, is_divergence) of another rank that has left, waiting a moment for it."""
 
     def close(self) -> None:
         """Leave. Idempotent."""
@@ -31,23 +31,23 @@ class LeaderChannel(StepChannel, Protocol):
         """Every follower's answer to `step`, in rank order (followers only)."""
 
     def send(self, payload: bytes) -> None:
-        """The step's message, to every follower."""
+        """Send the step's message to every follower."""
 
     def exchange_records(self, record: bytes) -> list[bytes]:
-        """After a mismatch: rank 0's own record and every follower's, in rank order."""
+        """Rank 0's own record and every follower's, in rank order; called after a mismatch."""
 
     def send_diagnosis(self, text: str) -> None:
-        """What the records showed, to every follower."""
+        """Send the difference of the records to every follower."""
 
 
 class FollowerChannel(StepChannel, Protocol):
     """The end of every other rank."""
 
     def answer(self, step: int, payload: bytes) -> None:
-        """What this rank has to say of `step`."""
+        """Send this rank's answer to `step`."""
 
     def receive(self) -> bytes:
         """The step's message."""
 
     def offer_record(self, record: Callable[[], bytes]) -> None:
-        """What makes this rank's record of the step: asked only when rank 0 asks for it, which is hardly ever."""
+        """Register the function that makes this rank's record of the step; called only if rank 0 asks for it."""

@@ -1,9 +1,9 @@
-"""Where two ranks first differ, in words."""
+"""The first difference of two ranks' records of a step, as text."""
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from spmd_worker.replica.lockstep.wire.message import StepMessage
 from spmd_worker.replica.sequence.events import Event
@@ -14,8 +14,8 @@ _MAX_VALUE_CHARACTERS: Final = 120
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """All that the digest of a step covers: its plan, the events that enter with it, the ids that the last step sampled
-    and checksums of the masks that it sampled under.
+    """Everything that the digest of a step covers: its plan, the events that enter with it, the ids that the last step
+    sampled and checksums of the masks that it sampled under.
     """
 
     plan: StepPlan
@@ -26,17 +26,17 @@ class Record:
 
 
 def record_of(message: StepMessage) -> Record:
-    """The record of the step that a message is about."""
+    """Record of a message's step."""
     sampled = (message.sampled_token_ids, message.num_sampled_ids, message.mask_checksums)
     return Record(message.plan, message.events, *sampled)
 
 
 def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int) -> str | None:
-    """For example "groups[5].block_ids[3]: 17 on rank 0, 21 on rank 2", or None where the records are equal.
+    """A text such as "groups[5].block_ids[3]: 17 on rank 0, 21 on rank 2"; None if the records are equal.
 
-    Causes come before effects: the step number, the events, the masks, the ids sampled, then what was planned. Names
-    are as in the records, without `plan.`, and without `sequences[0].` in groups that list one sequence on both ranks.
-    Where two lists of different lengths differ before the shorter ends, the lengths follow in brackets.
+    Causes come before effects: the step number, the events, the masks, the sampled ids, then the plan. Names are as in
+    the records, without `plan.`, and without `sequences[0].` in groups that list one sequence on both ranks. If two
+    lists of different lengths differ before the shorter ends, the lengths follow in brackets.
     """
     difference = (
         _walk("step", mine.plan.step, theirs.plan.step)
@@ -48,25 +48,22 @@ def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int
         or _walk("continuing", mine.plan.continuing, theirs.plan.continuing)
         or _walk("", mine.plan, theirs.plan)
     )
-    return None if difference is None else _in_words(difference, my_rank, their_rank)
+    if difference is None:
+        return None
+    text = f"{difference.path}: {difference.mine} on rank {my_rank}, {difference.theirs} on rank {their_rank}"
+    if difference.lengths is None:
+        return text
+    path, my_length, their_length = difference.lengths
+    return f"{text} ({path}: {my_length} entries on rank {my_rank}, {their_length} on rank {their_rank})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """`lengths` is the innermost list around `path` whose lengths differ: its path and both lengths."""
+class _Difference(NamedTuple):
+    """`lengths` is the innermost list around `path` with different lengths: its path and both lengths."""
 
     path: str
     mine: str
     theirs: str
     lengths: tuple[str, int, int] | None = None
-
-
-def _in_words(difference: _Difference, my_rank: int, their_rank: int) -> str:
-    words = f"{difference.path}: {difference.mine} on rank {my_rank}, {difference.theirs} on rank {their_rank}"
-    if difference.lengths is None:
-        return words
-    path, mine, theirs = difference.lengths
-    return f"{words} ({path}: {mine} entries on rank {my_rank}, {theirs} on rank {their_rank})"
 
 
 def _walk(path: str, mine: object, theirs: object) -> _Difference | None:
@@ -83,18 +80,15 @@ def _walk(path: str, mine: object, theirs: object) -> _Difference | None:
 
 def _walk_fields(path: str, names: list[str], mine: object, theirs: object) -> _Difference | None:
     for name in names:
-        inner = f"{path}.{name}" if path else name
-        difference = _walk_field(inner, path, getattr(mine, name), getattr(theirs, name), name)
+        my_value, their_value = getattr(mine, name), getattr(theirs, name)
+        if name == "sequences" and len(my_value) == len(their_value) == 1:
+            # A group's only sequence has the group's path.
+            difference = _walk(path, my_value[0], their_value[0])
+        else:
+            difference = _walk(f"{path}.{name}" if path else name, my_value, their_value)
         if difference is not None:
             return difference
     return None
-
-
-def _walk_field(inner: str, outer: str, mine: object, theirs: object, name: str) -> _Difference | None:
-    """A group's only sequence goes by the group's name."""
-    if name == "sequences" and isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs) == 1:
-        return _walk(outer, mine[0], theirs[0])
-    return _walk(inner, mine, theirs)
 
 
 def _walk_entries(path: str, mine: Sequence[object], theirs: Sequence[object]) -> _Difference | None:
@@ -102,14 +96,14 @@ def _walk_entries(path: str, mine: Sequence[object], theirs: Sequence[object]) -
     for index, (my_entry, their_entry) in enumerate(zip(mine, theirs)):
         difference = _walk(f"{path}[{index}]", my_entry, their_entry)
         if difference is not None:
-            return _Difference(difference.path, difference.mine, difference.theirs, difference.lengths or lengths)
+            return difference._replace(lengths=difference.lengths or lengths)
     if lengths is None:
         return None
     return _Difference(path, f"{len(mine)} entries", str(len(theirs)))
 
 
 def _is_same(mine: object, theirs: object) -> bool:
-    """Bit for bit: the digest tells -0.0 from 0.0."""
+    """Equality bit for bit: -0.0 and 0.0 have different digests."""
     if isinstance(mine, float) and isinstance(theirs, float):
         return struct.pack("<d", mine) == struct.pack("<d", theirs)
     return mine == theirs

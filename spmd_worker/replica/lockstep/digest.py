@@ -1,7 +1,7 @@
-"""The digest that the replicas compare: blake2b over the bytes of every step's record so far.
+"""The digest that the replicas compare: blake2b over the bytes of all steps' records.
 
-The bytes are those that a record has on the wire (`wire/record_codec.py`), of the whole record, coded against nothing:
-two replicas compare what they decided before anything was sent.
+A record has the bytes of `wire/record_codec.py`, complete and not coded against earlier ones: two replicas compare
+their decisions before anything is sent.
 """
 
 from hashlib import blake2b
@@ -17,13 +17,13 @@ _RECORD: Final = codec_of(Record)
 
 
 class ChainedDigest:
-    """Equal now means equal ever since: each digest covers the one before it and the record of its step."""
+    """Each digest covers the one before it and the record of its step: equal digests, equal steps since the start."""
 
     def __init__(self, start: bytes = bytes(NUM_DIGEST_BYTES)) -> None:
         self.value = start
 
     def update(self, record: Record) -> bytes:
-        """Take in one step and return the new digest, which `value` also holds."""
+        """Add one step and return the new digest, which `value` also holds."""
         writer = ByteWriter()
         _RECORD.write(writer, (record,))
         digest = blake2b(self.value, digest_size=NUM_DIGEST_BYTES, person=_PERSON)

@@ -1,6 +1,4 @@
-"""A rank's answer to a step beside its digest: transfers that it has finished, what ends the call that it is in, and
-how it prepared a worker event.
-"""
+"""A rank's answer to a step: its digest, finished transfers, an interrupt, and whether it prepared a worker event."""
 
 import struct
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ _LENGTHS: Final = struct.Struct("<II")
 
 
 class TransferBook:
-    """A transfer is finished when each of `num_ranks` has said so; numbers come out in the order of completion."""
+    """Collects each rank's finished transfers; one that all of `num_ranks` have finished is complete."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -22,7 +20,7 @@ class TransferBook:
         self._complete: list[int] = []
 
     def add(self, rank: int, numbers: Sequence[int]) -> None:
-        """A rank has finished these; each once."""
+        """Record that a rank has finished these; each once."""
         for number in numbers:
             ranks = self._finished_by.setdefault(number, [])
             assert rank not in ranks, f"rank {rank} finished transfer {number} twice"
@@ -32,14 +30,14 @@ class TransferBook:
                 self._complete.append(number)
 
     def take_complete(self) -> tuple[int, ...]:
-        """What all ranks have finished since the last call."""
+        """Transfers completed since the last call, in the order of completion."""
         complete, self._complete = tuple(self._complete), []
         return complete
 
 
 class Answer(NamedTuple):
-    """A follower's answer to a step: its digest, the transfers it has finished since its last answer, and the words of
-    what a signal's handler raised there, "" where none did.
+    """A follower's answer to a step: its digest, the transfers it has finished since its last answer, and the text of
+    an exception that a signal's handler raised there, or "".
     """
 
     digest: bytes
@@ -48,7 +46,7 @@ class Answer(NamedTuple):
 
 
 def pack_answer(digest: bytes, finished_transfers: Sequence[int], interrupt: str = "") -> bytes:
-    """An `Answer`. The digest alone where there is no more."""
+    """Encode an `Answer`: the digest alone if there is nothing else."""
     if not finished_transfers and not interrupt:
         return digest
     text = interrupt.encode("utf-8", "replace")
@@ -57,7 +55,7 @@ def pack_answer(digest: bytes, finished_transfers: Sequence[int], interrupt: str
 
 
 def unpack_answer(answer: bytes) -> Answer:
-    """The inverse of `pack_answer`; of bytes that it did not make the digest is one that equals none."""
+    """The inverse of `pack_answer`. Other bytes give a digest that equals no rank's."""
     start = NUM_DIGEST_BYTES + _LENGTHS.size
     if len(answer) < start:
         return Answer(answer)
@@ -70,12 +68,12 @@ def unpack_answer(answer: bytes) -> Answer:
 
 
 def pack_event_answer(answer: bytes, problem: str) -> bytes:
-    """An answer of the step after a worker event: `answer`, and why this rank did not prepare; "" where it did."""
+    """Encode an answer of the step after a worker event. `problem`: why this rank did not prepare it, "" if it did."""
     return _LENGTH.pack(len(answer)) + answer + problem.encode("utf-8", "replace")
 
 
 def unpack_event_answer(payload: bytes) -> tuple[bytes, str]:
-    """The inverse of `pack_event_answer`; of bytes that it did not make the answer is one that equals none."""
+    """The inverse of `pack_event_answer`. Other bytes give an answer with a digest that equals no rank's."""
     head = payload[: _LENGTH.size]
     end = _LENGTH.size + (_LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0)
     return payload[len(head) : end], payload[end:].decode("utf-8", "replace")

@@ -1,6 +1,6 @@
 """The worker's copy of the scheduler's state: sequences by request id, updated by the plans of the steps.
 
-A plan is checked completely before it changes anything (`plan_check.py`): a rejected plan leaves the mirror unchanged.
+A plan is checked completely before it changes anything: a rejected plan leaves the mirror unchanged.
 """
 
 from collections import deque
@@ -57,25 +57,22 @@ class Mirror:
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         self._sampling: deque[_Sampling] = deque()
+        # The last step, if sequences only continued in it.
         self._decoding: _Decoding | None = None
-        """The last step, if it was one."""
+        # Ids of sequences that continue after their ids are read.
         self._read_ids: dict[MirroredSequence, int] = {}
-        """Ids of sequences that continue after their ids are read."""
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def state(self) -> dict[SequenceKey, SequenceState]:
-        """Every sequence held, in the order of keys, as values, to be compared with a scheduler's own state."""
+        """Values of every sequence, in the order of keys, to be compared with a scheduler's."""
         state = {}
         for request_id in sorted(self._groups):
-            for sample_index, sequence in sorted(self._groups[request_id].sequences.items()):
-                num_computed_tokens = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-                state[SequenceKey(request_id, sample_index)] = (
-                    tuple(sequence.output_token_ids),
-                    tuple(sequence.block_ids),
-                    num_computed_tokens,
-                )
+            for sample_index, each in sorted(self._groups[request_id].sequences.items()):
+                tokens, block_ids = tuple(each.output_token_ids), tuple(each.block_ids)
+                num_computed_tokens = each.num_computed_tokens + each.num_scheduled_tokens
+                state[SequenceKey(request_id, sample_index)] = (tokens, block_ids, num_computed_tokens)
         return state
 
     def apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
@@ -85,7 +82,7 @@ class Mirror:
         Raises MirrorError, and changes nothing, if the plan does not follow from the plans before it.
         """
         decoding = self._decoding
-        if decoding is None or not self._goes_on(plan, decoding):
+        if decoding is None or not self._is_same_decoding(plan, decoding):
             return self._apply(plan)
         self._step = plan.step
         self._continue(plan, decoding.sequences)
@@ -93,9 +90,9 @@ class Mirror:
             self._await(plan.step, decoding.scheduled)
         return decoding.scheduled
 
-    def _goes_on(self, plan: StepPlan, last: _Decoding) -> bool:
-        """Whether the plan only advances the sequences of the last one by a token: then it is valid if each has a block
-        for it. Nearly every step is one.
+    def _is_same_decoding(self, plan: StepPlan, last: _Decoding) -> bool:
+        """Whether the plan only advances the sequences of the last one by a token, as nearly every step does: it is
+        valid if each has a block for it.
         """
         num_rows, num_new = len(last.sequences), {}
         if (
@@ -111,20 +108,20 @@ class Mirror:
         ):
             return False
         if plan.continuing_blocks:
-            num_new = PlanCheck(self._groups, self.num_blocks, self.block_size, self._step).check_blocks(plan)
+            num_new = PlanCheck(plan, self._groups, self.num_blocks, self.block_size).num_new_blocks()
         size = self.block_size
         lacking = [
-            place
-            for place, each in enumerate(last.sequences)
+            index
+            for index, each in enumerate(last.sequences)
             if each.num_computed_tokens + each.num_scheduled_tokens >= len(each.block_ids) * size
         ]
-        return all(place in num_new for place in lacking)
+        return all(index in num_new for index in lacking)
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""
         last_rows = self._sampling[-1].rows if self._sampling and self._sampling[-1].step == self._step else ()
-        check = PlanCheck(self._groups, self.num_blocks, self.block_size, self._step, last_rows)
-        continuing = check.check(plan)
+        check = PlanCheck(plan, self._groups, self.num_blocks, self.block_size, self._step, last_rows)
+        continuing = check.check()
         self._step = plan.step
         self._forget(plan)
         continuing_rows = self._continue(plan, continuing)
@@ -164,11 +161,10 @@ class Mirror:
                 tuple([each[0] for each in islice(given, row.num_samples) if len(each) == row.num_samples == 1])
                 for row in awaited.rows
             ]
-        for row, outputs, num_outputs, token_ids in zip(
-            awaited.rows, awaited.outputs, awaited.nums_outputs, rows, strict=True
-        ):
+        columns = (awaited.rows, awaited.outputs, awaited.nums_outputs, rows)
+        for row, outputs, num_outputs, token_ids in zip(*columns, strict=True):
             for token_id in token_ids:
-                # A sequence that got no id ends there; what is computed of it meanwhile is never read.
+                # A sequence that got no id ends there; its later results are never read.
                 if len(outputs) > num_outputs:
                     outputs[num_outputs] = token_id if token_id > 0 else 0
                 else:
@@ -189,13 +185,13 @@ class Mirror:
         ahead = continuing[: plan.num_ahead]
         read_ids = self._read_ids
         for sequence in ahead:
-            _go_on(sequence, read_ids.get(sequence, NOT_READ) if read_ids else NOT_READ)
+            _append_token(sequence, read_ids.get(sequence, NOT_READ) if read_ids else NOT_READ)
         rows = [sequence.decode_row for sequence in ahead]
         others = continuing[plan.num_ahead :] if ahead else continuing
         if plan.continuing_num_ids:
             return rows + self._continue_unevenly(plan, others)
         for sequence, token_id in zip(others, plan.continuing_token_ids):
-            _go_on(sequence, token_id)
+            _append_token(sequence, token_id)
         return rows + [sequence.decode_row for sequence in others]
 
     def _continue_unevenly(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
@@ -221,7 +217,7 @@ class Mirror:
         group = self._groups.setdefault(request.request_id, MirroredGroup(request))
         group.request = request
         for sequence in group.sequences.values():
-            sequence.take_request(request)
+            sequence.set_request(request)
         for data in update.sequences:
             sequence = MirroredSequence(
                 request=request,
@@ -251,7 +247,7 @@ class Mirror:
             sequences.append(sequence)
 
 
-def _go_on(sequence: MirroredSequence, token_id: int) -> None:
+def _append_token(sequence: MirroredSequence, token_id: int) -> None:
     """Append one token, and schedule it."""
     sequence.output_token_ids.append(token_id)
     sequence.num_computed_tokens += sequence.num_scheduled_tokens

@@ -1,7 +1,4 @@
-"""Checks that a plan follows from the plans before it: every rule, before the mirror changes anything.
-
-Knows the mirror's state and the size of the cache; changes neither.
-"""
+"""Checks that a plan follows from the plans before it: every rule, before the mirror changes anything."""
 
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -9,6 +6,7 @@ from typing import NoReturn
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.sequence.metadata import (
+    GroupUpdate,
     SequenceData,
     SequenceDataDelta,
     SequenceGroupMetadata,
@@ -26,311 +24,230 @@ class PlanCheck:
 
     def __init__(
         self,
+        plan: StepPlan,
         groups: Mapping[RequestId, MirroredGroup],
         num_blocks: int,
         block_size: int,
-        step: int | None,
+        step: int | None = None,
         last_rows: Sequence[ScheduledSequence] = (),
     ) -> None:
-        self._groups, self.num_blocks, self.block_size, self._step = groups, num_blocks, block_size, step
-        self._last_rows = last_rows
+        self._plan, self._groups, self._step, self._last_rows = plan, groups, step, last_rows
+        self._num_blocks, self._block_size = num_blocks, block_size
 
-    def check(self, plan: StepPlan) -> list[MirroredSequence]:
+    def check(self) -> list[MirroredSequence]:
         """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
+        plan = self._plan
         if self._step is not None and plan.step != self._step + 1:
-            raise MirrorError(f"step {plan.step}: field step is {plan.step}, the mirror expects {self._step + 1}")
-        self._check_block_ops(plan)
+            self._reject("step", plan.step, self._step + 1)
+        self._check_block_ops()
+        continuing = self._check_continuing()
+        num_tokens = len(continuing) + sum([max(num_ids - 1, 0) for num_ids in plan.continuing_num_ids])
+        listed: dict[RequestId, None] = {}
         finished_requests = dict.fromkeys(plan.finished_request_ids)
         finished_sequences = dict.fromkeys(plan.finished_sequences)
-        listed: dict[RequestId, None] = {}
-        continuing = self._check_continuing(plan)
-        num_tokens = len(continuing) + sum([max(num_ids - 1, 0) for num_ids in plan.continuing_num_ids])
         for group in plan.groups:
             request_id = group.request_id
             if request_id in listed:
-                _refuse(plan, request_id, None, "groups", "listed twice", "listed once")
+                self._reject("groups", "listed twice", "listed once", request_id)
             if request_id in finished_requests:
-                _refuse(plan, request_id, None, "groups", "listed and in finished_request_ids", "one or the other")
+                self._reject("groups", "listed and in finished_request_ids", "one or the other", request_id)
             listed[request_id] = None
             if finished_sequences or len(group.sequences) != 1:
-                _check_listing(plan, request_id, group.sequences, finished_sequences)
-            if isinstance(group, SequenceGroupMetadata):
-                num_tokens += self._check_snapshot(plan, group)
-            else:
-                num_tokens += self._check_delta(plan, group)
+                self._check_listing(group, finished_sequences)
+            num_tokens += self._check_group(group)
         if num_tokens != plan.num_tokens:
-            raise MirrorError(f"step {plan.step}: field num_tokens is {plan.num_tokens}, its rows compute {num_tokens}")
+            self._reject("num_tokens", plan.num_tokens, f"{num_tokens}, the tokens of its rows")
         return continuing
 
-    def _check_continuing(self, plan: StepPlan) -> list[MirroredSequence]:
-        """The continuing sequences; the mirror must hold each with all its tokens computed."""
-        keys, groups, block_size = plan.continuing, self._groups, self.block_size
-        num_ids = self._check_continuing_ids(plan)
-        num_new_blocks = self.check_blocks(plan)
-        sequences: list[MirroredSequence] = []
-        for place, (request_id, sample_index) in enumerate(keys):
-            group = groups.get(request_id)
-            sequence = None if group is None else group.sequences.get(sample_index)
-            if sequence is None:
-                _refuse_key(plan, keys[place], "unknown", "a sequence the mirror holds")
-            end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-            if end != sequence.num_tokens:
-                _refuse_key(
-                    plan, keys[place], f"computed to {end}", f"computed to {sequence.num_tokens}, its last token"
-                )
-            # Hot path: most get one id, and have a block for it.
-            if end >= len(sequence.block_ids) * block_size or num_ids:
-                last = end - 1 + (num_ids[place] if num_ids else 1)
-                if last >= (len(sequence.block_ids) + num_new_blocks.get(place, 0)) * block_size:
-                    _refuse_key(plan, keys[place], f"without a block for token {last}", "a block for it")
-            sequences.append(sequence)
-        self._check_listed_once(plan)
-        self._check_ahead(plan, sequences[: plan.num_ahead])
-        return sequences
-
-    def _check_ahead(self, plan: StepPlan, sequences: list[MirroredSequence]) -> None:
-        """Check that the step before samples exactly the id that each of these appends."""
-        if not sequences:
-            return
-        sampling = dict.fromkeys([row.sequence for row in self._last_rows if row.num_samples == 1])
-        for place, sequence in enumerate(sequences):
-            if sequence not in sampling:
-                rule = "one that the step before samples one id for"
-                _refuse_key(plan, plan.continuing[place], "ahead of its id", rule)
-
-    def _check_continuing_ids(self, plan: StepPlan) -> tuple[int, ...]:
-        """Number of ids that each appends; empty if each appends one."""
-        num_ids, num_keys = plan.continuing_num_ids, len(plan.continuing) - plan.num_ahead
-        if not 0 <= plan.num_ahead <= len(plan.continuing):
-            raise MirrorError(
-                f"step {plan.step}: field num_ahead is {plan.num_ahead}, the mirror expects from 0 to "
-                f"{len(plan.continuing)}, the sequences in continuing"
-            )
-        if num_ids and (len(num_ids) != num_keys or min(num_ids) < 0):
-            raise MirrorError(
-                f"step {plan.step}: field continuing_num_ids has {len(num_ids)} entries from {min(num_ids)} on, the "
-                f"mirror expects one, of 0 or more, for each of the {num_keys} sequences in continuing"
-                f"{_not_ahead(plan)}"
-            )
-        num_expected = sum(num_ids) if num_ids else num_keys
-        if len(plan.continuing_token_ids) != num_expected:
-            rule = (
-                f"the {num_expected} that continuing_num_ids shares out"
-                if num_ids
-                else f"one for each of the {num_keys} sequences in continuing{_not_ahead(plan)}"
-            )
-            raise MirrorError(
-                f"step {plan.step}: field continuing_token_ids has {len(plan.continuing_token_ids)} entries, not {rule}"
-            )
-        return (1,) * plan.num_ahead + num_ids if num_ids else ()
-
-    def check_blocks(self, plan: StepPlan) -> dict[int, int]:
-        """Number of new blocks per continuing sequence (by index): one at most if each appends one id. Raises
-        MirrorError for blocks, or sequences, that do not exist.
+    def num_new_blocks(self) -> dict[int, int]:
+        """Number of new blocks by index in `continuing`: one at most if each appends one id. Raises MirrorError for
+        blocks, or sequences, that do not exist.
         """
+        plan = self._plan
         num_new_blocks: dict[int, int] = {}
-        for place, _ in plan.continuing_blocks:
-            num_new_blocks[place] = num_new_blocks.get(place, 0) + 1
-        outside = self._first_outside([block_id for _, block_id in plan.continuing_blocks])
-        if outside is not None:
-            rule = f"the cache has blocks 0 to {self.num_blocks - 1}"
-            raise MirrorError(f"step {plan.step}: field continuing_blocks names device block {outside}, {rule}")
-        wrong = [place for place in num_new_blocks if not 0 <= place < len(plan.continuing)]
-        if wrong or (not plan.continuing_num_ids and len(num_new_blocks) != len(plan.continuing_blocks)):
-            places = [place for place, _ in plan.continuing_blocks]
+        for index, _ in plan.continuing_blocks:
+            num_new_blocks[index] = num_new_blocks.get(index, 0) + 1
+        self._check_blocks("continuing_blocks", [block_id for _, block_id in plan.continuing_blocks])
+        is_outside = any(not 0 <= index < len(plan.continuing) for index in num_new_blocks)
+        if is_outside or (not plan.continuing_num_ids and len(num_new_blocks) != len(plan.continuing_blocks)):
+            indices = [index for index, _ in plan.continuing_blocks]
             rule = f"different ones from 0 to {len(plan.continuing) - 1}"
-            raise MirrorError(
-                f"step {plan.step}: field continuing_blocks names places {places}, the mirror expects {rule}"
-            )
+            self._reject("continuing_blocks", f"at indices {indices}", rule)
         return num_new_blocks
 
-    def _check_listed_once(self, plan: StepPlan) -> None:
+    def _check_continuing(self) -> list[MirroredSequence]:
+        """The continuing sequences; the mirror must hold each with all its tokens computed."""
+        plan, groups, block_size = self._plan, self._groups, self._block_size
+        num_ids = self._check_continuing_ids()
+        num_new_blocks = self.num_new_blocks()
+        sequences: list[MirroredSequence] = []
+        for index, key in enumerate(plan.continuing):
+            group = groups.get(key.request_id)
+            sequence = None if group is None else group.sequences.get(key.sample_index)
+            if sequence is None:
+                self._reject("continuing", "unknown", "a sequence that it holds", *key)
+            end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+            if end != sequence.num_tokens:
+                rule = f"computed to {sequence.num_tokens}, its last token"
+                self._reject("continuing", f"computed to {end}", rule, *key)
+            # Hot path: most get one id, and have a block for it.
+            if end >= len(sequence.block_ids) * block_size or num_ids:
+                last = end - 1 + (num_ids[index] if num_ids else 1)
+                if last >= (len(sequence.block_ids) + num_new_blocks.get(index, 0)) * block_size:
+                    self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
+            sequences.append(sequence)
+        self._check_listed_once()
+        if plan.num_ahead:
+            sampling = dict.fromkeys([row.sequence for row in self._last_rows if row.num_samples == 1])
+            for key, sequence in zip(plan.continuing[: plan.num_ahead], sequences):
+                if sequence not in sampling:
+                    rule = "one that the step before samples one id for"
+                    self._reject("continuing", "ahead of its id", rule, *key)
+        return sequences
+
+    def _check_continuing_ids(self) -> tuple[int, ...]:
+        """Number of ids that each appends; empty if each appends one."""
+        plan, num_ids = self._plan, self._plan.continuing_num_ids
+        if not 0 <= plan.num_ahead <= len(plan.continuing):
+            rule = f"from 0 to {len(plan.continuing)}, the sequences in continuing"
+            self._reject("num_ahead", plan.num_ahead, rule)
+        num_keys = len(plan.continuing) - plan.num_ahead
+        if num_ids and (len(num_ids) != num_keys or min(num_ids) < 0):
+            rule = f"one, of 0 or more, for each of the {num_keys} sequences that do not go ahead"
+            self._reject("continuing_num_ids", f"{len(num_ids)} numbers from {min(num_ids)} on", rule)
+        num_expected = sum(num_ids) if num_ids else num_keys
+        if len(plan.continuing_token_ids) != num_expected:
+            rule = f"{num_expected} for the {num_keys} sequences that do not go ahead"
+            self._reject("continuing_token_ids", f"{len(plan.continuing_token_ids)} ids", rule)
+        return (1,) * plan.num_ahead + num_ids if num_ids else ()
+
+    def _check_listed_once(self) -> None:
         """Check that no sequence continues twice, or continues and is listed or has ended."""
-        keys = dict.fromkeys(plan.continuing)
+        plan, keys = self._plan, dict.fromkeys(self._plan.continuing)
         if len(keys) != len(plan.continuing):
-            raise MirrorError(f"step {plan.step}: field continuing lists a sequence twice, the mirror expects it once")
+            self._reject("continuing", "a list with one sequence twice", "each once")
         for group in plan.groups:
             for data in group.sequences:
                 if (group.request_id, data.sample_index) in keys:
-                    _refuse(plan, group.request_id, data, "continuing", "also in groups", "one or the other")
+                    self._reject(
+                        "continuing", "also in groups", "one or the other", group.request_id, data.sample_index
+                    )
         finished_requests = dict.fromkeys(plan.finished_request_ids)
         ended = [key for key in plan.finished_sequences if key in keys]
         ended += [key for key in plan.continuing if key.request_id in finished_requests] if finished_requests else []
         if ended:
-            _refuse_key(plan, ended[0], "also finished", "one or the other")
+            self._reject("continuing", "also finished", "one or the other", *ended[0])
 
-    def _check_block_ops(self, plan: StepPlan) -> None:
+    def _check_block_ops(self) -> None:
         """Check that device blocks of the moves exist. The mirror does not know the number of host blocks."""
-        operations = plan.block_ops
+        operations = self._plan.block_ops
         if operations.is_empty:
             return
-        device_blocks = (
-            ("swap_in", [destination for _, destination in operations.swap_in]),
-            ("swap_out", [source for source, _ in operations.swap_out]),
-            ("copy", [block for pair in operations.copy for block in pair]),
-            ("store", [block for block, _ in operations.store]),
-            ("load", [block for _, block in operations.load]),
-        )
-        for name, blocks in device_blocks:
-            outside = self._first_outside(blocks)
-            if outside is not None:
-                rule = f"the cache has blocks 0 to {self.num_blocks - 1}"
-                raise MirrorError(f"step {plan.step}: field block_ops.{name} names device block {outside}, {rule}")
+        self._check_blocks("block_ops.swap_in", [destination for _, destination in operations.swap_in])
+        self._check_blocks("block_ops.swap_out", [source for source, _ in operations.swap_out])
+        self._check_blocks("block_ops.copy", [block_id for pair in operations.copy for block_id in pair])
+        self._check_blocks("block_ops.store", [block_id for block_id, _ in operations.store])
+        self._check_blocks("block_ops.load", [block_id for _, block_id in operations.load])
 
-    def _check_snapshot(self, plan: StepPlan, group: SequenceGroupMetadata) -> int:
-        """Number of tokens that the group computes."""
-        num_scheduled_tokens = 0
-        num_prompt_tokens = len(group.request.prompt_token_ids)
-        for data in group.sequences:
-            self._check_sample_index(plan, group.request, data)
-            self._check_blocks(plan, group.request_id, data, "block_ids", data.block_ids)
-            num_tokens = num_prompt_tokens + len(data.output_token_ids)
-            self._check_counts(plan, group.request, data, num_tokens, len(data.block_ids))
-            num_scheduled_tokens += data.num_scheduled_tokens
-        return num_scheduled_tokens
+    def _check_listing(self, group: GroupUpdate, finished: Mapping[SequenceKey, None]) -> None:
+        """Check that a group lists at least one sequence, each once, and none that has ended."""
+        request_id, indices = group.request_id, [data.sample_index for data in group.sequences]
+        if not indices:
+            self._reject("sequences", "empty", "at least one", request_id)
+        if len(dict.fromkeys(indices)) != len(indices):
+            self._reject("sequences", f"samples {indices}", "each sample once", request_id)
+        for index in indices:
+            if (request_id, index) in finished:
+                self._reject("sequences", "listed and in finished_sequences", "one or the other", request_id, index)
 
-    def _check_delta(self, plan: StepPlan, update: SequenceGroupMetadataDelta) -> int:
+    def _check_group(self, update: GroupUpdate) -> int:
         """Number of tokens that the group computes."""
+        if isinstance(update, SequenceGroupMetadata):
+            for data in update.sequences:
+                self._check_snapshot(update.request, data)
+        else:
+            self._check_delta(update)
+        return sum([data.num_scheduled_tokens for data in update.sequences])
+
+    def _check_snapshot(self, request: Request, data: SequenceData) -> None:
+        self._check_sample_index(request, data)
+        self._check_blocks("block_ids", data.block_ids, request.request_id, data.sample_index)
+        num_tokens = len(request.prompt_token_ids) + len(data.output_token_ids)
+        self._check_counts(request, data, num_tokens, len(data.block_ids))
+
+    def _check_delta(self, update: SequenceGroupMetadataDelta) -> None:
+        """Check a delta; it has all data of a sequence that the mirror does not hold, which has just forked."""
         group = self._groups.get(update.request_id)
         if group is None:
-            _refuse(
-                plan,
-                update.request_id,
-                None,
-                "request_id",
-                "a delta",
-                "a snapshot: the mirror does not hold the request",
-            )
-        num_scheduled_tokens = 0
+            rule = "a snapshot: the mirror does not hold the request"
+            self._reject("request_id", "a delta", rule, update.request_id)
         for data in update.sequences:
+            key = update.request_id, data.sample_index
             sequence = group.sequences.get(data.sample_index)
             if sequence is None:
-                self._check_fork(plan, group.request, data)
+                self._check_sample_index(group.request, data)
+                if data.num_kept_blocks != 0:
+                    self._reject("num_kept_blocks", data.num_kept_blocks, "0 for a new sequence", *key)
+                num_tokens = len(group.request.prompt_token_ids)
             else:
-                self._check_continuation(plan, sequence, data)
-            num_scheduled_tokens += data.num_scheduled_tokens
-        return num_scheduled_tokens
+                self._check_continuation(sequence, data)
+                num_tokens = sequence.num_tokens
+            self._check_blocks("appended_block_ids", data.appended_block_ids, *key)
+            num_blocks = data.num_kept_blocks + len(data.appended_block_ids)
+            self._check_counts(group.request, data, num_tokens + len(data.appended_token_ids), num_blocks)
 
-    def _check_continuation(self, plan: StepPlan, sequence: MirroredSequence, data: SequenceDataDelta) -> None:
-        request_id = sequence.request.request_id
+    def _check_continuation(self, sequence: MirroredSequence, data: SequenceDataDelta) -> None:
+        key = sequence.request.request_id, data.sample_index
         expected = sequence.num_computed_tokens + sequence.num_scheduled_tokens
         # A sequence that sampled without getting an id recomputes its last token.
         may_repeat = not data.appended_token_ids and expected == sequence.num_tokens
         if data.num_computed_tokens != expected and not (may_repeat and data.num_computed_tokens == expected - 1):
-            _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, expected)
+            self._reject("num_computed_tokens", data.num_computed_tokens, expected, *key)
         if not 0 <= data.num_kept_blocks <= len(sequence.block_ids):
             rule = f"from 0 to {len(sequence.block_ids)}, the known blocks"
-            _refuse(plan, request_id, data, "num_kept_blocks", data.num_kept_blocks, rule)
-        if data.appended_block_ids:
-            self._check_blocks(plan, request_id, data, "appended_block_ids", data.appended_block_ids)
-        num_prompt_tokens = len(sequence.request.prompt_token_ids)
-        num_tokens = num_prompt_tokens + len(sequence.output_token_ids) + len(data.appended_token_ids)
-        num_blocks = data.num_kept_blocks + len(data.appended_block_ids)
-        self._check_counts(plan, sequence.request, data, num_tokens, num_blocks)
+            self._reject("num_kept_blocks", data.num_kept_blocks, rule, *key)
 
-    def _check_fork(self, plan: StepPlan, request: Request, data: SequenceDataDelta) -> None:
-        """Check a sequence that the mirror does not hold, of a request that it does: the delta has all of it."""
-        self._check_sample_index(plan, request, data)
-        if data.num_kept_blocks != 0:
-            _refuse(plan, request.request_id, data, "num_kept_blocks", data.num_kept_blocks, "0 for a new sequence")
-        self._check_blocks(plan, request.request_id, data, "appended_block_ids", data.appended_block_ids)
-        num_tokens = len(request.prompt_token_ids) + len(data.appended_token_ids)
-        self._check_counts(plan, request, data, num_tokens, len(data.appended_block_ids))
-
-    def _check_sample_index(self, plan: StepPlan, request: Request, data: SequenceData | SequenceDataDelta) -> None:
+    def _check_sample_index(self, request: Request, data: SequenceData | SequenceDataDelta) -> None:
         if not 0 <= data.sample_index < request.sampling.num_sequences:
             rule = f"from 0 to {request.sampling.num_sequences - 1}"
-            _refuse(plan, request.request_id, data, "sample_index", data.sample_index, rule)
+            self._reject("sample_index", data.sample_index, rule, request.request_id, data.sample_index)
 
-    def _check_blocks(
-        self,
-        plan: StepPlan,
-        request_id: RequestId,
-        data: SequenceData | SequenceDataDelta,
-        name: str,
-        blocks: Sequence[BlockId],
-    ) -> None:
-        outside = self._first_outside(blocks)
-        if outside is not None:
-            _refuse(plan, request_id, data, name, outside, f"from 0 to {self.num_blocks - 1}")
-
-    def _first_outside(self, blocks: Sequence[BlockId]) -> BlockId | None:
-        if not blocks or (min(blocks) >= 0 and max(blocks) < self.num_blocks):
-            return None
-        return next(block for block in blocks if not 0 <= block < self.num_blocks)
+    def _check_blocks(self, name: str, block_ids: Sequence[BlockId], *key: int) -> None:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            outside = next(block_id for block_id in block_ids if not 0 <= block_id < self._num_blocks)
+            self._reject(name, outside, f"from 0 to {self._num_blocks - 1}", *key)
 
     def _check_counts(
-        self,
-        plan: StepPlan,
-        request: Request,
-        data: SequenceData | SequenceDataDelta,
-        num_tokens: int,
-        num_blocks: int,
+        self, request: Request, data: SequenceData | SequenceDataDelta, num_tokens: int, num_blocks: int
     ) -> None:
         """Check that the chunk lies inside the tokens and the blocks, and samples only at the end of the tokens."""
-        request_id = request.request_id
-        end = data.num_computed_tokens + data.num_scheduled_tokens
-        has_room = end <= num_blocks * self.block_size if self.num_blocks else data.num_computed_tokens == 0
-        is_inside = 0 <= data.num_computed_tokens < end <= num_tokens and has_room
-        is_inside = is_inside and (self.num_blocks > 0 or end == num_tokens)
-        most = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
-        if is_inside and 0 <= data.num_samples <= most:
+        first, num_scheduled = data.num_computed_tokens, data.num_scheduled_tokens
+        end = first + num_scheduled
+        is_all = (first, end) == (0, num_tokens)
+        has_blocks = end <= num_blocks * self._block_size if self._num_blocks else is_all
+        max_samples = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
+        if 0 <= first < end <= num_tokens and has_blocks and 0 <= data.num_samples <= max_samples:
             return
-        if data.num_computed_tokens < 0:
-            _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, "0 or more")
-        if data.num_scheduled_tokens < 1:
-            _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, "1 or more")
-        if end > num_tokens:
-            rule = f"at most {num_tokens - data.num_computed_tokens}, what is left of {num_tokens} tokens"
-            _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, rule)
-        if not self.num_blocks and (data.num_computed_tokens, end) != (0, num_tokens):
-            rule = f"all of the {num_tokens} tokens at once, where there is no cache"
-            _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, rule)
-        if self.num_blocks and end > num_blocks * self.block_size:
-            rule = f"enough blocks of {self.block_size} for {end} tokens"
-            _refuse(plan, request_id, data, "block_ids", f"{num_blocks} blocks", rule)
-        rule = f"0 at token {end} of {num_tokens}" if end != num_tokens else f"from 0 to {most}"
-        _refuse(plan, request_id, data, "num_samples", data.num_samples, rule)
+        every = f"all of the {num_tokens} tokens at once, where there is no cache"
+        left = f"at most {num_tokens - first}, what is left of {num_tokens} tokens"
+        samples = f"0 at token {end} of {num_tokens}" if end != num_tokens else f"from 0 to {max_samples}"
+        rules = (
+            (first >= 0, "num_computed_tokens", first, "0 or more"),
+            (num_scheduled >= 1, "num_scheduled_tokens", num_scheduled, "1 or more"),
+            (end <= num_tokens, "num_scheduled_tokens", num_scheduled, left),
+            (
+                self._num_blocks > 0 or is_all,
+                "num_scheduled_tokens",
+                num_scheduled,
+                every,
+            ),
+            (has_blocks, "block_ids", f"{num_blocks} blocks", f"enough blocks of {self._block_size} for {end} tokens"),
+            (False, "num_samples", data.num_samples, samples),
+        )
+        _, name, value, rule = next(each for each in rules if not each[0])
+        self._reject(name, value, rule, request.request_id, data.sample_index)
 
-
-def _check_listing(
-    plan: StepPlan,
-    request_id: RequestId,
-    sequences: Sequence[SequenceData | SequenceDataDelta],
-    finished: dict[SequenceKey, None],
-) -> None:
-    """Check that a group lists at least one sequence, each once, and none that the plan lists as ended."""
-    if not sequences:
-        _refuse(plan, request_id, None, "sequences", "empty", "at least one")
-    if len(sequences) > 1 and len(dict.fromkeys(data.sample_index for data in sequences)) != len(sequences):
-        indices = [data.sample_index for data in sequences]
-        _refuse(plan, request_id, None, "sequences", f"samples {indices}", "each sample once")
-    if finished:
-        for data in sequences:
-            if (request_id, data.sample_index) in finished:
-                _refuse(plan, request_id, data, "sequences", "listed and in finished_sequences", "one or the other")
-
-
-def _not_ahead(plan: StepPlan) -> str:
-    return " that do not go ahead" if plan.num_ahead else ""
-
-
-def _refuse_key(plan: StepPlan, key: SequenceKey, value: str, expected: str) -> NoReturn:
-    raise MirrorError(
-        f"step {plan.step}, request {key.request_id}, sample {key.sample_index}: field continuing lists it {value}, "
-        f"the mirror expects {expected}"
-    )
-
-
-def _refuse(
-    plan: StepPlan,
-    request_id: RequestId,
-    data: SequenceData | SequenceDataDelta | None,
-    name: str,
-    value: object,
-    expected: object,
-) -> NoReturn:
-    sample = "" if data is None else f", sample {data.sample_index}"
-    raise MirrorError(
-        f"step {plan.step}, request {request_id}{sample}: field {name} is {value}, the mirror expects {expected}"
-    )
+    def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
+        """`key`: the request's id, and the sample's index if it is about one."""
+        where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
+        raise MirrorError(f"step {self._plan.step}{where}: field {name} is {value}, the mirror expects {expected}")

@@ -30,11 +30,11 @@ class MirroredSequence:
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # The row of a sequence with one id is always the same, so it is made once.
+        # Made once: the row of a sequence with one id is always the same.
         self.decode_row = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
-        self.take_request(self.request)
+        self.set_request(self.request)
 
-    def take_request(self, request: Request) -> None:
+    def set_request(self, request: Request) -> None:
         """Replace the request by the one sent last."""
         sampling = request.sampling
         is_plain = sampling.needs_argmax_only and not sampling.min_tokens and sampling.prompt_logprobs is None
@@ -42,7 +42,6 @@ class MirroredSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:

@@ -387,7 +387,7 @@ def outcome(lockstep: Lockstep, sampled: tuple[int, ...] = (), num_steps: int = 
         try:
             lockstep.agree(scheduler.schedule(), StepReport(SampledIds(sampled)))
         except Exception as error:
-            return lockstep.explain(error)
+            return lockstep.diagnose(error)
     return num_steps
 
 
@@ -410,7 +410,7 @@ def test_abort_passes_through_rank_0_to_other_followers():
         replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
         futures = [pool.submit(outcome, replicas[rank], (), 2) for rank in (0, 1, 3)]
         assert outcome(replicas[2]) == 1
-        replicas[2].explain(ValueError("boom"))
+        replicas[2].diagnose(ValueError("boom"))
         outcomes = [future.result(LONG_S) for future in futures]
     assert [type(each) for each in outcomes] == [RankFailedError] * 3
     assert [str(each) for each in outcomes] == ["rank 2 raised ValueError at step 1: boom"] * 3
@@ -423,7 +423,7 @@ def test_broken_collective_is_explained_by_peers_abort():
         followers[0].close()
         # Rank 0 first: what followers say reaches the others through it.
         for replica in (replicas[0], replicas[2]):
-            explained = replica.explain(RuntimeError("gloo: connection closed by peer"))
+            explained = replica.diagnose(RuntimeError("gloo: connection closed by peer"))
             assert str(explained) == "rank 1 raised KeyError at step 3: 'x'"
 
 

@@ -197,7 +197,7 @@ def test_answer_with_extra_byte_ends_every_rank(monkeypatch):
             try:
                 lockstep.agree(StepPlan(1), StepReport())
             except Exception as error:
-                return lockstep.explain(error)
+                return lockstep.diagnose(error)
             raise AssertionError("the step ran")
 
         outcomes = [future.result(LONG_S) for future in [pool.submit(outcome, each) for each in (leader, *followers)]]

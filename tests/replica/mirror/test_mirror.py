@@ -223,7 +223,7 @@ REFUSALS = {
     "a skipped step": (plan(9, delta(1, NEXT_OF_1)), "step 9: field step is 9, the mirror expects 8"),
     "a wrong number of tokens": (
         plan(8, delta(1, NEXT_OF_1), num_tokens=4),
-        "step 8: field num_tokens is 4, its rows compute 1",
+        "step 8: field num_tokens is 4, the mirror expects 1",
     ),
     "an unknown group": (
         plan(8, delta(5, NEXT_OF_1)),
@@ -331,31 +331,31 @@ REFUSALS = {
     ),
     "a copy outside the device": (
         plan(8, block_ops=BlockOps(copy=((1, 10),))),
-        "step 8: field block_ops.copy names device block 10, the cache has blocks 0 to 9",
+        "step 8: field block_ops.copy is 10, the mirror expects from 0 to 9",
     ),
     "a swap in outside the device": (
         plan(8, block_ops=BlockOps(swap_in=((500, 10),))),
-        "field block_ops.swap_in names device block 10",
+        "field block_ops.swap_in is 10",
     ),
     "a swap out outside the device": (
         plan(8, block_ops=BlockOps(swap_out=((-1, 500),))),
-        "field block_ops.swap_out names device block -1",
+        "field block_ops.swap_out is -1",
     ),
     "a store outside the device": (
         plan(8, block_ops=BlockOps(store=((9, 500), (10, 501)), transfer=1)),
-        "step 8: field block_ops.store names device block 10, the cache has blocks 0 to 9",
+        "step 8: field block_ops.store is 10, the mirror expects from 0 to 9",
     ),
     "a store of a negative block": (
         plan(8, block_ops=BlockOps(store=((-1, 500),), transfer=1)),
-        "step 8: field block_ops.store names device block -1, the cache has blocks 0 to 9",
+        "step 8: field block_ops.store is -1, the mirror expects from 0 to 9",
     ),
     "a load outside the device": (
         plan(8, block_ops=BlockOps(load=((500, 0), (501, 12)), transfer=1)),
-        "step 8: field block_ops.load names device block 12, the cache has blocks 0 to 9",
+        "step 8: field block_ops.load is 12, the mirror expects from 0 to 9",
     ),
     "a load to a negative block": (
         plan(8, block_ops=BlockOps(load=((500, -3),), transfer=1)),
-        "step 8: field block_ops.load names device block -3, the cache has blocks 0 to 9",
+        "step 8: field block_ops.load is -3, the mirror expects from 0 to 9",
     ),
 }
 

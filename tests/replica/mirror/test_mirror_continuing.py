@@ -117,51 +117,51 @@ GOOD = steady(8, *BOTH, groups=[CHUNK_OF_2], blocks=[(1, 9)])
 REFUSALS = {
     "an unknown request": (
         steady(8, (SequenceKey(4, 0), 50)),
-        "step 8, request 4, sample 0: field continuing lists it unknown, the mirror expects a sequence the mirror hold",
+        "step 8, request 4, sample 0: field continuing is unknown, the mirror expects a sequence that it holds",
     ),
     "an unknown sample of a known request": (
         steady(8, (KEY_OF_1, 50), (FORK_OF_1, 60)),
-        "step 8, request 1, sample 1: field continuing lists it unknown, the mirror expects a sequence the mirror hold",
+        "step 8, request 1, sample 1: field continuing is unknown, the mirror expects a sequence that it holds",
     ),
     "a sequence inside its prompt": (
         steady(8, (KEY_OF_1, 50), (KEY_OF_2, 60)),
-        "step 8, request 2, sample 0: field continuing lists it computed to 3, the mirror expects computed to 6, its",
+        "step 8, request 2, sample 0: field continuing is computed to 3, the mirror expects computed to 6, its",
     ),
     "no block for the token": (
         steady(8, *BOTH),
-        "request 3, sample 0: field continuing lists it without a block for token 4, the mirror expects a block for it",
+        "request 3, sample 0: field continuing is without a block for token 4, the mirror expects a block for it",
     ),
     "a block at another's place": (
         steady(8, *BOTH, blocks=[(0, 9)]),
-        "request 3, sample 0: field continuing lists it without a block for token 4, the mirror expects a block for it",
+        "request 3, sample 0: field continuing is without a block for token 4, the mirror expects a block for it",
     ),
     "a block beyond the cache": (
         steady(8, *BOTH, blocks=[(1, NUM_BLOCKS)]),
-        "step 8: field continuing_blocks names device block 10, the cache has blocks 0 to 9",
+        "step 8: field continuing_blocks is 10, the mirror expects from 0 to 9",
     ),
     "a negative block": (
         steady(8, *BOTH, blocks=[(1, -1)]),
-        "step 8: field continuing_blocks names device block -1, the cache has blocks 0 to 9",
+        "step 8: field continuing_blocks is -1, the mirror expects from 0 to 9",
     ),
     "a place beyond the rows": (
         steady(8, *BOTH, blocks=[(1, 9), (2, 8)]),
-        r"step 8: field continuing_blocks names places \[1, 2\], the mirror expects different ones from 0 to 1",
+        r"step 8: field continuing_blocks is at indices \[1, 2\], the mirror expects different ones from 0 to 1",
     ),
     "a negative place": (
         steady(8, *BOTH, blocks=[(1, 9), (-2, 8)]),
-        r"step 8: field continuing_blocks names places \[1, -2\], the mirror expects different ones from 0 to 1",
+        r"step 8: field continuing_blocks is at indices \[1, -2\], the mirror expects different ones from 0 to 1",
     ),
     "a place given twice": (
         steady(8, *BOTH, blocks=[(1, 9), (1, 8)]),
-        r"step 8: field continuing_blocks names places \[1, 1\], the mirror expects different ones from 0 to 1",
+        r"step 8: field continuing_blocks is at indices \[1, 1\], the mirror expects different ones from 0 to 1",
     ),
     "a block for nobody": (
         steady(8, blocks=[(0, 9)]),
-        r"step 8: field continuing_blocks names places \[0\], the mirror expects different ones from 0 to -1",
+        r"step 8: field continuing_blocks is at indices \[0\], the mirror expects different ones from 0 to -1",
     ),
     "a sequence listed twice": (
         steady(8, (KEY_OF_1, 50), (KEY_OF_1, 51)),
-        "step 8: field continuing lists a sequence twice, the mirror expects it once",
+        "step 8: field continuing is a list with one sequence twice",
     ),
     "a sequence that goes on and is told of": (
         steady(8, (KEY_OF_1, 50), groups=[COPY_OF_1]),
@@ -173,27 +173,27 @@ REFUSALS = {
     ),
     "a sequence that goes on and has ended": (
         steady(8, (KEY_OF_1, 50), finished_sequences=(KEY_OF_1,)),
-        "step 8, request 1, sample 0: field continuing lists it also finished, the mirror expects one or the other",
+        "step 8, request 1, sample 0: field continuing is also finished, the mirror expects one or the other",
     ),
     "a sequence that goes on and whose request has ended": (
         steady(8, (KEY_OF_1, 50), finished_request_ids=(3, 1)),
-        "step 8, request 1, sample 0: field continuing lists it also finished, the mirror expects one or the other",
+        "step 8, request 1, sample 0: field continuing is also finished, the mirror expects one or the other",
     ),
     "an id too few": (
         steady(8, *BOTH, blocks=[(1, 9)], continuing_token_ids=(50,)),
-        "step 8: field continuing_token_ids has 1 entries, not one for each of the 2 sequences in continuing",
+        "step 8: field continuing_token_ids is 1 ids, the mirror expects 2 for the 2",
     ),
     "an id too many": (
         steady(8, *BOTH, blocks=[(1, 9)], continuing_token_ids=(50, 70, 90)),
-        "step 8: field continuing_token_ids has 3 entries, not one for each of the 2 sequences in continuing",
+        "step 8: field continuing_token_ids is 3 ids, the mirror expects 2 for the 2",
     ),
     "ids of nobody": (
         steady(8, continuing_token_ids=(50,)),
-        "step 8: field continuing_token_ids has 1 entries, not one for each of the 0 sequences in continuing",
+        "step 8: field continuing_token_ids is 1 ids, the mirror expects 0 for the 0",
     ),
     "a count without those that go on": (
         steady(8, (KEY_OF_1, 50), groups=[CHUNK_OF_2], num_tokens=3),
-        "step 8: field num_tokens is 3, its rows compute 4",
+        "step 8: field num_tokens is 3, the mirror expects 4",
     ),
     "a fault in the groups after those that go on": (
         steady(8, (KEY_OF_1, 50), groups=[delta(4, SequenceDataDelta(0, (), 1, (3,), 3, 3, 1))]),
@@ -267,14 +267,14 @@ def test_sequences_continue_with_no_and_several_ids(mirror):
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        (uneven([(KEY_OF_1, (1, 2, 3, 4))]), "lists it without a block for token 8"),
-        (uneven([(KEY_OF_3, (1, 2, 3, 4, 5))], blocks=[(0, 9)]), "lists it without a block for token 8"),
-        (uneven([(KEY_OF_1, (1, 2))], num_tokens=1), "field num_tokens is 1, its rows compute 2"),
-        (uneven([(KEY_OF_1, ())], num_tokens=0), "field num_tokens is 0, its rows compute 1"),
-        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(3,)), "has 2 entries, not the 3 that continuing_num_ids"),
-        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(1, 1)), "continuing_num_ids has 2 entries from 1 on"),
-        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(-1,)), "continuing_num_ids has 1 entries from -1 on"),
-        (uneven([(KEY_OF_2, ())]), "lists it computed to 3"),
+        (uneven([(KEY_OF_1, (1, 2, 3, 4))]), "continuing is without a block for token 8"),
+        (uneven([(KEY_OF_3, (1, 2, 3, 4, 5))], blocks=[(0, 9)]), "continuing is without a block for token 8"),
+        (uneven([(KEY_OF_1, (1, 2))], num_tokens=1), "field num_tokens is 1, the mirror expects 2"),
+        (uneven([(KEY_OF_1, ())], num_tokens=0), "field num_tokens is 0, the mirror expects 1"),
+        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(3,)), "is 2 ids, the mirror expects 3"),
+        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(1, 1)), "continuing_num_ids is 2 numbers from 1 on"),
+        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(-1,)), "continuing_num_ids is 1 numbers from -1 on"),
+        (uneven([(KEY_OF_2, ())]), "continuing is computed to 3"),
     ],
 )
 def test_inconsistent_id_counts_are_rejected(mirror, bad, problem):

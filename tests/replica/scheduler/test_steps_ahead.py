@@ -228,7 +228,7 @@ def test_plan_ahead_needs_sample_of_previous_step():
         mirror.apply(ahead(3))
     with pytest.raises(MirrorError, match="field num_ahead is 2, the mirror expects from 0 to 1"):
         mirror.apply(StepPlan(3, num_tokens=1, continuing=ahead(3).continuing, num_ahead=2))
-    with pytest.raises(MirrorError, match="not one for each of the 0 sequences in continuing that do not go ahead"):
+    with pytest.raises(MirrorError, match="is 1 ids, the mirror expects 0"):
         mirrored().apply(
             StepPlan(2, num_tokens=1, continuing=ahead(2).continuing, continuing_token_ids=(7,), num_ahead=1)
         )
@@ -291,7 +291,7 @@ def test_plan_like_the_last_is_rejected_alike(monkeypatch: pytest.MonkeyPatch, c
         assert mirror.state() == before
         mirror.apply(further(4))
         states.append(mirror.state())
-        monkeypatch.setattr(Mirror, "_goes_on", lambda self, plan, last: False)
+        monkeypatch.setattr(Mirror, "_is_same_decoding", lambda self, plan, last: False)
     assert said[0] == said[1]
     assert states[0] == states[1]
 
