@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.replica.grammar.forms import GrammarError, engine_grammar, load_llguidance
-from spmd_worker.replica.grammar.row_grammar import BITS, RowGrammar, in_words
+from spmd_worker.replica.grammar.llguidance_input import GrammarError, engine_grammar, load_llguidance
+from spmd_worker.replica.grammar.row_grammar import BITS, RowGrammar, readable_error
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.encoder import is_panic
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -47,12 +47,12 @@ LEXER_STATE_BYTES: Final = 400
 NUM_COMPILED: Final = 256
 """Most grammars cached, least recently used evicted."""
 
-_MOST_WORDS: Final = 400
+_MAX_MESSAGE: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Key of an engine's token table; equal where the table is the same. `source` is read to build it. `size` is the
+    """Key of an engine's token table. `source` is read to build it. `size` is the
     model's; a tokenizer may have more tokens, which the table has too.
     """
 
@@ -83,50 +83,46 @@ class GrammarCompiler:
         """`compile_bytes` of the grammars that `check` has compiled, each time that one was not cached."""
         self._compiled: dict[StructuredOutputsParams, _NewState | GrammarError] = {}
 
-    def check(self, form: StructuredOutputsParams) -> None:
+    def check(self, constraint: StructuredOutputsParams) -> None:
         """Raise GrammarError for a grammar that cannot constrain a row: one that the engine does not know or would not
         enforce completely, that exceeds `LIMITS` from its first token on, or that no answer matches.
         """
-        with self._lock:
-            self.num_checked_bytes += form.compile_bytes if form not in self._compiled else 0
-            compiled = self._compile(form)
-        if isinstance(compiled, GrammarError):
-            raise compiled
+        self._compile(constraint, counts=True)
 
-    def start(self, form: StructuredOutputsParams, may_force: bool = True) -> RowGrammar:
+    def start(self, constraint: StructuredOutputsParams, may_force: bool = True) -> RowGrammar:
         """A row's own state, before its first token. Without `may_force` it forces no token, and `FORCING_ITEMS` do not
         bound its masks. Raises GrammarError as `check` does.
         """
-        with self._lock:
-            compiled = self._compile(form)
-        if isinstance(compiled, GrammarError):
-            raise compiled
-        return compiled(may_force)
+        return self._compile(constraint)(may_force)
 
     def new_bits(self, num_rows: int) -> NDArray[np.int32]:
         """Zeroed masks for `num_rows` rows, of grammars that were compiled here."""
         num_tokens = self.vocab_size if self._table is None else self._table.vocab_size
         return np.zeros((num_rows, -(-num_tokens // BITS)), dtype=np.int32)
 
-    def _compile(self, form: StructuredOutputsParams) -> _NewState | GrammarError:
-        found = self._compiled.pop(form, None)
-        if found is None:
-            try:
-                found = self._compiled_anew(form)
-            except GrammarError as error:
-                found = error
-        self._compiled[form] = found
-        if len(self._compiled) > NUM_COMPILED:
-            del self._compiled[next(iter(self._compiled))]
+    def _compile(self, constraint: StructuredOutputsParams, *, counts: bool = False) -> _NewState:
+        with self._lock:
+            found = self._compiled.pop(constraint, None)
+            if found is None:
+                self.num_checked_bytes += constraint.compile_bytes * counts
+                try:
+                    found = self._compile_uncached(constraint)
+                except GrammarError as error:
+                    found = error
+            self._compiled[constraint] = found
+            if len(self._compiled) > NUM_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+        if isinstance(found, GrammarError):
+            raise found
         return found
 
-    def _compiled_anew(self, form: StructuredOutputsParams) -> _NewState:
+    def _compile_uncached(self, constraint: StructuredOutputsParams) -> _NewState:
         try:
             llguidance = load_llguidance()
         except ConfigError as error:
             raise GrammarError("extra_missing", str(error)) from None
         table = self._token_table()
-        grammar = engine_grammar(form)
+        grammar = engine_grammar(constraint)
 
         def new_matcher(can_force: bool) -> Any:
             counts = LIMITS | ({"step_max_items": FORCING_ITEMS} if can_force else {})
@@ -135,16 +131,16 @@ class GrammarCompiler:
 
         matcher = new_matcher(False)
         if matcher.is_error():
-            raise _refused(form, in_words(matcher.get_error()))
+            raise _rejected(constraint, readable_error(matcher.get_error()))
         not_enforced = matcher.get_grammar_warnings()
         if not_enforced:
-            raise _refused(form, "; ".join(not_enforced))
-        spells_text = any(not table.is_special_token(each) for each in self._eos_token_ids)
-        tokens = (table, self.vocab_size, self._eos_token_ids if spells_text else ())
+            raise _rejected(constraint, "; ".join(not_enforced))
+        have_text = any(not table.is_special_token(each) for each in self._eos_token_ids)
+        tokens = (table, self.vocab_size, self._eos_token_ids if have_text else ())
         first = RowGrammar(new_matcher, *tokens)
         first.fill(self.new_bits(1)[0])
         if first.problem:
-            raise _refused(form, first.problem)
+            raise _rejected(constraint, first.problem)
         # A row that exceeds the forcing limits at its beginning exceeds them always.
         can_force = first.can_force
         return lambda may_force: RowGrammar(new_matcher, *tokens, can_force and may_force)
@@ -155,24 +151,18 @@ class GrammarCompiler:
             if tokenizer is None:
                 raise GrammarError("tokenizer_missing", "structured_outputs need a tokenizer.json in the model folder")
             if not self._eos_token_ids:
-                raise GrammarError(
-                    "grammar_refused", "the model names no end-of-sequence token, which an answer in a given form needs"
-                )
-            self._table = _token_table(
-                _Vocabulary(tokenizer.fingerprint(), self.vocab_size, self._eos_token_ids, tokenizer)
-            )
+                message = "the model has no end-of-sequence token, which a constrained answer needs"
+                raise GrammarError("grammar_refused", message)
+            key = _Vocabulary(tokenizer.fingerprint(), self.vocab_size, self._eos_token_ids, tokenizer)
+            table = _token_table(key)
+            if isinstance(table, str):
+                raise GrammarError("grammar_refused", table)
+            self._table = table
         return self._table
 
 
-def _token_table(vocabulary: _Vocabulary) -> Any:
-    table = _built(vocabulary)
-    if isinstance(table, str):
-        raise GrammarError("grammar_refused", table)
-    return table
-
-
 @lru_cache(maxsize=2)
-def _built(vocabulary: _Vocabulary) -> Any:
+def _token_table(vocabulary: _Vocabulary) -> Any:
     """The table, or the error message. Once per process: about a second for 128,000 tokens, and a panic of the library
     prints to the terminal. Engine and worker of one process share it.
     """
@@ -186,10 +176,10 @@ def _built(vocabulary: _Vocabulary) -> Any:
     except BaseException as error:
         if not isinstance(error, ValueError) and not is_panic(error):
             raise
-        return f"llguidance does not know this model's kind of tokenizer: {error}"[:_MOST_WORDS]
+        return f"llguidance does not support this model's tokenizer: {error}"[:_MAX_MESSAGE]
 
 
-def _refused(form: StructuredOutputsParams, words: str) -> GrammarError:
-    """Error with the message on one line, without placeholders of non-verbose messages."""
-    lines = [line.strip() for line in words.splitlines() if line.strip() not in ("", "<non-verbose/>")]
-    return GrammarError("grammar_refused", f"{form.kind}: {' '.join(lines)}"[:_MOST_WORDS])
+def _rejected(constraint: StructuredOutputsParams, message: str) -> GrammarError:
+    """Error with the engine's message on one line, without its placeholders."""
+    lines = [line.strip() for line in message.splitlines() if line.strip() not in ("", "<non-verbose/>")]
+    return GrammarError("grammar_refused", f"{constraint.kind}: {' '.join(lines)}"[:_MAX_MESSAGE])

@@ -19,29 +19,27 @@ from numpy.typing import NDArray
 BITS: Final = 32
 """Bits in a word of a mask: bit b of word w is token 32 w + b."""
 
-MOST_FORCED_BYTES: Final = 4096
-"""Most bytes of a forced text. The engine processes all of it at once (`a{1000000}`), up to the parser's limit of
-items: a row that meets a longer one forces nothing any more.
+MAX_FORCED_BYTES: Final = 4096
+"""Maximum length of a forced text. The engine processes all of it at once (`a{1000000}`), up to the parser's limit of
+items: after a longer one, a row no longer forces tokens.
 """
 
-_MOST_SPELLINGS: Final = 64
-"""Most tokens that can begin a forced text. If more are allowed, no forced text is looked for."""
+_MAX_FIRST_TOKENS: Final = 64
+"""Maximum number of allowed tokens for which a forced text is computed."""
 
 _NO_TOKEN: Final = "no token can follow"
 _STOPS: Final = {
-    "NoExtensionBias": "no text has this form: a rule or $ref refers back to itself without end, or allows nothing",
+    "NoExtensionBias": "no text matches: a rule or $ref refers back to itself without end, or allows nothing",
     "NoExtension": _NO_TOKEN,
-    "MaxTokensTotal": "the form ends after a number of tokens",
-    "MaxTokensParser": "the form ends after a number of tokens",
+    **dict.fromkeys(("MaxTokensTotal", "MaxTokensParser"), "the grammar ends after a number of tokens"),
     "EndOfSentence": "the answer has ended",
-    "LexerTooComplex": "the form is too large for the limits of a row",
-    "ParserTooComplex": "the form is too large for the limits of a row",
+    **dict.fromkeys(("LexerTooComplex", "ParserTooComplex"), "the grammar is too large for the limits of a row"),
     "InternalError": "the grammar engine failed",
     "Cancelled": "the grammar engine was stopped",
 }
 """The engine's stop reasons, which for some grammars are its only message."""
 _EMPTY: Final = re.compile(r"Regex is empty: .*", re.DOTALL)
-_LOOKING: Final = re.compile(r"lookarounds not supported yet; \w+ in regex")
+_LOOKAROUND: Final = re.compile(r"lookarounds not supported yet; \w+ in regex")
 _STOP: Final = re.compile(rf"\b(?:{'|'.join(_STOPS)})\b")
 _SPECIAL: Final = b"\xff"
 """Marks a token without text in the engine's bytes."""
@@ -68,52 +66,52 @@ class RowGrammar:
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self.can_force = can_force and bool(table.is_canonical)
         self._matcher = new_matcher(self.can_force)
-        self._taken: list[int] = []
-        self._is_looked_at = False
+        self._consumed: list[int] = []
+        self._has_mask = False
         self._forced: deque[int] = deque()
         self.problem = ""
         """Reason why no token is allowed, in the engine's words; empty while one is. It is permanent."""
 
-    def take(self, output_token_ids: Sequence[int]) -> None:
+    def advance(self, output_token_ids: Sequence[int]) -> None:
         """Advance to the row's output tokens; those consumed before are the first of them."""
-        for token_id in output_token_ids[len(self._taken) :]:
-            if not self._is_looked_at and not self.problem:
-                self._look(np.zeros(-(-max(self._vocab_size, self._table.vocab_size) // BITS), dtype=np.int32))
+        for token_id in output_token_ids[len(self._consumed) :]:
+            if not self._has_mask and not self.problem:
+                self._fill(np.zeros(-(-max(self._vocab_size, self._table.vocab_size) // BITS), dtype=np.int32))
             if self.problem:
                 return
             self._consume(token_id)
-            self._taken.append(token_id)
+            self._consumed.append(token_id)
             if self._forced and self._forced.popleft() != token_id:
                 self._forced.clear()
-            self._is_looked_at = bool(self._forced)
+            self._has_mask = bool(self._forced)
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         """Write the allowed tokens, a bit each, into int32 [tokens / 32]; set `problem` if none is allowed."""
         if not self.problem and not self._forced:
-            self._look(bits)
+            self._fill(bits)
         if self.problem or self._forced:
             bits[:] = 0
         if self._forced and not self.problem:
             _set(bits, self._forced[0], True)
 
-    def forced(self, most: int) -> tuple[int, ...]:
-        """The next forced tokens, `most` at most; call after `fill`."""
-        return tuple(islice(self._forced, most))
+    def forced(self, max_tokens: int) -> tuple[int, ...]:
+        """The next forced tokens; call after `fill`."""
+        return tuple(islice(self._forced, max_tokens))
 
     def _consume(self, token_id: int) -> None:
         if not self._matcher.consume_token(token_id):
-            self.problem = in_words(self._matcher.get_error()) or f"token {token_id} does not follow"
+            self.problem = readable_error(self._matcher.get_error()) or f"token {token_id} does not follow"
 
-    def _look(self, bits: NDArray[np.int32]) -> None:
+    def _fill(self, bits: NDArray[np.int32]) -> None:
         """Compute the mask after the consumed tokens, once for each number of them: it uses up the engine's limits."""
-        self._is_looked_at = True
+        self._has_mask = True
         if not self._mask(bits):
             if self.can_force and self._matcher.is_error():
                 # The mask exceeded the limits of a row that forces: it may fit those of one that does not.
                 self._stop_forcing(bits)
             return
         num_allowed = int(np.bitwise_count(bits.view(np.uint32)).sum())
-        if not self.can_force or num_allowed > _MOST_SPELLINGS or self._matcher.is_accepting():
+        if not self.can_force or num_allowed > _MAX_FIRST_TOKENS or self._matcher.is_accepting():
             return
         if not self._force():
             # Its work counts against the row's own limits: the copy has the same lexer.
@@ -122,7 +120,7 @@ class RowGrammar:
     def _stop_forcing(self, bits: NDArray[np.int32]) -> None:
         """Switch to the state of a row that never forced, and recompute the mask."""
         self.can_force, self.problem, self._matcher = False, "", self._new_matcher(False)
-        for token_id in self._taken:
+        for token_id in self._consumed:
             self._consume(token_id)
             # A mask per token, as when they were consumed: the lexer's limit applies between masks.
             if self.problem or not self._mask(bits):
@@ -133,9 +131,12 @@ class RowGrammar:
         """Whether any token is allowed."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            self.problem = in_words(self._matcher.get_error()) or _NO_TOKEN
+            self.problem = readable_error(self._matcher.get_error()) or _NO_TOKEN
             return False
-        _clear_from(bits, self._vocab_size)
+        word, bit = divmod(self._vocab_size, BITS)
+        if word < len(bits):
+            bits.view(np.uint32)[word] &= np.uint32((1 << bit) - 1)
+            bits[word + 1 :] = 0
         for token_id in self._eos_token_ids:
             _set(bits, token_id, self._matcher.is_accepting())
         if not bits.any():
@@ -146,7 +147,7 @@ class RowGrammar:
         """Find the forced tokens; false where that exceeds the limits."""
         ahead = self._matcher.deep_copy()
         text = ahead.compute_ff_bytes()
-        if ahead.is_error() or len(text) > MOST_FORCED_BYTES:
+        if ahead.is_error() or len(text) > MAX_FORCED_BYTES:
             return False
         token_ids, _ = self._table.tokenize_partial(text.partition(_SPECIAL)[0])
         usable = [*takewhile(lambda each: each < self._vocab_size and each not in self._eos_token_ids, token_ids)]
@@ -155,10 +156,10 @@ class RowGrammar:
         return True
 
 
-def in_words(message: str) -> str:
-    """Readable text of an engine's error."""
+def readable_error(message: str) -> str:
+    """The text of an engine's error, without its internal names."""
     message = _EMPTY.sub("no text has all of its patterns, lengths and formats", message)
-    message = _LOOKING.sub("^ and $ inside a pattern, and word boundaries, are not supported: regex", message)
+    message = _LOOKAROUND.sub("^ and $ inside a pattern, and word boundaries, are not supported: regex", message)
     return _STOP.sub(lambda found: _STOPS[found[0]], message)
 
 
@@ -166,11 +167,3 @@ def _set(bits: NDArray[np.int32], token_id: int, value: bool) -> None:
     words, bit = bits.view(np.uint32), np.uint32(1 << (token_id % BITS))
     word = token_id // BITS
     words[word] = words[word] & ~bit | (bit if value else np.uint32(0))
-
-
-def _clear_from(bits: NDArray[np.int32], first: int) -> None:
-    """Clear the bits from token `first` on."""
-    word, bit = divmod(first, BITS)
-    if word < len(bits):
-        bits.view(np.uint32)[word] &= np.uint32((1 << bit) - 1)
-        bits[word + 1 :] = 0

@@ -16,24 +16,24 @@ from numpy.typing import NDArray
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
-MOST_FORCED: Final = 32
-"""Most tokens that a row appends in one step where all are forced. Answers do not depend on it."""
+MAX_FORCED_TOKENS: Final = 32
+"""Maximum number of forced tokens that a row appends in one step. Answers do not depend on it."""
 
 
 class ConstrainedRow(NamedTuple):
-    """A row that samples: its index among those that do, its sequence, and its output tokens so far. `may_force`: it
-    forbids no tokens itself; `takes_several`: it needs only the id of a token.
+    """A row that samples: its index among those that do, its sequence, and its output tokens. `may_force`: it forbids
+    no tokens itself; `takes_several`: it needs only the id of a token.
     """
 
     row_index: int
     key: SequenceKey
-    form: StructuredOutputsParams
+    constraint: StructuredOutputsParams
     output_token_ids: Sequence[int]
     may_force: bool = True
     takes_several: bool = True
@@ -52,7 +52,7 @@ class StepMasks:
     failed: tuple[int, ...] = ()
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def taken(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    def appended(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
         """Tokens appended to each row of a step, given the sampled ids: its own, and the forced ones after it."""
         return [
             forced if (forced := self.forced.get(index, ()))[:1] == (token_id,) else (token_id,)
@@ -61,9 +61,8 @@ class StepMasks:
 
 
 class GrammarMasks:
-    """`begin`, then `end`, in each step that has constrained rows; `forget` drops what has ended.
-
-    One thread computes, whatever the number of cores: the forward pass has the others.
+    """`begin`, then `end`, in each step that has constrained rows; `forget` drops ended sequences. One thread computes:
+    the forward pass has the other cores.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -76,7 +75,7 @@ class GrammarMasks:
 
     def begin(self, rows: Sequence[ConstrainedRow]) -> None:
         """Start; the rows' tokens must not change until `end`."""
-        assert self._running is None, "the masks of the last step were never taken"
+        assert self._running is None, "call `end` for the last step first"
         if not rows:
             return
         found: list[StepMasks | BaseException] = []
@@ -114,33 +113,34 @@ class GrammarMasks:
         states = [self._state(key, row) for key, row in zip(owners, rows, strict=True)]
         bits = self._compiler.new_bits(len(rows))
         filled: dict[SequenceKey, int] = {}
-        for place, (key, state) in enumerate(zip(owners, states, strict=True)):
-            if filled.setdefault(key, place) == place:
-                state.fill(bits[place])
+        for index, (key, state) in enumerate(zip(owners, states, strict=True)):
+            if filled.setdefault(key, index) == index:
+                state.fill(bits[index])
             else:
-                bits[place] = bits[filled[key]]
+                bits[index] = bits[filled[key]]
         failed = [row.row_index for row, state in zip(rows, states, strict=True) if state.problem]
-        answerable = [place for place, row in enumerate(rows) if row.row_index not in failed]
-        indices = tuple([rows[place].row_index for place in answerable])
+        allowed = [index for index, state in enumerate(states) if not state.problem]
         forced = {
-            row.row_index: state.forced(MOST_FORCED)
+            row.row_index: token_ids
             for row, state in zip(rows, states, strict=True)
-            if row.takes_several and not state.problem
+            if row.takes_several and not state.problem and len(token_ids := state.forced(MAX_FORCED_TOKENS)) > 1
         }
-        several = {index: token_ids for index, token_ids in forced.items() if len(token_ids) > 1}
-        allowed = bits[answerable] if failed else bits
-        return StepMasks(indices, allowed, crc32(bits.data), tuple(failed), several)
+        indices = tuple([rows[index].row_index for index in allowed])
+        return StepMasks(indices, bits[allowed] if failed else bits, crc32(bits.data), tuple(failed), forced)
 
     def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar:
-        """State of `key`, after the row's tokens so far."""
+        """State of `key`, after the row's output tokens."""
         state = self._states.get(key)
         if state is None:
             try:
-                state = self._states[key] = self._compiler.start(row.form, row.may_force)
+                state = self._states[key] = self._compiler.start(row.constraint, row.may_force)
             except GrammarError as error:
                 # Rows are admitted with grammars that compile: this rank's packages or files differ from the engine's.
-                raise ConfigError(f"structured_outputs: a form that was admitted cannot be compiled: {error}") from None
-        state.take(row.output_token_ids)
+                raise ConfigError(
+                    f"structured_outputs: this rank cannot compile an admitted grammar, start every rank with the same "
+                    f"packages and files: {error}"
+                ) from None
+        state.advance(row.output_token_ids)
         return state
 
 
