@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.grammar import step_masks
-from spmd_worker.replica.grammar.step_masks import MOST_FORCED
+from spmd_worker.replica.grammar.step_masks import MAX_FORCED_TOKENS
 
 ITEM = {
     "type": "object",
@@ -68,7 +68,7 @@ def bench_masks(options: argparse.Namespace) -> int:
 def _time_steps(llm: LLM, kind: str, num_rows: int, num_steps: int) -> tuple[float, float]:
     """Median seconds of a step in which all rows decode, and tokens that a row takes in one."""
     engine = llm.llm_engine
-    step_masks.MOST_FORCED = MOST_FORCED if kind == "forced" else 1
+    step_masks.MAX_FORCED_TOKENS = MAX_FORCED_TOKENS if kind == "forced" else 1
     form = None if kind == "free" else FORM
     numbers = []
     for index in range(num_rows):
@@ -92,7 +92,7 @@ def _time_steps(llm: LLM, kind: str, num_rows: int, num_steps: int) -> tuple[flo
     engine.abort_request(numbers)
     while engine.has_unfinished_requests():
         engine.step()
-    step_masks.MOST_FORCED = MOST_FORCED
+    step_masks.MAX_FORCED_TOKENS = MAX_FORCED_TOKENS
     return statistics.median(seconds), num_tokens / num_rows / num_steps
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from spmd_worker.chat.chat_format import NONE, PYTHON_TAG, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ANY_OBJECT, ChatRequest
 from spmd_worker.chat.harmony import BODY_ENDS
-from spmd_worker.replica.grammar.forms import DEFAULT_WHITESPACE
+from spmd_worker.replica.grammar.llguidance_input import DEFAULT_WHITESPACE
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.messages import MessageProblem
 

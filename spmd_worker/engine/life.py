@@ -140,7 +140,7 @@ class Life:
             self._watchdog.fail(error)
             cause = self._watchdog.find_cause(error)
             known = RankFailedError(cause) if cause is not None else error
-        return self._lockstep.explain(known)
+        return self._lockstep.diagnose(known)
 
     @contextmanager
     def exchanging(self, earlier: BaseException | None = None) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Life:
     def report(self, error: BaseException) -> None:
         """Report an error outside a step to the ranks of this replica, which wait for the next step."""
         if self._state not in (State.IN_STEP, State.FAILED):
-            self._lockstep.explain(error)
+            self._lockstep.diagnose(error)
 
     def retire(self) -> None:
         """Close, and leave executor and watchdog to the engine that continues with them."""

@@ -15,10 +15,10 @@ from spmd_worker.replica.sequence.events import Abort, Admit
 from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
+from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan
-from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.resolved import ResolvedRun
 
 

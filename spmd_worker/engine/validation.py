@@ -7,12 +7,12 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_task
 from spmd_worker.replica.sequence.request import RequestId, as_token_ids, check_sampling
+from spmd_worker.replica.sequence.resolved_params import truncated_prompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.replica.sequence.resolved_params import truncated_prompt
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _NO_REQUEST: Final = RequestId(-1)

@@ -14,7 +14,7 @@ from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.chat.chat_request import chat_request
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.messages import MessageProblem
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class Model:
         """Whether texts in a row may be an answer of which each is written with tokens of its own."""
         self._compiler.check(form)
         state = self._compiler.start(form)
-        state.take([*(i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)), 1])
+        state.advance([*(i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)), 1])
         return not state.problem
 
 
@@ -192,7 +192,7 @@ def test_invalid_llguidance_json_is_rejected(folder: Path):
         form = AnswerGrammar(model.format, model.tokenizer.marker_id).after_reasoning(
             StructuredOutputsParams(grammar=text), ""
         )
-        with pytest.raises(GrammarError, match="grammar is no JSON of llguidance's"):
+        with pytest.raises(GrammarError, match="not valid llguidance JSON"):
             model.has_form("x", form)
 
 

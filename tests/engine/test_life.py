@@ -21,7 +21,7 @@ class Parts:
         self.calls: list[str] = []
         self.sleeping_tags: tuple[str, ...] = ()
         self.fail: Any = None
-        lockstep = SimpleNamespace(close=lambda: self.calls.append("close"), explain=self.explain)
+        lockstep = SimpleNamespace(close=lambda: self.calls.append("close"), diagnose=self.explain)
         self.life = Life(self, lockstep, (), None, Heartbeat())
 
     @property

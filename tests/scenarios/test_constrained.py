@@ -20,7 +20,7 @@ from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions,
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.environment import RankEnvironment
-from spmd_worker.replica.grammar import forms
+from spmd_worker.replica.grammar import llguidance_input as forms
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.grammar.step_masks import GrammarMasks
@@ -297,8 +297,8 @@ REFUSED = {
     "look-around": ({"regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
     "class": ({"regex": "["}, "unclosed character class"),
     "rule": ({"grammar": "start: missing"}, "missing"),
-    "ebnf": ({"grammar": 'root ::= "'}, "grammar is no EBNF that can be read"),
-    "empty": ({"grammar": "start: A\nA: /a/ & /b/"}, "grammar: no text has this form"),
+    "ebnf": ({"grammar": 'root ::= "'}, "grammar is not valid EBNF"),
+    "empty": ({"grammar": "start: A\nA: /a/ & /b/"}, "grammar: no text matches"),
     "size": (
         {"json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": {}}} for j in range(9)]} for i in range(9)]}},
         "schema too large",
@@ -307,7 +307,7 @@ REFUSED = {
     "rules": ({"grammar": "\n".join(f'r{number} ::= "x"' for number in range(501))}, "more than 500 rules in EBNF"),
     "copies": (
         {"json": {"properties": {str(number): {} for number in range(1000)}, "enum": [*range(8000)]}},
-        "8000 alternatives stand beside a schema of",
+        "8000 alternatives have sibling keywords of",
     ),
 }
 _COPIES, _WORDS = REFUSED["copies"]
@@ -342,7 +342,9 @@ def test_unsupported_form_is_rejected_with_engines_message(llm: LLM, name: str):
 
 def test_added_grammar_is_not_mistaken_for_the_form(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control of "no grammar": where it is added all the same, the row is answered with nothing."""
-    monkeypatch.setattr(forms, "_unforced", lambda grammar: json.dumps({"grammars": [forms._NO_FORCING]}))
+    monkeypatch.setattr(
+        "spmd_worker.replica.grammar.compiler.engine_grammar", lambda _: json.dumps({"grammars": [forms._NO_FORCING]})
+    )
     assert generate(llm, {"grammar": '{"grammars": [ ]}'}).outputs[0].text == ""
 
 
@@ -422,7 +424,7 @@ def test_further_needs_of_forms_are_reported(tmp_path: Path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
     name_no_eos_token(tmp_path)
-    with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="names no end-of-sequence token"):
+    with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="has no end-of-sequence token"):
         generate(llm, {"regex": "a"})
     (tmp_path / "tokenizer.json").unlink()
     with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="structured_outputs need a tokenizer"):

@@ -30,7 +30,7 @@ from stress_seed import SEED
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.replica.grammar import step_masks
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.grammar.step_masks import StepMasks
 
 pytestmark = pytest.mark.stress
@@ -142,8 +142,8 @@ def test_random_schema_answers_equal_one_token_per_step(llm: LLM, monkeypatch: p
     forms = accepted(llm, drawn_schemas())[0]
     counters = llm.llm_engine.counters
     found, num_steps = [], [counters.num_steps]
-    for most in (step_masks.MOST_FORCED, 1):
-        monkeypatch.setattr(step_masks, "MOST_FORCED", most)
+    for most in (step_masks.MAX_FORCED_TOKENS, 1):
+        monkeypatch.setattr(step_masks, "MAX_FORCED_TOKENS", most)
         found.append(answered(llm, forms[:100], has_schema).token_ids)
         num_steps.append(counters.num_steps)
     forced, single = num_steps[1] - num_steps[0], num_steps[2] - num_steps[1]
@@ -249,7 +249,7 @@ def allows(llm: LLM, form: StructuredOutputsParams, text: str) -> bool:
     """Whether the text may be a complete answer."""
     grammars = llm.llm_engine.limits.grammars
     state, bits = grammars.start(form), grammars.new_bits(1)[0]
-    state.take(llm.get_tokenizer().encode(text, add_special_tokens=False))
+    state.advance(llm.get_tokenizer().encode(text, add_special_tokens=False))
     state.fill(bits)
     return not state.problem and bool(bits[0] & (1 << EOS))
 

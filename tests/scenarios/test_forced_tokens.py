@@ -17,7 +17,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.frontends.tools import replay
 from spmd_worker.replica.grammar import row_grammar, step_masks
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.grammar.step_masks import StepMasks
 from spmd_worker.replica.scheduler import budget
 from spmd_worker.replica.scheduler.budget import StepBudget
@@ -43,7 +43,7 @@ def llm() -> Iterator[LLM]:
 def plain(llm: LLM) -> list[Any]:
     """Answers of all kinds of rows, each token by a forward pass of its own."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(step_masks, "MOST_FORCED", ONE_A_STEP)
+        monkeypatch.setattr(step_masks, "MAX_FORCED_TOKENS", ONE_A_STEP)
         return answers(run(llm))
 
 
@@ -60,7 +60,7 @@ def both_ways(llm: LLM, form: Any = FORM, **sampling: Any) -> tuple[Any, int, in
     """The answer, the same with tokens forced and not, and the steps of each."""
     forced, num_forced_steps = generate(llm, form, **sampling)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(step_masks, "MOST_FORCED", ONE_A_STEP)
+        monkeypatch.setattr(step_masks, "MAX_FORCED_TOKENS", ONE_A_STEP)
         single, num_single_steps = generate(llm, form, **sampling)
     assert answers([forced]) == answers([single])
     return forced, num_forced_steps, num_single_steps
@@ -201,7 +201,7 @@ def test_text_beyond_the_search_limit_is_not_forced(llm: LLM, monkeypatch: pytes
         output, num_steps, num_single_steps = both_ways(llm, form, max_tokens=20)
         assert begin in output.outputs[0].text
         assert (output.outputs[0].finish_reason, num_steps) == ("length", num_single_steps)
-    monkeypatch.setattr(row_grammar, "MOST_FORCED_BYTES", 20)
+    monkeypatch.setattr(row_grammar, "MAX_FORCED_BYTES", 20)
     assert both_ways(llm, {"regex": "[bc]a{22}"})[1] > 20
     assert both_ways(llm, {"regex": "[bc]a{19}"})[1] < 20
 
@@ -218,7 +218,7 @@ def test_worker_reports_admitted_form_it_cannot_compile():
     with open_model(made_once("constrained", write_model)) as made:
         compiler = made.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler
         compiler._compiled[StructuredOutputsParams(regex="a")] = GrammarError("extra_missing", "pip install it")
-        words = "structured_outputs: a form that was admitted cannot be compiled: pip install it"
+        words = "structured_outputs: this rank cannot compile an admitted grammar, start every rank with the same packages and files: pip install it"
         with pytest.raises(ConfigError, match=words):
             made.generate("hello", SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
 

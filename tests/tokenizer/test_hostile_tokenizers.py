@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.compat.script_tokenizer import PlainTokenizer, script_tokenizer
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer import form
 from spmd_worker.tokenizer.encoder import Encoder
@@ -300,5 +300,5 @@ def test_grammar_over_hostile_vocabulary_is_rejected(tmp_path: Path):
     tokenizer = Tokenizer.open(write_llama_style(tmp_path, added_tokens_decoder={"300": {"content": "x" * 5000}}))
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (2,))
     for _ in range(2):
-        with pytest.raises(GrammarError, match="does not know this model's kind of tokenizer"):
+        with pytest.raises(GrammarError, match="does not support this model's tokenizer"):
             compiler.check(StructuredOutputsParams(choice=("a", "b")))

@@ -37,8 +37,8 @@ from spmd_worker.frontends.openai.row import (
     TokensPrompt,
     shape_of,
 )
-from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.replica.sequence.resolved_params import resolve_params
+from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer, num_unfinished
 

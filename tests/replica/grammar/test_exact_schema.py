@@ -19,9 +19,9 @@ from spmd_worker import PromptsRefusedError, SamplingParams, StructuredOutputsPa
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row, resolve
-from spmd_worker.replica.grammar import forms
+from spmd_worker.replica.grammar import llguidance_input as forms
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
-from spmd_worker.replica.grammar.forms import GrammarError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -71,13 +71,13 @@ def walked(form: StructuredOutputsParams, chance: random.Random, most: int = 120
         if token == EOS:
             return texts().decode(ids, skip_special_tokens=False)
         ids.append(token)
-        state.take(ids)
+        state.advance(ids)
     return None
 
 
 def allows(form: StructuredOutputsParams, text: str) -> bool:
     state, bits = compiler().start(form), compiler().new_bits(1)[0]
-    state.take(texts().encode(text, add_special_tokens=False))
+    state.advance(texts().encode(text, add_special_tokens=False))
     state.fill(bits)
     return not state.problem and bool(bits[0] & (1 << EOS))
 
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "posix": (pattern("^[[:alpha:]]$"), "in a class of characters"),
     "intersection": (pattern("^[^a&&b]$"), "&& in a class of characters"),
     "open names": (keyed(r"^\w$"), r"\\w means more characters"),
-    "itself": ({"$ref": "#"}, "no text has this form: a rule or \\$ref refers back to itself without end"),
+    "itself": ({"$ref": "#"}, "no text matches: a rule or \\$ref refers back to itself without end"),
 }
 
 

@@ -42,7 +42,7 @@ def test_lexer_states_of_rows_are_counted_separately(
         if are_copies:
             # One that forces is made anew where it is too much for it.
             state._matcher, state.can_force = base._matcher.deep_copy(), False
-        state.take(tokenizer.encode(text))
+        state.advance(tokenizer.encode(text))
         problems += [state.problem] if state.problem else []
     assert bool(problems) == are_copies
     assert all("too many states" in each for each in problems)
@@ -64,7 +64,7 @@ def test_grammar_state_of_bulk_tokens_equals_single_tokens(tokenizer: Tokenizer,
         num_forced += len(forced)
         assert not forced or choices == [forced[0]]
         taken.append(int(generator.choice(choices)))
-        state.take(taken)
+        state.advance(taken)
     assert FORMS[name][1](tokenizer.decode(taken[:-1]))
     assert num_forced or name in ("choice", "regex", "unicode")
 
@@ -90,7 +90,7 @@ def test_too_long_forced_text_leaves_row_unchanged(tokenizer: Tokenizer, monkeyp
         taken = tokenizer.encode("b")[:1] if pattern[0] == "[" else []
         # At the form's beginning it is known of the form, and not looked at again.
         assert state.can_force == bool(taken)
-        state.take(taken)
+        state.advance(taken)
         assert allowed(state) == tokenizer.encode("a")
         assert (state.can_force, state.problem, state.forced(9)) == (False, "", ())
 
@@ -100,7 +100,7 @@ def test_text_around_grammar_is_part_of_answer(tokenizer: Tokenizer):
     form = StructuredOutputsParams(choice=["yes", "no"], around='start: "<" @form ">"')
     for text, is_right in (("<yes>", True), ("<no>", True), ("yes", False), ("<maybe>", False)):
         state = grammars.start(form)
-        state.take([*tokenizer.encode(text), EOS])
+        state.advance([*tokenizer.encode(text), EOS])
         assert (state.problem == "") == is_right, text
     with pytest.raises(ValueError, match="must contain @form"):
         StructuredOutputsParams(regex="a", around='start: "x"')
@@ -122,7 +122,7 @@ def test_forcing_of_long_repeated_text_is_bounded(
     text = state._new_matcher(True).compute_ff_bytes()
     assert (len(text) < 1_500_000) == is_bounded
     assert allowed(state) == tokenizer.encode("x")
-    state.take(tokenizer.encode("xabc"))
+    state.advance(tokenizer.encode("xabc"))
     assert set(tokenizer.encode("d")) <= {*allowed(state)}
 
 
