@@ -342,9 +342,8 @@ def test_unsupported_form_is_rejected_with_engines_message(llm: LLM, name: str):
 
 def test_added_grammar_is_not_mistaken_for_the_form(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control of "no grammar": where it is added all the same, the row is answered with nothing."""
-    monkeypatch.setattr(
-        "spmd_worker.replica.grammar.compiler.engine_grammar", lambda _: json.dumps({"grammars": [forms._NO_FORCING]})
-    )
+    added = json.dumps({"grammars": [forms._NO_FORCING]})
+    monkeypatch.setattr("spmd_worker.replica.grammar.compiler.engine_grammar", lambda _: added)
     assert generate(llm, {"grammar": '{"grammars": [ ]}'}).outputs[0].text == ""
 
 

@@ -218,7 +218,7 @@ def test_worker_reports_admitted_form_it_cannot_compile():
     with open_model(made_once("constrained", write_model)) as made:
         compiler = made.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler
         compiler._compiled[StructuredOutputsParams(regex="a")] = GrammarError("extra_missing", "pip install it")
-        words = "structured_outputs: this rank cannot compile an admitted grammar, start every rank with the same packages and files: pip install it"
+        words = "structured_outputs: an admitted grammar cannot be compiled on this rank: pip install it"
         with pytest.raises(ConfigError, match=words):
             made.generate("hello", SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
 

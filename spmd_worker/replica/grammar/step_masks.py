@@ -136,10 +136,8 @@ class GrammarMasks:
                 state = self._states[key] = self._compiler.start(row.constraint, row.may_force)
             except GrammarError as error:
                 # Rows are admitted with grammars that compile: this rank's packages or files differ from the engine's.
-                raise ConfigError(
-                    f"structured_outputs: this rank cannot compile an admitted grammar, start every rank with the same "
-                    f"packages and files: {error}"
-                ) from None
+                message = f"structured_outputs: an admitted grammar cannot be compiled on this rank: {error}"
+                raise ConfigError(message) from None
         state.advance(row.output_token_ids)
         return state
 

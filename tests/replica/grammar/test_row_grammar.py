@@ -57,7 +57,7 @@ def test_grammar_state_of_bulk_tokens_equals_single_tokens(tokenizer: Tokenizer,
     while not taken or taken[-1] != EOS:
         choices = allowed(state)
         again = grammars.start(form)
-        again.take(taken)
+        again.advance(taken)
         assert allowed(again) == choices
         forced = state.forced(9)
         assert again.forced(9) == forced
@@ -138,7 +138,7 @@ def test_mask_beyond_forcing_cost_is_made_unforced(tokenizer: Tokenizer, monkeyp
             state = compiler_of(tokenizer).start(form)
             for text in texts:
                 for each in (state, expected):
-                    each.take(tokenizer.encode(text))
+                    each.advance(tokenizer.encode(text))
                 assert (allowed(state), state.problem) == (allowed(expected), "")
             assert not state.can_force
         assert expected.can_force

@@ -266,7 +266,7 @@ def test_trailing_bytes_are_rejected():
 
 def test_other_layout_version_is_rejected_by_name():
     data = encode_message(FULL_MESSAGE)
-    with pytest.raises(MessageError, match=f"layout version {VERSION + 1}; this is version {VERSION}"):
+    with pytest.raises(MessageError, match=f"layout version {VERSION + 1}, this code reads version {VERSION}"):
         decode_message(refit(bytes([VERSION + 1]) + data[1:]))
 
 
@@ -276,7 +276,7 @@ def test_unknown_flags_and_missing_mask_checksums_are_rejected():
         with pytest.raises(MessageError, match=words):
             decode_message(refit(data[:1] + bytes([flags]) + data[2:]))
     # Version, flags, step, layout, no digest, no ids, no numbers of ids; then no checksums.
-    with pytest.raises(MessageError, match="checksums of masks are announced and there are none"):
+    with pytest.raises(MessageError, match="checksums of masks are announced and missing"):
         decode_message(refit(data[:1] + b"\x02" + data[2:10] + b"\0" + data[10:]))
 
 
@@ -284,7 +284,7 @@ def test_records_with_other_fields_are_rejected():
     data = encode_message(FULL_MESSAGE)
     for place in range(3, 7):
         other = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-        with pytest.raises(MessageError, match="its records have other fields"):
+        with pytest.raises(MessageError, match="records have other fields"):
             decode_message(refit(other))
 
 
@@ -430,12 +430,12 @@ def test_message_of_another_run_is_detected():
     others = [other.encode(other_run.next_message()) for _ in range(2)]
     decoder = Decoder()
     decoder.decode(coded[0])
-    with pytest.raises(MessageError, match="goes on from another message of step 1"):
+    with pytest.raises(MessageError, match="coded against another message of step 1"):
         decoder.decode(others[1])
 
 
 def test_continuing_message_is_not_read_alone():
-    with pytest.raises(MessageError, match="goes on from step 1, which was not read"):
+    with pytest.raises(MessageError, match="coded against step 1, which was not read"):
         decode_message(coded_run(2)[1])
 
 

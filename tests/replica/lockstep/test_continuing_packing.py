@@ -124,10 +124,10 @@ def test_sequences_given_no_or_several_ids_continue(continuing, token_ids, num_i
         (b"\x02\x00\x00", "unknown flags 0x2"),
         (b"\x04\x00\x00", "unknown flags 0x4"),
         (b"\xff\x00\x00", "unknown flags 0xff"),
-        (b"\x03\x01\x01\x00\x04\x00", r"dropped places \[4\] of 4"),
-        (b"\x03\x01\x01\x01\x00\x00", r"dropped places \[-1\] of 4"),
-        (b"\x03\x02\x01\x00\x01\x01\x00", r"dropped places \[1, 1\] of 4"),
-        (b"\x03\x02\x01\x00\x02\x01\x00", r"dropped places \[2, 1\] of 4"),
+        (b"\x03\x01\x01\x00\x04\x00", r"dropped indices \[4\] of 4"),
+        (b"\x03\x01\x01\x01\x00\x00", r"dropped indices \[-1\] of 4"),
+        (b"\x03\x02\x01\x00\x01\x01\x00", r"dropped indices \[1, 1\] of 4"),
+        (b"\x03\x02\x01\x00\x02\x01\x00", r"dropped indices \[2, 1\] of 4"),
         (b"\x03\xff\xff\xff\x7f", "entries announced"),
         (b"\x00\xff\xff\xff\x7f", "entries announced"),
         (b"\x03\x00\xff\xff\xff\x7f", "entries announced"),
@@ -140,5 +140,5 @@ def test_invalid_bytes_are_rejected(data, problem):
 
 
 def test_dropped_indices_of_nothing_are_rejected():
-    with pytest.raises(MessageError, match=r"dropped places \[0\] of 0"):
+    with pytest.raises(MessageError, match=r"dropped indices \[0\] of 0"):
         read(b"\x03\x01\x01\x00\x00\x00", (), ())

@@ -156,11 +156,11 @@ def test_records_have_exact_sizes(hint, values, num_bytes):
         (tuple[int, ...], b"\x01\x01\x00\x03", 2, "entries announced"),  # lengths -1 and 2
         (bool, b"\x10\x04", 1, "flags from 2 to 2"),
         (int | None, b"\x10\x01", 1, "flags from -1 to -1"),
-        (Leaf | Empty, b"\x10\x04", 1, "kinds from 2 to 2, where there are 2"),
+        (Leaf | Empty, b"\x10\x04", 1, "kinds from 2 to 2, there are 2"),
         (Integer65, b"\x00\x00", 1, "integers of 0 bytes each"),
         (Integer65, b"\x0a" + bytes(10), 1, "integers of 10 bytes each"),
         (Integer65, b"\x09" + b"\xff" * 8 + b"\x01", 1, "does not fit 65 bits"),
-        (float, b"\x02" + bytes(8), 1, "no column of floats has mode 2"),
+        (float, b"\x02" + bytes(8), 1, "mode 2 of a column of floats"),
         (str, b"\x10\x04\xc3\x28", 1, "not UTF-8"),
     ],
     ids=str,
@@ -187,7 +187,7 @@ def test_list_of_possibly_empty_records_is_rejected():
 
 
 def test_value_outside_union_is_rejected():
-    with pytest.raises(MessageError, match="Tree has no number: it is none of Leaf, Empty"):
+    with pytest.raises(MessageError, match="Tree has no encoding: supported are Leaf, Empty"):
         written(codec_of(Leaf | Empty), [Tree(leaves=())])
 
 
@@ -280,4 +280,4 @@ def test_event_outside_union_is_rejected():
     """Negative control."""
     process = run_new_event("")
     assert process.returncode != 0
-    assert "MessageError: LoadAdapter has no number: it is none of Admit, Abort" in process.stderr
+    assert "MessageError: LoadAdapter has no encoding: supported are Admit, Abort" in process.stderr

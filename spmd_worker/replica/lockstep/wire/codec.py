@@ -36,12 +36,11 @@ from spmd_worker.replica.sequence.sampled import SampledIds, num_sampling, sampl
 from spmd_worker.replica.sequence.step import StepPlan
 
 VERSION: Final = 4
-_GOES_ON: Final = 1
+_HAS_BASE: Final = 1
 _HAS_MASKS: Final = 2
 _CHECKSUM: Final = struct.Struct("<I")
 _MAX_DIGEST_BYTES: Final = 64
-# Coded by hand, because it pays: against the ids in the same message, a continuing sequence costs no byte, and its
-# columns would cost 5 or more.
+# Coded by hand: against the ids in the same message a continuing sequence costs no byte, in columns 5 or more.
 _CONTINUING: Final = ("continuing", "continuing_token_ids", "continuing_num_ids", "continuing_blocks")
 _EVENTS: Final = codec_of(tuple[Event, ...])
 _PLAN: Final = RecordCodec(StepPlan, without=("step", *_CONTINUING))
@@ -50,9 +49,7 @@ _LAYOUT: Final = _CHECKSUM.pack(crc32(f"{_EVENTS.layout}; {_PLAN.layout}".encode
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The message before, and the plans whose samples are outstanding, oldest first; its own is the last. Keys of the
-    sampled ids are computed once the number of sequences with ids is known (`_last_keys`).
-    """
+    """The message before, and the plans with outstanding samples, oldest first; its own is the last."""
 
     checksum: bytes
     plans: tuple[StepPlan, ...]
@@ -60,14 +57,6 @@ class _Base:
     @property
     def next_step(self) -> int:
         return self.plans[-1].step + 1
-
-    def sampled_plan(self, num_in_flight: int) -> StepPlan | None:
-        """Plan whose sampled ids the next message carries."""
-        return self.plans[0] if len(self.plans) == num_in_flight else None
-
-    def after(self, plan: StepPlan, num_in_flight: int) -> tuple[StepPlan, ...]:
-        """The plans after the next message."""
-        return (*self.plans, plan)[-num_in_flight:]
 
 
 class Encoder:
@@ -107,7 +96,7 @@ class Decoder:
         sampled = SampledIds(reader.counted(), reader.counted())
         mask_checksums = reader.counted() if has_masks else ()
         if has_masks and not mask_checksums:
-            raise MessageError("checksums of masks are announced and there are none")
+            raise MessageError("checksums of masks are announced and missing")
         (events,) = _EVENTS.read(reader, 1)
         values = _PLAN.read_fields(reader)
         try:
@@ -126,21 +115,21 @@ class Decoder:
         """The step, the message before if this one is coded against it, and whether checksums of masks follow."""
         version, flags, step = reader.byte(), reader.byte(), reader.integer_64()
         if version != VERSION:
-            raise MessageError(f"layout version {version}; this is version {VERSION}")
-        if flags & ~(_GOES_ON | _HAS_MASKS):
+            raise MessageError(f"layout version {version}, this code reads version {VERSION}")
+        if flags & ~(_HAS_BASE | _HAS_MASKS):
             raise MessageError(f"unknown flags {flags:#x}")
         has_masks = bool(flags & _HAS_MASKS)
         checksum = reader.take(_CHECKSUM.size)
-        if not flags & _GOES_ON:
+        if not flags & _HAS_BASE:
             if checksum != _LAYOUT:
-                raise MessageError("its records have other fields: another version of this code wrote it")
+                raise MessageError("the records have other fields: another version of this code wrote the message")
             return step, None, has_masks
         if self._base is None:
-            raise MessageError(f"message of step {step} goes on from step {step - 1}, which was not read")
+            raise MessageError(f"message of step {step} is coded against step {step - 1}, which was not read")
         if step != self._base.next_step:
             raise MessageError(f"message of step {step} where {self._base.next_step} comes next")
         if checksum != self._base.checksum:
-            raise MessageError(f"message of step {step} goes on from another message of step {step - 1}")
+            raise MessageError(f"message of step {step} is coded against another message of step {step - 1}")
         return step, self._base, has_masks
 
 
@@ -155,24 +144,25 @@ def decode_message(data: bytes) -> StepMessage:
 
 
 def _last_keys(base: _Base | None, sampled: SampledIds, num_in_flight: int) -> Keys:
-    """Keys of the sampled ids that a message carries, as far as the messages before define them.
+    """Keys of the sampled ids that a message carries; empty if the messages before do not define them.
 
-    Empty if the plan samples for another number of sequences. So a plan that claims any number of samples in a few
-    bytes costs nothing: there are only as many keys as ids, or numbers of ids, in the message.
+    Empty also if the plan samples for another number of sequences: a plan that claims any number of samples in a few
+    bytes costs nothing.
     """
-    plan = None if base is None else base.sampled_plan(num_in_flight)
-    return sampling_keys(plan) if plan is not None and num_sampling(plan) == sampled.num_sequences else ()
+    if base is None or len(base.plans) != num_in_flight or num_sampling(base.plans[0]) != sampled.num_sequences:
+        return ()
+    return sampling_keys(base.plans[0])
 
 
 def _next_base(base: _Base | None, checksum: bytes, plan: StepPlan, num_in_flight: int) -> _Base:
-    return _Base(checksum, (plan,) if base is None else base.after(plan, num_in_flight))
+    return _Base(checksum, (plan,) if base is None else (*base.plans, plan)[-num_in_flight:])
 
 
 def _checked_end(data: bytes) -> int:
     """Start of the checksum. Raises MessageError if it does not match."""
     end = len(data) - _CHECKSUM.size
     if end < 1:
-        raise MessageError(f"{len(data)} bytes are no message")
+        raise MessageError(f"{len(data)} bytes are too few for a message")
     if data[end:] != _CHECKSUM.pack(crc32(memoryview(data)[:end])):
         raise MessageError("checksum does not match: the message was damaged or cut short")
     return end
@@ -182,7 +172,7 @@ def _write_head(writer: ByteWriter, message: StepMessage, base: _Base | None) ->
     if len(message.digest) > _MAX_DIGEST_BYTES:
         raise MessageError(f"a digest of {len(message.digest)} bytes")
     writer.byte(VERSION)
-    writer.byte((0 if base is None else _GOES_ON) | (_HAS_MASKS if message.mask_checksums else 0))
+    writer.byte((0 if base is None else _HAS_BASE) | (_HAS_MASKS if message.mask_checksums else 0))
     writer.signed(message.step)
     writer.data += _LAYOUT if base is None else base.checksum
     writer.blob(message.digest)

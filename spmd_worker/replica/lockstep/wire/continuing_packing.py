@@ -82,15 +82,15 @@ def _dropped_indices(keys: Keys, last_keys: Keys) -> list[int] | None:
     if keys == last_keys:
         return []
     kept = dict.fromkeys(keys)
-    dropped = [place for place, key in enumerate(last_keys) if key not in kept]
+    dropped = [index for index, key in enumerate(last_keys) if key not in kept]
     return dropped if keys == _without(last_keys, dropped) else None
 
 
-def _read_dropped(reader: ByteReader, num_places: int) -> list[int]:
+def _read_dropped(reader: ByteReader, num_keys: int) -> list[int]:
     dropped = list(reader.counted())
     is_ascending = all(before < after for before, after in pairwise(dropped))
-    if not is_ascending or (dropped and not 0 <= dropped[0] <= dropped[-1] < num_places):
-        raise MessageError(f"dropped places {dropped[:10]} of {num_places}")
+    if not is_ascending or (dropped and not 0 <= dropped[0] <= dropped[-1] < num_keys):
+        raise MessageError(f"dropped indices {dropped[:10]} of {num_keys}")
     return dropped
 
 
@@ -99,4 +99,4 @@ def _without(keys: Keys, dropped: list[int]) -> Keys:
     if not dropped:
         return keys
     gone = dict.fromkeys(dropped)
-    return tuple([key for place, key in enumerate(keys) if place not in gone])
+    return tuple([key for index, key in enumerate(keys) if index not in gone])

@@ -46,7 +46,6 @@ class ByteWriter:
         self.data = bytearray()
 
     def byte(self, value: int) -> None:
-        """One byte."""
         self.data.append(value)
 
     def unsigned(self, value: int) -> None:
@@ -130,7 +129,6 @@ class ByteReader:
         return self._data[start : self._position]
 
     def byte(self) -> int:
-        """One byte."""
         return self.take(1)[0]
 
     def unsigned(self) -> int:
@@ -190,14 +188,15 @@ class ByteReader:
 
     def _dense(self, width: int, num_values: int) -> list[int]:
         if width == 8:
-            return _as_list(np.frombuffer(self.take(8 * num_values), dtype=np.dtype("<i8")))
+            return list(struct.unpack(f"<{num_values}q", self.take(8 * num_values)))
         if width not in (1, 2, 3, 4):
-            raise MessageError(f"no column has mode {width}")
+            raise MessageError(f"invalid mode {width} of a column")
         base = self.signed()
         if abs(base) > _MAX_BASE:
             raise MessageError(f"column of {width} bytes a value with a least value of {base}")
         raw = np.frombuffer(self.take(width * num_values), dtype=np.uint8)
-        return _as_list(_widened(raw, width) + base)
+        values: list[int] = (_widened(raw, width) + base).tolist()
+        return values
 
 
 def _as_array(values: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -205,7 +204,7 @@ def _as_array(values: Sequence[int]) -> npt.NDArray[np.int64]:
     try:
         return np.frombuffer(struct.pack(f"<{len(values)}q", *values), dtype="<i8")
     except struct.error:
-        raise MessageError(f"{min(values)} or {max(values)} does not fit 64 bits, or is no integer") from None
+        raise MessageError(f"{min(values)} or {max(values)} is not an integer of 64 bits") from None
 
 
 def _checked(value: int) -> int:
@@ -216,10 +215,8 @@ def _checked(value: int) -> int:
 
 def _width(span: int) -> int:
     """Bytes for numbers from 0 to `span`."""
-    for width in (1, 2, 3, 4):
-        if span < 1 << 8 * width:
-            return width
-    return 8
+    width = max(span.bit_length() + 7, 8) // 8
+    return width if width <= 4 else 8
 
 
 def _widened(raw: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.int64]:
@@ -228,8 +225,3 @@ def _widened(raw: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.int64]:
         wide[:, :3] = raw.reshape(-1, 3)
         return wide.view("<u4").ravel().astype(np.int64)
     return raw.view(_DTYPES[width]).astype(np.int64)
-
-
-def _as_list(values: npt.NDArray[np.int64]) -> list[int]:
-    numbers: list[int] = values.tolist()
-    return numbers

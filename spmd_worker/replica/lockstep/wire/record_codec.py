@@ -133,7 +133,7 @@ class RecordCodec(Codec):
                 return list(map(self._record, *columns.values()))
             return [self._record(**dict(zip(columns, row))) for row in zip(*columns.values())]
         except ValueError as error:
-            raise MessageError(f"{self._record.__name__} is refused: {error}") from error
+            raise MessageError(f"{self._record.__name__} is invalid: {error}") from error
 
     def read_fields(self, reader: ByteReader) -> dict[str, Any]:
         """The fields of one record that are not at their defaults, by name: for callers that have those `without`."""
@@ -168,7 +168,7 @@ class _UnionCodec(Codec):
         unknown = [type(value).__name__ for value in values if type(value) not in self._kinds]
         if unknown:
             names = ", ".join([option.__name__ for option in self._kinds])
-            raise MessageError(f"{unknown[0]} has no number: it is none of {names}")
+            raise MessageError(f"{unknown[0]} has no encoding: supported are {names}")
         _INTEGER.write(writer, [self._kinds[type(value)] for value in values], is_dense=is_dense)
         for option, codec in zip(self._kinds, self._codecs):
             codec.write(writer, [value for value in values if type(value) is option])
@@ -176,7 +176,7 @@ class _UnionCodec(Codec):
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
         kinds = _INTEGER.read(reader, num_values, is_dense=is_dense)
         if kinds and not 0 <= min(kinds) <= max(kinds) < len(self._codecs):
-            raise MessageError(f"kinds from {min(kinds)} to {max(kinds)}, where there are {len(self._codecs)}")
+            raise MessageError(f"kinds from {min(kinds)} to {max(kinds)}, there are {len(self._codecs)}")
         found = [iter(codec.read(reader, kinds.count(kind))) for kind, codec in enumerate(self._codecs)]
         return [next(found[kind]) for kind in kinds]
 
@@ -207,20 +207,22 @@ class _ListCodec(Codec):
 class _RowCodec(Codec):
     """A fixed number of positions, each of its own type. Plain tuples if `make` is None."""
 
-    def __init__(self, name: str, places: list[Codec], make: Callable[[Any], Any] | None) -> None:
-        self._places, self._make = places, make
-        self.can_be_dense = places[0].can_be_dense
-        self.layout = f"{name}({', '.join([codec.layout for codec in places])})"
+    def __init__(self, name: str, columns: list[Codec], make: Callable[[Any], Any] | None) -> None:
+        self._columns, self._make = columns, make
+        self.can_be_dense = columns[0].can_be_dense
+        self.layout = f"{name}({', '.join([codec.layout for codec in columns])})"
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
         if not values:
             return
-        for place, (codec, column) in enumerate(zip(self._places, zip(*values, strict=True), strict=True)):
-            codec.write(writer, column, is_dense=is_dense and place == 0)
+        for index, (codec, column) in enumerate(zip(self._columns, zip(*values, strict=True), strict=True)):
+            codec.write(writer, column, is_dense=is_dense and index == 0)
 
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
+        first, *others = self._columns
         columns = [
-            codec.read(reader, num_values, is_dense=is_dense and place == 0) for place, codec in enumerate(self._places)
+            first.read(reader, num_values, is_dense=is_dense),
+            *[each.read(reader, num_values) for each in others],
         ]
         rows = zip(*columns)
         return list(rows) if self._make is None else list(map(self._make, rows))
@@ -262,9 +264,7 @@ class _WideCodec(Codec):
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
         if not values:
             return
-        outside = [value for value in values if value not in INT65]
-        if outside:
-            raise MessageError(f"{outside[0]} does not fit 65 bits")
+        _check_wide(values)
         width = max([value.bit_length() for value in values]) // 8 + 1
         writer.byte(width)
         writer.data += b"".join([value.to_bytes(width, "little", signed=True) for value in values])
@@ -278,9 +278,7 @@ class _WideCodec(Codec):
         raw = reader.take(width * num_values)
         pieces = [raw[start : start + width] for start in range(0, len(raw), width)]
         values = [int.from_bytes(piece, "little", signed=True) for piece in pieces]
-        outside = [value for value in values if value not in INT65]
-        if outside:
-            raise MessageError(f"{outside[0]} does not fit 65 bits")
+        _check_wide(values)
         return values
 
 
@@ -312,7 +310,7 @@ class _FloatCodec(Codec):
         if mode == _SAME_FLOAT and not is_dense:
             return list(struct.unpack("<d", reader.take(8))) * num_values
         if mode != _FLOAT_EACH:
-            raise MessageError(f"no column of floats has mode {mode}")
+            raise MessageError(f"invalid mode {mode} of a column of floats")
         return list(struct.unpack(f"<{num_values}d", reader.take(8 * num_values)))
 
 
@@ -342,6 +340,12 @@ class _TextCodec(_BytesCodec):
             return [value.decode("utf-8") for value in super().read(reader, num_values, is_dense=is_dense)]
         except UnicodeDecodeError as error:
             raise MessageError(f"text is not UTF-8: {error}") from error
+
+
+def _check_wide(values: Sequence[int]) -> None:
+    outside = [value for value in values if value not in INT65]
+    if outside:
+        raise MessageError(f"{outside[0]} does not fit 65 bits")
 
 
 def _read_lengths(reader: ByteReader, num_values: int, is_dense: bool) -> list[int]:
