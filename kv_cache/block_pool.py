@@ -37,11 +37,6 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
-    @property
-    def free_block_ids(self) -> list[BlockId]:
-        """Free blocks in the order in which `take` allocates them. Walks the queue: for tests and messages."""
-        return list(self._free)
-
     def ref_count(self, block_id: BlockId) -> int:
         """Number of owners of the block; 0 when it is free."""
         self._check(block_id)

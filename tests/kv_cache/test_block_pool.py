@@ -11,9 +11,9 @@ A, B, C, D = (BlockHash(bytes([number]) * NUM_HASH_BYTES) for number in range(4)
 
 def test_new_pool_allocates_blocks_in_order():
     pool = BlockPool(4)
-    assert pool.free_block_ids == [0, 1, 2, 3]
+    assert list(pool._free) == [0, 1, 2, 3]
     assert pool.take(2) == [0, 1]
-    assert pool.free_block_ids == [2, 3]
+    assert list(pool._free) == [2, 3]
     assert (pool.num_blocks, pool.num_free_blocks) == (4, 2)
     assert [pool.ref_count(index) for index in range(4)] == [1, 1, 0, 0]
 
@@ -22,7 +22,7 @@ def test_unnamed_blocks_are_reused_first_latest_released_first():
     pool = BlockPool(4)
     pool.take(3)
     pool.release([2, 0, 1])
-    assert pool.free_block_ids == [1, 0, 2, 3]
+    assert list(pool._free) == [1, 0, 2, 3]
     assert pool.take(4) == [1, 0, 2, 3]
 
 
@@ -31,9 +31,9 @@ def test_named_blocks_are_reused_last_least_recent_first():
     pool.take(4)
     assert [pool.set_hash(1, A), pool.set_hash(2, B), pool.set_hash(3, C)] == [True, True, True]
     pool.release([2, 0, 3])
-    assert pool.free_block_ids == [0, 4, 2, 3]
+    assert list(pool._free) == [0, 4, 2, 3]
     pool.release([1])
-    assert pool.free_block_ids == [0, 4, 2, 3, 1]
+    assert list(pool._free) == [0, 4, 2, 3, 1]
     assert (pool.num_free_blocks, pool.num_cached_blocks, len(pool._index)) == (5, 3, 3)
     pool.check_integrity()
 
@@ -44,23 +44,23 @@ def test_shared_block_stays_until_its_last_release():
     pool.share([0])
     assert pool.ref_count(0) == 2
     pool.release([0])
-    assert (pool.ref_count(0), pool.free_block_ids) == (1, [1])
+    assert (pool.ref_count(0), list(pool._free)) == (1, [1])
     pool.release([0])
-    assert (pool.ref_count(0), pool.free_block_ids) == (0, [0, 1])
+    assert (pool.ref_count(0), list(pool._free)) == (0, [0, 1])
 
 
 def test_found_block_leaves_free_queue_and_returns_last():
     pool = named_pool()
-    assert pool.free_block_ids == [3, 2, 1, 0]
+    assert list(pool._free) == [3, 2, 1, 0]
     assert pool.find_chain([A, B, D]) == [0, 1]
     assert pool.num_free_among([0, 1, 3]) == 3
     pool.share([0, 1])
-    assert (pool.free_block_ids, pool.num_cached_blocks, pool.num_free_among([0, 1, 2])) == ([3, 2], 1, 1)
+    assert (list(pool._free), pool.num_cached_blocks, pool.num_free_among([0, 1, 2])) == ([3, 2], 1, 1)
     pool.release([1, 0])
-    assert pool.free_block_ids == [3, 2, 1, 0]
+    assert list(pool._free) == [3, 2, 1, 0]
     pool.share([2])
     pool.release([2])
-    assert pool.free_block_ids == [3, 1, 0, 2]
+    assert list(pool._free) == [3, 1, 0, 2]
     pool.check_integrity()
 
 
@@ -89,7 +89,7 @@ def test_first_block_keeps_its_name_and_duplicates_none():
     assert pool.find(A) == 0
     pool.release([0])
     pool.release([1])
-    assert pool.free_block_ids == [1, 2, 0]
+    assert list(pool._free) == [1, 2, 0]
     assert pool.find(A) == 0
     pool.check_integrity()
 
@@ -125,9 +125,9 @@ def test_forgotten_names_keep_the_free_order():
     pool.share([1])
     pool.clear_hashes()
     assert [pool.find(each) for each in (A, B, C)] == [None, None, None]
-    assert (pool.free_block_ids, pool.num_cached_blocks, len(pool._index)) == ([3, 2, 0], 0, 0)
+    assert (list(pool._free), pool.num_cached_blocks, len(pool._index)) == ([3, 2, 0], 0, 0)
     pool.release([1])
-    assert pool.free_block_ids == [1, 3, 2, 0]
+    assert list(pool._free) == [1, 3, 2, 0]
     pool.check_integrity()
 
 
@@ -151,7 +151,7 @@ def test_forgotten_evictions_are_not_returned():
 def test_empty_allocation_changes_nothing():
     pool = BlockPool(1)
     assert pool.take(0) == []
-    assert pool.free_block_ids == [0]
+    assert list(pool._free) == [0]
 
 
 def test_allocation_beyond_the_free_blocks_fails():
@@ -159,7 +159,7 @@ def test_allocation_beyond_the_free_blocks_fails():
     pool.take(1)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 3 are free"):
         pool.take(3)
-    assert pool.free_block_ids == [1, 2]
+    assert list(pool._free) == [1, 2]
 
 
 def test_double_release_error_names_the_block():

@@ -10,7 +10,7 @@ from kv_cache.host_tier import HostTier
 
 
 def free_ids(manager):
-    return manager._pool.free_block_ids
+    return list(manager._pool._free)
 
 
 def test_table_grows_by_the_blocks_its_tokens_need():

@@ -188,7 +188,7 @@ def test_loaded_prefix_is_found_after_the_transfer():
     manager.finish_transfer(2)
     assert manager.find_prefix(NAMES) == [3, 2, 1]
     assert (manager.num_used_blocks, manager.num_cached_blocks) == (0, 3)
-    assert manager._pool.free_block_ids == [0, 1, 2, 3]
+    assert list(manager._pool._free) == [0, 1, 2, 3]
     manager.check_integrity([])
 
 
@@ -265,7 +265,7 @@ def test_load_does_not_evict_the_prefix_it_extends():
     manager.take_block_ops()
     manager.release(table)
     prefix = manager.find_prefix(NAMES)
-    assert prefix == manager._pool.free_block_ids[:1]
+    assert prefix == list(manager._pool._free)[:1]
     assert manager.load_prefix(prefix, NAMES[:3], 6) == 3
     manager.take_block_ops()
     manager.finish_transfer(3)
@@ -281,7 +281,7 @@ def test_loaded_duplicate_is_released_without_a_name():
     manager.take_block_ops()
     manager.finish_transfer(2)
     assert manager.find_prefix(NAMES) == table.block_ids == [2]
-    assert manager._pool.free_block_ids == [3, 1, 0]
+    assert list(manager._pool._free) == [3, 1, 0]
     manager.check_integrity([table])
 
 

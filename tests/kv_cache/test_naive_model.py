@@ -191,7 +191,7 @@ class Pair:
             [sequence.host_table for sequence in self.sequences.values() if sequence.host_table is not None],
         )
         free = naive.device.free
-        agree("free blocks, in their order", manager._pool.free_block_ids, free)
+        agree("free blocks, in their order", list(manager._pool._free), free)
         agree("num_free_blocks", manager.num_free_blocks, len(free))
         agree("num_used_blocks", manager.num_used_blocks, manager.num_blocks - len(free))
         agree("num_cached_blocks", manager.num_cached_blocks, sum(map(free.__contains__, naive.device.names.values())))
@@ -201,10 +201,10 @@ class Pair:
 
     def compare_memories(self):
         """The order in which host blocks and places will go, too, once in a while."""
-        agree("free host blocks", self.manager._swap._pool.free_block_ids, self.naive.host.free)
+        agree("free host blocks", list(self.manager._swap._pool._free), self.naive.host.free)
         if self.naive.has_connector:
             tier = self.manager._transfers.connector
-            agree("free places", tier._pool.free_block_ids, self.naive.tier.free)
+            agree("free places", list(tier._pool._free), self.naive.tier.free)
             agree("num_stored", len(tier._pool._index), len(self.naive.tier.names))
 
     def names(self, sequence, num_tokens):

@@ -28,7 +28,7 @@ def compute(manager, token_ids, **root):
 
 
 def free_ids(manager):
-    return manager._pool.free_block_ids
+    return list(manager._pool._free)
 
 
 def test_computed_prompt_is_found_before_and_after_release():

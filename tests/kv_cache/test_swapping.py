@@ -20,7 +20,7 @@ def written(manager, num_tokens):
 
 
 def free_ids(manager):
-    return manager._pool.free_block_ids
+    return list(manager._pool._free)
 
 
 def test_table_swaps_out_and_into_other_blocks():

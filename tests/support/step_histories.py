@@ -9,13 +9,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mirror_state import SequenceState, mirror_state
+
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.replica.lockstep.difference import Record
 from spmd_worker.replica.lockstep.digest import ChainedDigest
 from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.replica.lockstep.wire.message import StepMessage
-from spmd_worker.replica.mirror.mirror import Mirror, ScheduledSequence, SequenceState
+from spmd_worker.replica.mirror.mirror import Mirror, ScheduledSequence
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -130,7 +132,7 @@ class History:
 
     def _compare(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
         """Every sequence with blocks that was scheduled once is in the mirror, whole; nothing that ended is left."""
-        held = self.mirror.state()
+        held = mirror_state(self.mirror)
         scheduler = self.schedulers[1]
         alive = {each.key: each for group in scheduler.queues.groups.values() for each in group.sequences}
         for each in scheduled:
@@ -255,6 +257,6 @@ def run_history(
         history.step(())
     history.step(())
     assert not history.schedulers[0].has_unfinished
-    assert history.mirror.state() == {}
-    assert len(history.mirror) == 0
+    assert mirror_state(history.mirror) == {}
+    assert len(history.mirror._groups) == 0
     return history

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.plan_check import PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
@@ -18,9 +17,6 @@ from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
 __all__ = ["Mirror", "MirrorError", "MirroredSequence", "ScheduledSequence"]
-
-SequenceState = tuple[tuple[int, ...], tuple[BlockId, ...], int]
-"""Output tokens, block table, and number of computed tokens once the last plan has run."""
 
 
 class _Sampling(NamedTuple):
@@ -61,19 +57,6 @@ class Mirror:
         self._decoding: _Decoding | None = None
         # Ids of sequences that continue after their ids are read.
         self._read_ids: dict[MirroredSequence, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def state(self) -> dict[SequenceKey, SequenceState]:
-        """Values of every sequence, in the order of keys, to be compared with a scheduler's."""
-        state = {}
-        for request_id in sorted(self._groups):
-            for sample_index, each in sorted(self._groups[request_id].sequences.items()):
-                tokens, block_ids = tuple(each.output_token_ids), tuple(each.block_ids)
-                num_computed_tokens = each.num_computed_tokens + each.num_scheduled_tokens
-                state[SequenceKey(request_id, sample_index)] = (tokens, block_ids, num_computed_tokens)
-        return state
 
     def apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """Advance the mirror to the plan's step and return the scheduled rows, in plan order: the same tuple as in the

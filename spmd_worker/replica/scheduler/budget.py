@@ -39,8 +39,3 @@ class StepBudget:
         self.num_compile_bytes -= compile_bytes(sequence)
         assert self.num_compile_bytes >= 0, self.num_compile_bytes
         sequence.must_compile = False
-
-    def spend(self, num_tokens: int) -> None:
-        """Use tokens; the caller checks first."""
-        assert 0 < num_tokens <= self.num_tokens, (num_tokens, self.num_tokens)
-        self.num_tokens -= num_tokens

@@ -299,7 +299,8 @@ class Planner:
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
         sequence.repeats_last = False
         change = self._allocator.extend(sequence, num_tokens)
-        budget.spend(num_tokens)
+        budget.num_tokens -= num_tokens
+        assert budget.num_tokens >= 0, budget.num_tokens
         if is_sampling:
             budget.spend_grammar(sequence)
         return Decision(sequence, first, num_tokens, sequence.num_samples if is_sampling else 0, change)

@@ -6,18 +6,15 @@ its digest and the text of a difference follow from its fields.
 
 from dataclasses import dataclass
 
-from spmd_worker.replica.sequence.record_checks import check_fields
+from spmd_worker.replica.sequence.record_checks import CheckedRecord
 from spmd_worker.replica.sequence.request import Request, RequestId, whole_number
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(CheckedRecord):
     """A request joins the queue."""
 
     request: Request
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +39,13 @@ class EndRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(CheckedRecord):
     """The current call of the ranks ends with this step: a signal's handler raised `error` (its text) on `rank` of the
     replica. Requests that the call has left open are aborted in the same step.
     """
 
     rank: int
     error: str
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +65,14 @@ class SetWeightVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishTransfers:
+class FinishTransfers(CheckedRecord):
     """Every rank has finished these transfers (`BlockOps.transfer`)."""
 
     numbers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, slots=True)
-class WorkerEvent:
+class WorkerEvent(CheckedRecord):
     """Every worker prepares `name` with `payload` (bytes of the executor's encoding) before the next step; the answers
     are sent with that step. At most one is open: from its step to that of its `EndWorkerEvent`.
     """
@@ -90,12 +81,9 @@ class WorkerEvent:
     name: str
     payload: bytes
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, slots=True)
-class EndWorkerEvent:
+class EndWorkerEvent(CheckedRecord):
     """Every worker commits worker event `number` before the next step, or undoes it if there is a `problem`: the text
     of the lowest rank that rejected it.
     """
@@ -103,12 +91,9 @@ class EndWorkerEvent:
     number: int
     problem: str
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, slots=True)
-class CommitWeights:
+class CommitWeights(CheckedRecord):
     """All ranks have loaded new weights: like `SetWeightVersion`. `version` is a digest of the loaded tensors,
     `num_tensors` their number; each rank compares both with its own before the step runs, unless they come with a
     worker event's commit.
@@ -116,9 +101,6 @@ class CommitWeights:
 
     version: int
     num_tensors: int
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 Event = (

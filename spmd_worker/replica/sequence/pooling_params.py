@@ -165,23 +165,23 @@ def vector_digest(vector: bytes) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def cosine(x: Sequence[float], y: Sequence[float]) -> float:
-    """Cosine similarity of two vectors; 0 if one is zero. Double precision, from exact sums: the same everywhere."""
-    product = math.fsum(map(float.__mul__, x, y))
-    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
-    return product / size if size else 0.0
-
-
 def similarity(name: str, x: Sequence[float], y: Sequence[float]) -> float:
-    """Similarity of two vectors, by a `PoolingConfig.similarity`; a distance is negated: more is more alike."""
+    """Similarity of two vectors, by a `PoolingConfig.similarity`: larger is more similar, so distances are negated; the
+    cosine is 0 if one is zero. Double precision, from exact sums: the same everywhere.
+    """
     if name == "cosine":
-        return cosine(x, y)
+        size = math.sqrt(_dot(x, x) * _dot(y, y))
+        return _dot(x, y) / size if size else 0.0
     if name == "dot":
-        return math.fsum(map(float.__mul__, x, y))
+        return _dot(x, y)
     differences = [a - b for a, b in zip(x, y, strict=True)]
     if name == "manhattan":
         return -math.fsum(map(abs, differences))
-    return -math.sqrt(math.fsum(each * each for each in differences))
+    return -math.sqrt(_dot(differences, differences))
+
+
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return math.fsum(map(float.__mul__, x, y))
 
 
 def check_pooling(pooling: Any) -> None:

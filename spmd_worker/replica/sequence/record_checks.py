@@ -40,6 +40,15 @@ def check_fields(record: Any) -> None:
             raise ValueError(f"{kind.__name__}.{name}={value} must be from {allowed[0]} to {allowed[-1]}")
 
 
+class CheckedRecord:
+    """Base of a dataclass whose fields are checked on construction (`check_fields`)."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def check_num_ids(name: str, num_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> None:
     """Check that `num_ids`, if not empty, divide up `token_ids`. Raises ValueError naming the field."""
     if num_ids and (min(num_ids) < 0 or sum(num_ids) != len(token_ids)):

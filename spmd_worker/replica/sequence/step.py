@@ -7,7 +7,7 @@ from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from spmd_worker.replica.sequence.metadata import GroupUpdate
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
-from spmd_worker.replica.sequence.record_checks import check_fields, check_num_ids
+from spmd_worker.replica.sequence.record_checks import CheckedRecord, check_num_ids
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
@@ -15,7 +15,7 @@ NO_BLOCK_OPS: Final = BlockOps()
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(CheckedRecord):
     """Everything the workers need for step number `step`.
 
     `continuing` are the sequences that continue with the ids of their last sampling: each appends these, computes them
@@ -41,9 +41,6 @@ class StepPlan:
     continuing_num_ids: tuple[int, ...] = ()
     continuing_blocks: tuple[tuple[int, BlockId], ...] = ()
     num_ahead: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def has_rows(self) -> bool:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 
 import pytest
+from mirror_state import mirror_state
 from step_records import every_change
 from test_mirror import BLOCK_SIZE, NUM_BLOCKS, delta, frozen, plan, snapshot
 
@@ -61,14 +62,14 @@ def test_sequence_continues_with_one_token(mirror):
     assert (row.sequence.request.request_id, row.num_scheduled_tokens, row.num_samples) == (1, 1, 1)
     assert (row.sequence.num_computed_tokens, row.sequence.num_scheduled_tokens) == (5, 1)
     assert row.sequence.token_ids(4, 6) == [104, 50]
-    assert mirror.state()[KEY_OF_1] == ((50,), (0, 1), 6)
-    assert mirror.state()[KEY_OF_2] == ((), (2,), 3)
+    assert mirror_state(mirror)[KEY_OF_1] == ((50,), (0, 1), 6)
+    assert mirror_state(mirror)[KEY_OF_2] == ((), (2,), 3)
 
 
 def test_block_is_appended_to_sequence_at_its_index(mirror):
     mirror.apply(steady(8, *BOTH, blocks=[(1, 9)]))
-    assert mirror.state()[KEY_OF_1] == ((50,), (0, 1), 6)
-    assert mirror.state()[KEY_OF_3] == ((70,), (5, 9), 5)
+    assert mirror_state(mirror)[KEY_OF_1] == ((50,), (0, 1), 6)
+    assert mirror_state(mirror)[KEY_OF_3] == ((70,), (5, 9), 5)
 
 
 def test_rows_come_in_plan_order_continuing_first(mirror):
@@ -79,8 +80,8 @@ def test_rows_come_in_plan_order_continuing_first(mirror):
 def test_parent_continues_while_fork_is_introduced(mirror):
     mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK]))
     mirror.apply(steady(9, (KEY_OF_1, 51), (FORK_OF_1, 61)))
-    assert mirror.state()[KEY_OF_1] == ((50, 51), (0, 1), 7)
-    assert mirror.state()[FORK_OF_1] == ((60, 61), (0, 4), 7)
+    assert mirror_state(mirror)[KEY_OF_1] == ((50, 51), (0, 1), 7)
+    assert mirror_state(mirror)[FORK_OF_1] == ((60, 61), (0, 4), 7)
 
 
 def test_sequence_continues_while_sibling_comes_as_snapshot(mirror):
@@ -103,13 +104,13 @@ def test_continuing_decode_equals_deltas(mirror):
         mirror.apply(steady(8 + number, (KEY_OF_1, number), blocks=[(0, block) for block in taken]))
         told = SequenceDataDelta(0, (number,), num_blocks, taken, length, 1, 1)
         other.apply(plan(8 + number, delta(1, told)))
-        assert mirror.state()[KEY_OF_1] == other.state()[KEY_OF_1]
+        assert mirror_state(mirror)[KEY_OF_1] == mirror_state(other)[KEY_OF_1]
 
 
 def test_ended_sequence_is_forgotten_while_others_continue(mirror):
     ended = {"finished_sequences": (KEY_OF_3,), "finished_request_ids": (3,)}
     mirror.apply(steady(8, (KEY_OF_1, 50), **ended))
-    assert list(mirror.state()) == [KEY_OF_1, KEY_OF_2]
+    assert list(mirror_state(mirror)) == [KEY_OF_1, KEY_OF_2]
 
 
 GOOD = steady(8, *BOTH, groups=[CHUNK_OF_2], blocks=[(1, 9)])
@@ -211,7 +212,11 @@ def test_inconsistent_plan_is_rejected_and_changes_nothing(mirror, name):
         mirror.apply(refused)
     assert frozen(mirror) == before
     mirror.apply(GOOD)
-    assert mirror.state() == {KEY_OF_1: ((50,), (0, 1), 6), KEY_OF_2: ((), (2, 3), 6), KEY_OF_3: ((70,), (5, 9), 5)}
+    assert mirror_state(mirror) == {
+        KEY_OF_1: ((50,), (0, 1), 6),
+        KEY_OF_2: ((), (2, 3), 6),
+        KEY_OF_3: ((70,), (5, 9), 5),
+    }
 
 
 def test_block_is_required_with_first_token_needing_it(mirror):
@@ -260,8 +265,8 @@ def test_sequences_continue_with_no_and_several_ids(mirror):
     first, second = mirror.apply(uneven([(KEY_OF_1, ()), (KEY_OF_3, (70, 71, 72, 73, 74))], blocks=[(1, 9), (1, 8)]))
     assert (first.num_scheduled_tokens, first.sequence.num_computed_tokens, first.num_samples) == (1, 4, 1)
     assert (second.num_scheduled_tokens, second.sequence.num_computed_tokens, second.num_samples) == (5, 4, 1)
-    assert mirror.state()[KEY_OF_1] == ((), (0, 1), 5)
-    assert mirror.state()[KEY_OF_3] == ((70, 71, 72, 73, 74), (5, 9, 8), 9)
+    assert mirror_state(mirror)[KEY_OF_1] == ((), (0, 1), 5)
+    assert mirror_state(mirror)[KEY_OF_3] == ((70, 71, 72, 73, 74), (5, 9, 8), 9)
 
 
 @pytest.mark.parametrize(

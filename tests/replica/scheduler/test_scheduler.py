@@ -4,6 +4,7 @@ A row of a step is (request, sample, first token, tokens, samples). Blocks hold 
 """
 
 import pytest
+from mirror_state import mirror_state
 from scheduler_runs import Row, Run
 
 from kv_cache.block_ops import BlockOps
@@ -54,7 +55,7 @@ def test_request_is_prefilled_decoded_and_freed():
     # The mirrors hear of the end in the plan after it.
     assert run.last_plan.finished_sequences == (SequenceKey(0, 0),)
     assert run.last_plan.finished_request_ids == (0,)
-    assert len(run.mirror) == 0
+    assert len(run.mirror._groups) == 0
 
 
 def test_long_prompt_is_chunked_and_samples_at_end():
@@ -274,7 +275,7 @@ def test_abort_inside_prompt_frees_its_blocks():
     run.abort(0)
     assert run.cache.num_used_blocks == 0
     assert run.step() == []
-    assert len(run.mirror) == 0
+    assert len(run.mirror._groups) == 0
 
 
 def test_abort_while_decoding_keeps_sampled_tokens():
@@ -421,7 +422,7 @@ def test_sequence_without_new_id_recomputes_its_last_token():
     first, second = give(run, ()), give(run, (8,))
     assert first.num_tokens == second.num_tokens == 1
     assert (second.continuing, second.continuing_num_ids) == (((0, 0),), (0,))
-    assert run.mirror.state()[0, 0][2] == run.scheduler.running[0].num_computed_tokens == 5
+    assert mirror_state(run.mirror)[0, 0][2] == run.scheduler.running[0].num_computed_tokens == 5
 
 
 def test_several_ids_allocate_all_blocks_they_reach():

@@ -92,7 +92,7 @@ def keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]
     check_counters(run, asked)
     run.settle()
     assert run.cache.num_used_blocks == run.cache.num_used_host_blocks == run.scheduler.num_swapped == 0
-    assert len(run.mirror) == 0
+    assert len(run.mirror._groups) == 0
 
 
 @settings(max_examples=150)

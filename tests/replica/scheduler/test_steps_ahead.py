@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from mirror_state import mirror_state
 from scheduler_runs import EOS, PLAIN_TOKEN, Row, Run
 
 from kv_cache.block import BlockId
@@ -67,7 +68,7 @@ def test_tokens_sampled_after_the_end_are_dropped():
     # The token behind the end was computed.
     assert counters.num_computed_tokens == 6 + 2 + 1 + 6 + 8 - counters.num_cached_prompt_tokens
     run.settle()
-    assert run.cache.num_used_blocks == len(run.mirror) == 0
+    assert run.cache.num_used_blocks == len(run.mirror._groups) == 0
 
 
 @pytest.mark.parametrize("form", [None, "penalty", "bad words", "form"])
@@ -138,7 +139,7 @@ def test_aborted_sequence_ahead_leaves_nothing():
     assert [len(run.tokens(request)[0]) for request in (0, 2)] == [8, 8]
     assert run.ended[1].sequences[0].finish_reason is FinishReason.ABORT
     run.settle()
-    assert run.cache.num_used_blocks == len(run.mirror) == 0
+    assert run.cache.num_used_blocks == len(run.mirror._groups) == 0
 
 
 def test_sequence_without_id_ends_though_ahead():
@@ -199,7 +200,7 @@ def ahead(step: int) -> StepPlan:
 
 
 def outputs(mirror: Mirror) -> list[int]:
-    ((token_ids, _, _),) = mirror.state().values()
+    ((token_ids, _, _),) = mirror_state(mirror).values()
     return list(token_ids)
 
 
@@ -284,13 +285,13 @@ def test_plan_like_the_last_is_rejected_alike(monkeypatch: pytest.MonkeyPatch, c
     said, states = [], []
     for _ in range(2):
         mirror = decoding_mirror()
-        before = mirror.state()
+        before = mirror_state(mirror)
         with pytest.raises(MirrorError) as refused:
             mirror.apply(replace(further(4), **changes))
         said.append(str(refused.value))
-        assert mirror.state() == before
+        assert mirror_state(mirror) == before
         mirror.apply(further(4))
-        states.append(mirror.state())
+        states.append(mirror_state(mirror))
         monkeypatch.setattr(Mirror, "_is_same_decoding", lambda self, plan, last: False)
     assert said[0] == said[1]
     assert states[0] == states[1]
