@@ -23,7 +23,7 @@ from typing import Any
 import jsonschema
 import pytest
 from constrained_rows import EOS, open_model, write_model
-from drawn_forms import drawn_regex, drawn_schema, drawn_value
+from random_constraints import drawn_regex, drawn_schema, drawn_value
 from run_folder import made_once
 from stress_seed import SEED
 

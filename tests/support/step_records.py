@@ -2,9 +2,11 @@
 
 import dataclasses
 import random
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from hypothesis import strategies as st
 
@@ -107,6 +109,11 @@ messages = st.builds(
     st.binary(max_size=32),
     st.lists(st.integers(0, 2**32 - 1), max_size=2).map(tuple),
 )
+
+
+def refit(data: bytes) -> bytes:
+    """The bytes with a checksum that is right for them: what a clever attacker, not a flipped bit, would send."""
+    return data[:-4] + struct.pack("<I", crc32(data[:-4]))
 
 
 def every_change(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

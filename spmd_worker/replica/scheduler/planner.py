@@ -62,10 +62,10 @@ class Planner:
     token would arrive for a sequence that is gone. All others can, whatever is in flight: stages execute steps in
     order, so a later step reads what has been written.
 
-    One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is on the device
-    that needs it; unless it may be known already to end with that token, or its next sample depends on the token's
-    value. If it does end with it, what the step samples for it is dropped. If the free blocks do not suffice, no
-    sequence goes ahead: once the ids are applied every sequence can be preempted.
+    One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is on the
+    device; unless it is certain to end with that token, or its next sample depends on the token's value. If it ends
+    with it, its next sample is dropped. If the free blocks do not suffice, no sequence goes ahead: once the ids are
+    applied every sequence can be preempted.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class Planner:
 
     def decide(self) -> Decisions:
         """Decide and account for it: allocate blocks, move sequences, count tokens as computed."""
-        decisions = Decisions()
-        num_tokens = self._token_budget()
+        decisions, num_tokens = Decisions(), self._token_budget()
         is_short = self._preempt_for_blocks(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
         self._decide_running(budget, decisions)
@@ -300,7 +299,6 @@ class Planner:
         sequence.repeats_last = False
         change = self._allocator.extend(sequence, num_tokens)
         budget.num_tokens -= num_tokens
-        assert budget.num_tokens >= 0, budget.num_tokens
         if is_sampling:
             budget.spend_grammar(sequence)
         return Decision(sequence, first, num_tokens, sequence.num_samples if is_sampling else 0, change)

@@ -50,10 +50,8 @@ class Scheduler:
     """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
-        self.counters = SchedulerCounters()
-        self.cache = cache
-        self.queues = Queues()
-        self.limits, self._stop_checker = limits, stop_checker
+        self.counters, self.queues = SchedulerCounters(), Queues()
+        self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
         )
@@ -137,19 +135,20 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[SequenceGroup]:
         """Append the sampled ids, fork, finish. Returns the groups that ended, in plan order.
 
-        A sequence ends if its logits are not finite or its grammar allows no next token; others of its request
-        continue, so that the request's error does not depend on the order of steps. Ids after the one that ends a
-        sequence are dropped, and those that a step samples for a sequence that has gone ahead of that id. A sequence
-        that received none recomputes its last token.
+        A sequence with logits that are not finite, or a grammar that allows no token, ends; others of its request
+        continue, so that the error does not depend on the order of steps. Ids after the one that ends a sequence are
+        dropped, also those of a step that went ahead of it. A sequence without an id recomputes its last token.
         """
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
+        groups = self.queues.groups
         for request_id, first, entries in result.prompt_logprobs:
-            if request_id in self.queues.groups:
-                self.queues.groups[request_id].set_prompt_logprobs(first, entries)
+            if request_id in groups:
+                # A recomputed prompt overwrites them.
+                groups[request_id].prompt_logprobs[first : first + len(entries)] = entries
         for request_id, vector in result.vectors:
-            if request_id in self.queues.groups:
-                self.queues.groups[request_id].vector = vector
+            if request_id in groups:
+                groups[request_id].vector = vector
         decisions = self._in_flight.popleft()
         # The order of `sampled.sampling_keys`, but over the sequences themselves.
         sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
@@ -291,10 +290,9 @@ class Scheduler:
         group = self.queues.groups.get(request_id)
         if group is None:
             return None
-        for sequence in group.sequences:
-            if sequence.status is not SequenceStatus.FINISHED:
-                sequence.finish_reason = FinishReason.ABORT
-                self._stop_checker.forget(sequence)
-                self._finish(sequence)
+        for sequence in [each for each in group.sequences if each.status is not SequenceStatus.FINISHED]:
+            sequence.finish_reason = FinishReason.ABORT
+            self._stop_checker.forget(sequence)
+            self._finish(sequence)
         self.queues.drop_ended()
         return self._end(group)

@@ -145,12 +145,7 @@ class SequenceGroup:
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert another of its sequences."""
         insort(self.sequences, sequence, key=attrgetter("sample_index"))
-
-    def set_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
-        """Set the entries of positions from `first` on; a recomputed prompt overwrites them."""
-        self.prompt_logprobs[first : first + len(entries)] = entries
 
 
 def new_group(request: Request) -> SequenceGroup:

@@ -5,12 +5,11 @@ import random
 import re
 import struct
 import tracemalloc
-from zlib import crc32
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from step_records import RunModel, every_change, messages, sampled_by
+from step_records import RunModel, every_change, messages, refit, sampled_by
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.replica.lockstep.wire.codec import VERSION, Decoder, Encoder, decode_message, encode_message
@@ -104,11 +103,6 @@ FULL_MESSAGE = StepMessage(
     num_sampled_ids=(1, 1, 2),
     mask_checksums=(2**32 - 1, 5),
 )
-
-
-def refit(data: bytes) -> bytes:
-    """The bytes with a checksum that is right for them: what a clever attacker, not a flipped bit, would send."""
-    return data[:-4] + struct.pack("<I", crc32(data[:-4]))
 
 
 def with_plan(**changes) -> StepMessage:

@@ -5,8 +5,6 @@ The default run is short. The stress tier mutates a million messages.
 
 import dataclasses
 import random
-import struct
-from zlib import crc32
 
 import pytest
 from step_records import RunModel
@@ -68,10 +66,6 @@ def mutated(chance: random.Random, data: bytes, other: bytes) -> bytes:
             piece = other[start : start + chance.randrange(1, 24)]
             found[place : place + len(piece)] = piece
     return bytes(found)
-
-
-def refit(data: bytes) -> bytes:
-    return data + struct.pack("<I", crc32(data))
 
 
 def decode_mutations(num_mutations: int, seed: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from spmd_worker.replica.lockstep.difference import first_difference, record_of
 from spmd_worker.replica.lockstep.wire.codec import Decoder
 from spmd_worker.replica.lockstep.wire.message import StepMessage
 
-PLANTS = Path(__file__).with_name("plants.py")
+INJECTIONS = Path(__file__).with_name("injected_divergences.py")
 LIMIT_S = 240.0
 STRESSED = ("seed", "prompt_seed", "dropped_message")
 NUM_ROWS = 4
@@ -273,7 +273,7 @@ def run(
 ) -> PlantedJob:
     """The ranks' hash seeds differ, as those of a launcher's ranks do. `asked`: what the rows ask for besides."""
     write_rows(folder, asked or {})
-    done = ranks.run_forked([PLANTS, name, folder, *arguments], num_ranks, LIMIT_S, hash_seeds=True)
+    done = ranks.run_forked([INJECTIONS, name, folder, *arguments], num_ranks, LIMIT_S, hash_seeds=True)
     stderr = tuple((folder / f"stderr.rank{rank}").read_text(errors="replace") for rank in range(num_ranks))
     return PlantedJob(done.exit_codes, stderr, done.output, bool(list(folder.glob("struck.rank*"))))
 
@@ -338,14 +338,14 @@ def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
     source = """
         import os, sys
         from pathlib import Path
-        import plants
+        import injected_divergences
         rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        exit_code = plants.run(sys.argv[1], rank, num_ranks, Path(sys.argv[2]), [])
+        exit_code = injected_divergences.run(sys.argv[1], rank, num_ranks, Path(sys.argv[2]), [])
         # At once, as launch.py leaves: a SIGTERM while the interpreter is taken down would be the end of it.
         sys.stderr.flush()
         os._exit(exit_code)
     """
-    path = os.pathsep.join(map(str, (PLANTS.parent, *ranks.IMPORT_PATH)))
+    path = os.pathsep.join(map(str, (INJECTIONS.parent, *ranks.IMPORT_PATH)))
     done = ranks.run_ranks(source, num_ranks, 240.0, [name, folder], env={"PYTHONPATH": path}, under_torchrun=True)
     assert done.returncode == 1, done.output
     assert len(re.findall(r"exitcode +: 70 ", done.stderr)) == num_ranks, done.output

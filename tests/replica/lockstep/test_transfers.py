@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
-from test_step_channel import LONG_S, star
+from star_channels import LONG_S, star
 from thread_control import ThreadControl, thread_controls
 
 from kv_cache.cache_manager import CacheManager

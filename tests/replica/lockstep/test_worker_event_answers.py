@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_step_channel import LONG_S, star
+from star_channels import LONG_S, star
 from thread_control import thread_controls
 
 from spmd_worker.base.errors import ReplicaDivergedError

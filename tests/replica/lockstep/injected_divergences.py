@@ -1,6 +1,6 @@
 """What is planted in ranks to make them diverge: each plant changes one rank (or reads what differs between ranks).
 
-Each rank runs this file: `plants.py NAME FOLDER OVERRIDE...`. Each plant says when it strikes. Knows the runtime's
+Each rank runs this file with NAME FOLDER OVERRIDE... Each injection says when it strikes. Knows the runtime's
 insides, which it breaks; nothing of what the tests expect.
 """
 

@@ -5,12 +5,12 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from star_channels import LONG_S, star
 from thread_control import thread_controls
 from waiting import at_least
 
@@ -31,24 +31,6 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler, SchedulerLimits
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.sequence.events import Close
 from spmd_worker.replica.sequence.sampled import SampledIds
-
-LONG_S = 600.0
-"""A timeout that a test must not reach."""
-
-
-@contextmanager
-def star(num_followers: int, timeout_s: float = LONG_S) -> Iterator[tuple[TcpLeader, list[TcpFollower]]]:
-    """Rank 0's end and the followers', connected."""
-    pairs = [socket.socketpair() for _ in range(num_followers)]
-    leader = TcpLeader([ours for ours, _ in pairs], timeout_s)
-    size = num_followers + 1
-    followers = [TcpFollower(theirs, rank, size, timeout_s) for rank, (_, theirs) in enumerate(pairs, start=1)]
-    leader.start()
-    try:
-        yield leader, followers
-    finally:
-        for channel in (leader, *followers):
-            channel.close()
 
 
 def error_of(raising: type[BaseException], call, *arguments) -> str:
