@@ -47,9 +47,7 @@ class BlockPool:
         return self._ref_counts[block_id] > 1 or bool(self._has_hash[block_id])
 
     def take(self, count: int) -> list[BlockId]:
-        """Allocate `count` blocks in eviction order, with one owner each; at most `num_free_blocks`. Their hashes are
-        removed.
-        """
+        """Allocate blocks in eviction order, with one owner each; at most `num_free_blocks`. Removes their hashes."""
         assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
         taken = [self._free.pop_first() for _ in range(count)]
         for block_id in taken:

@@ -29,9 +29,7 @@ class DeviceTables(ABC):
     """
 
     def __init__(self, pool: BlockPool, block_size: int, watermark_blocks: int) -> None:
-        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves for running sequences; may be set again as
-        their number changes.
-        """
+        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves; may be set again at any time."""
         assert block_size >= 1, f"block_size={block_size}"
         self._pool = pool
         self.block_size = block_size
@@ -94,9 +92,7 @@ class DeviceTables(ABC):
         return change
 
     def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
-        """`extend` by one token where `num_tokens` fill the table's blocks, at less cost: shared blocks are not
-        written, so none is replaced. Returns the new block.
-        """
+        """`extend` by one token if `num_tokens` fill the blocks: no shared one is written. Returns the new block."""
         assert num_tokens == len(table.block_ids) * self.block_size, (
             f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
         )
@@ -174,9 +170,7 @@ class DeviceTables(ABC):
 
 
 def count_listings(tables: Iterable[BlockTable], num_blocks: int) -> list[int]:
-    """Number of tables that list each block. Raises AssertionError where one lists a block twice or one that does not
-    exist.
-    """
+    """Number of tables that list each block. Raises AssertionError for one listed twice, or not existing."""
     counts = [0] * num_blocks
     last_table = [-1] * num_blocks
     for table_index, table in enumerate(tables):

@@ -97,9 +97,7 @@ class LazyHostMemory:
 
 
 class PlainHostMemory:
-    """Host blocks of a cache that is itself in host memory: moved block by block, without a temporary, each layer's
-    part contiguous.
-    """
+    """Host blocks of a cache in host memory: moved block by block, without a temporary."""
 
     def __init__(self, device_cache: Tensor, num_blocks: int) -> None:
         num_layers, _, *block_shape = device_cache.shape

@@ -111,9 +111,9 @@ messages = st.builds(
 )
 
 
-def refit(data: bytes) -> bytes:
+def with_checksum(data: bytes) -> bytes:
     """The bytes with a checksum that is right for them: what a clever attacker, not a flipped bit, would send."""
-    return data[:-4] + struct.pack("<I", crc32(data[:-4]))
+    return data + struct.pack("<I", crc32(data))
 
 
 def every_change(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -52,9 +52,7 @@ _MAX_MESSAGE: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Key of an engine's token table. `source` is read to build it. `size` is the
-    model's; a tokenizer may have more tokens, which the table has too.
-    """
+    """Key of an engine's token table, which also has a tokenizer's tokens from `size`, the model's, on."""
 
     fingerprint: str
     size: int
@@ -67,9 +65,7 @@ _NewState = Callable[[bool], RowGrammar]
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model: `open_tokenizer` is called once, for the first grammar; `vocab_size` is the
-    model's; ids without a token are never allowed.
-    """
+    """Compiles grammars for one model. `open_tokenizer` is called once. Ids without a token are never allowed."""
 
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -90,9 +86,7 @@ class GrammarCompiler:
         self._compile(constraint, counts=True)
 
     def start(self, constraint: StructuredOutputsParams, may_force: bool = True) -> RowGrammar:
-        """A row's own state, before its first token. Without `may_force` it forces no token, and `FORCING_ITEMS` do not
-        bound its masks. Raises GrammarError as `check` does.
-        """
+        """A row's own state, before its first token. Raises GrammarError. `may_force`: it may force tokens."""
         return self._compile(constraint)(may_force)
 
     def new_bits(self, num_rows: int) -> NDArray[np.int32]:

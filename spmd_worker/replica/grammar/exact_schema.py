@@ -16,16 +16,16 @@ from spmd_worker.replica.sequence.structured_outputs import SCHEMAS_BY_NAME, VAL
 
 _EXACT: Final = 2**53
 """Integers up to this are exact as floats."""
-_MOST_EXPONENT: Final = 22
+_MAX_EXPONENT: Final = 22
 """Powers of ten up to this are exact as floats: every parser reads a number of `_EXACT` times one of them correctly."""
-_MOST_BOUND: Final = 2**63 - 1024
+_MAX_BOUND: Final = 2**63 - 1024
 """The maximum float that fits a 64-bit integer."""
-_MOST_CLOSED: Final = 10**12
+_MAX_CLOSED: Final = 10**12
 _SMALLEST: Final = 1e-20
 """The number next to 0."""
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
-_MOST_PLACES: Final = 2**10
+_MAX_DIVISOR: Final = 2**10
 """A float that is a multiple of 1/1024 divides others with an exact remainder."""
 
 _SPACE: Final = r"\x1c-\x1f\x85\s"
@@ -110,15 +110,10 @@ def _is_exact(value: Any) -> bool:
         return abs(value) <= _EXACT
     if not math.isfinite(value) or abs(value) > _EXACT:
         return False
-    digits, exponent = _digits(value)
-    return digits <= _EXACT and abs(exponent) <= _MOST_EXPONENT
-
-
-def _digits(value: float) -> tuple[int, int]:
-    """Its shortest decimal: all digits as an integer, and the exponent of ten."""
+    # The shortest decimal.
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     assert isinstance(exponent, int), value
-    return int("".join(map(str, digits))), exponent
+    return int("".join(map(str, digits))) <= _EXACT and abs(exponent) <= _MAX_EXPONENT
 
 
 def _bound(made: dict[str, Any]) -> None:
@@ -149,7 +144,7 @@ def _close_bounds(made: dict[str, Any]) -> None:
         value = made.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if value != int(value) or value * sign < 0 or abs(value) >= _MOST_CLOSED:
+        if value != int(value) or value * sign < 0 or abs(value) >= _MAX_CLOSED:
             continue
         del made[key]
         size = abs(int(value))
@@ -173,7 +168,7 @@ def _whole_bound(key: str, value: int) -> int | None:
         near = math.nextafter(near, math.inf)
     elif not is_lower and int(near) > value:
         near = math.nextafter(near, -math.inf)
-    return int(near) if abs(near) <= _MOST_BOUND else None
+    return int(near) if abs(near) <= _MAX_BOUND else None
 
 
 def _check_parts(made: Mapping[str, Any]) -> None:
@@ -181,10 +176,10 @@ def _check_parts(made: Mapping[str, Any]) -> None:
     if isinstance(part, bool) or not isinstance(part, int | float):
         return
     is_whole = math.isfinite(part) and part == int(part)
-    if not _is_exact(part) or not (is_whole or part * _MOST_PLACES == int(part * _MOST_PLACES)):
+    if not _is_exact(part) or not (is_whole or part * _MAX_DIVISOR == int(part * _MAX_DIVISOR)):
         raise SchemaProblem(
-            f"multipleOf={part!r} is no sum of halves, quarters and so on, by which floats divide exactly: leave it "
-            f"out, or use whole numbers of a smaller unit"
+            f"multipleOf={part!r} is not a multiple of 1/1024, by which floats divide exactly: leave it out, or use "
+            f"whole numbers of a smaller unit"
         )
 
 
@@ -243,40 +238,37 @@ def _narrow_piece(piece: str) -> str:
 
 def _pieces(pattern: str) -> Iterator[str]:
     """Escapes, classes, and single characters. Raises SchemaProblem for a piece with another meaning in the engine."""
-    place, was_quantifier = 0, False
-    while place < len(pattern):
-        quantifier = _QUANTIFIER.match(pattern, place)
+    position, was_quantifier = 0, False
+    while position < len(pattern):
+        quantifier = _QUANTIFIER.match(pattern, position)
         if quantifier is not None:
             piece = quantifier[0]
             if was_quantifier and piece != "?":
-                raise SchemaProblem(
-                    f"pattern={pattern[:80]!r} has {piece} behind another number of times: put what it is about in "
-                    f"parentheses"
-                )
-        elif pattern[place] == "\\":
-            piece = pattern[place : place + 2]
-        elif pattern[place] == "[":
-            piece = pattern[place : _end_of_class(pattern, place)]
+                raise SchemaProblem(f"pattern={pattern[:80]!r} repeats {piece} after a quantifier: use parentheses")
+        elif pattern[position] == "\\":
+            piece = pattern[position : position + 2]
+        elif pattern[position] == "[":
+            piece = pattern[position : _end_of_class(pattern, position)]
         else:
-            piece = pattern[place]
+            piece = pattern[position]
         # The question mark of a group follows its parenthesis.
-        was_quantifier = quantifier is not None and pattern[place - 1 : place] != "("
-        place += len(piece)
+        was_quantifier = quantifier is not None and pattern[position - 1 : position] != "("
+        position += len(piece)
         yield piece
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    place = start + 2 if pattern.startswith("[^", start) else start + 1
-    first = place
-    while place < len(pattern):
-        if pattern[place] == "]" and place > first:
-            return place + 1
-        if pattern[place] == "[" or pattern[place : place + 2] in ("&&", "--", "~~"):
+    position = start + 2 if pattern.startswith("[^", start) else start + 1
+    first = position
+    while position < len(pattern):
+        if pattern[position] == "]" and position > first:
+            return position + 1
+        if pattern[position] == "[" or pattern[position : position + 2] in ("&&", "--", "~~"):
             raise SchemaProblem(
-                f"pattern={pattern[:80]!r} has {pattern[place : place + 2]} in a class of characters, which readers "
-                f"take differently: write a backslash before it, or the characters themselves"
+                f"pattern={pattern[:80]!r} has {pattern[position : position + 2]} in a character class, which regex "
+                f"engines read differently: write a backslash before it, or the characters themselves"
             )
-        place += 2 if pattern[place] == "\\" else 1
+        position += 2 if pattern[position] == "\\" else 1
     return len(pattern)
 
 

@@ -61,9 +61,7 @@ class StepMasks:
 
 
 class GrammarMasks:
-    """`begin`, then `end`, in each step that has constrained rows; `forget` drops ended sequences. One thread computes:
-    the forward pass has the other cores.
-    """
+    """`begin`, then `end`, in each step with constrained rows. One thread: the forward pass has the other cores."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -143,8 +141,6 @@ class GrammarMasks:
 
 
 def _owners(rows: Sequence[ConstrainedRow]) -> list[SequenceKey]:
-    """Key of the state that each row's mask comes from: its own; but samples of a request that have no tokens yet, and
-    fork in this step, use that of the first of them.
-    """
+    """Key of each row's state: its own; samples without tokens that fork in this step share the first one's."""
     firsts: dict[RequestId, SequenceKey] = {}
     return [row.key if row.output_token_ids else firsts.setdefault(row.key.request_id, row.key) for row in rows]

@@ -1,6 +1,4 @@
-"""Compares every rank's inputs at the start: configuration, code, model, prompts. As canonical JSON, equal texts are
-equal values.
-"""
+"""Compares every rank's inputs at the start, as canonical JSON: configuration, code, model, prompts."""
 
 import json
 from collections.abc import Mapping

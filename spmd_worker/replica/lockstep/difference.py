@@ -14,9 +14,7 @@ _MAX_VALUE_CHARACTERS: Final = 120
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Everything that the digest of a step covers: its plan, the events that enter with it, the ids that the last step
-    sampled and checksums of the masks that it sampled under.
-    """
+    """Everything that the digest of a step covers; the ids and masks are those of the step before."""
 
     plan: StepPlan
     events: tuple[Event, ...]

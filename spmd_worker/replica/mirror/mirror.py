@@ -20,9 +20,7 @@ __all__ = ["Mirror", "MirrorError", "MirroredSequence", "ScheduledSequence"]
 
 
 class _Sampling(NamedTuple):
-    """A step whose ids are not read yet: its rows, their lists of output tokens, and the lengths these had.
-    `is_single`: each row samples one id.
-    """
+    """A step with ids not read yet: rows, and their output lists with former lengths. `is_single`: one id a row."""
 
     step: int
     rows: tuple[ScheduledSequence, ...]
@@ -74,9 +72,7 @@ class Mirror:
         return decoding.scheduled
 
     def _is_same_decoding(self, plan: StepPlan, last: _Decoding) -> bool:
-        """Whether the plan only advances the sequences of the last one by a token, as nearly every step does: it is
-        valid if each has a block for it.
-        """
+        """Whether the plan only advances the last one's sequences by a token, and each has a block for it."""
         num_rows, num_new = len(last.sequences), {}
         if (
             plan.step != (self._step or 0) + 1
@@ -125,9 +121,7 @@ class Mirror:
         return scheduled
 
     def take_sampled(self, step: int, sampled: SampledIds) -> None:
-        """Store the ids that `step` sampled: sequences that went ahead of them get theirs now, others when they
-        continue. Call in the order of steps.
-        """
+        """Store the ids that `step` sampled, for sequences that go ahead or continue. Call in the order of steps."""
         if not self._num_steps_ahead:
             return
         while self._sampling and self._sampling[0].step < step:

@@ -60,9 +60,7 @@ class PlanCheck:
         return continuing
 
     def num_new_blocks(self) -> dict[int, int]:
-        """Number of new blocks by index in `continuing`: one at most if each appends one id. Raises MirrorError for
-        blocks, or sequences, that do not exist.
-        """
+        """Number of new blocks by index in `continuing`. Raises MirrorError for blocks that do not exist."""
         plan = self._plan
         num_new_blocks: dict[int, int] = {}
         for index, _ in plan.continuing_blocks:

@@ -52,9 +52,7 @@ class Allocator:
         self.num_swapped = 0
 
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
-        """Cached blocks that hold the beginning of a sequence without blocks; at least its last token is left to
-        compute. Empty for a request that opts out of the prefix cache.
-        """
+        """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
         return self._cache.find_prefix(self._prefix_hashes(sequence))
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:

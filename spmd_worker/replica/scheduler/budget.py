@@ -7,9 +7,7 @@ from spmd_worker.replica.sequence.sequence import Sequence
 from spmd_worker.replica.sequence.structured_outputs import MAX_GRAMMAR_BYTES
 
 MAX_COMPILE_BYTES: Final = MAX_GRAMMAR_BYTES
-"""Compile budget of a step (`compile_bytes`): the maximum of a single grammar, so each fits into some step. At most 64
-are compiled in a step.
-"""
+"""Compile budget of a step: the maximum of a single grammar, so each fits into some step, and 64 small ones."""
 
 
 def compile_bytes(sequence: Sequence) -> int:

@@ -1,6 +1,5 @@
 """Makes a scheduler replica with its cache manager and stop checker, for an engine or a replay."""
 
-from functools import partial
 from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
@@ -28,19 +27,18 @@ def new_scheduler(
     max_model_len: int,
     tokenizer: Tokenizer | None,
 ) -> Scheduler:
-    """An empty replica. `block_size` and `max_model_len` count tokens; without `tokenizer` requests must not have stop
-    strings.
-    """
+    """An empty replica. Without `tokenizer` requests must not have stop strings."""
     cache = CacheManager(
         sizes.num_blocks,
         block_size,
         num_host_blocks=sizes.num_host_blocks,
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
     )
-    new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
-    return Scheduler(limits, cache, StopChecker(eos_token_ids, max_model_len, new_decoder))
 
+    def new_decoder(sequence: Sequence) -> IncrementalDecoder:
+        request = sequence.request
+        assert tokenizer is not None, request.request_id
+        return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
 
-def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
-    request = sequence.request
-    return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+    checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
+    return Scheduler(limits, cache, checker)

@@ -144,9 +144,7 @@ class Planner:
         return 1 if not num_tokens and goes_ahead else num_tokens
 
     def _num_wanted_blocks(self, num_left: int) -> int:
-        """Free blocks that the running sequences need in a step of `num_left` tokens; an upper bound for sequences that
-        just forked.
-        """
+        """Free blocks that running sequences need for `num_left` tokens; an upper bound if some just forked."""
         cache, num_wanted = self._cache, 0
         for sequence in self._served():
             first = sequence.num_computed_tokens

@@ -10,9 +10,7 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 
 @dataclass(slots=True)
 class Queues:
-    """A sequence that has not ended is in `running` (in service order), in `waiting`, or in `loading`, by the number of
-    the transfer that it waits for.
-    """
+    """Sequences that have not ended: `running` (in service order), `waiting`, and `loading`, by transfer number."""
 
     groups: dict[RequestId, SequenceGroup] = field(default_factory=dict)
     running: list[Sequence] = field(default_factory=list)

@@ -100,9 +100,7 @@ class Scheduler:
         return None
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and account for it. Call `apply` for each plan with rows, in order; at most
-        `SchedulerLimits.num_in_flight` plans may be decided ahead of it.
-        """
+        """Decide the next step. Call `apply` for each plan with rows, in order, `num_in_flight` plans later at most."""
         self._step += 1
         self.counters.num_steps += 1
         decisions = self._planner.decide()
@@ -178,9 +176,7 @@ class Scheduler:
         check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
-        """Sequence per sampled id: each row's own, then its forks, which are made now. A sequence that has ended
-        replaces its forks.
-        """
+        """Sequence per sampled id: each row's own, then its forks, made now; for those of an ended one, itself."""
         for sequence, _, _, num_samples, _ in decisions:
             if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
                 yield from [sequence] * num_samples

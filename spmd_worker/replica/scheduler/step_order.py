@@ -31,9 +31,7 @@ def end_step(
     events: Iterable[Event],
     handle: Callable[[Event], SequenceGroup | None],
 ) -> list[SequenceGroup]:
-    """Apply the step's sampled ids, then its events, which `handle` passes on to the scheduler. Returns the groups that
-    ended, in order.
-    """
+    """Apply the step's sampled ids, then its events (`handle`). Returns the groups that ended, in order."""
     ended = scheduler.apply(result) if plan.has_rows else []
     for event in events:
         aborted = handle(event)

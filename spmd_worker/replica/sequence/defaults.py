@@ -1,6 +1,4 @@
-"""Defaults of sampling parameters that a row leaves out: the run's configuration, then the model's
-generation_config.json, then vLLM's defaults.
-"""
+"""Sampling defaults: the run's configuration, then generation_config.json, then vLLM's defaults."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -24,7 +24,6 @@ class Abort:
     request_id: RequestId
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError, in the caller, as `SetWeightVersion` does."""
         object.__setattr__(self, "request_id", whole_number("request_id", self.request_id))
 
 
@@ -84,9 +83,7 @@ class WorkerEvent(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class EndWorkerEvent(CheckedRecord):
-    """Every worker commits worker event `number` before the next step, or undoes it if there is a `problem`: the text
-    of the lowest rank that rejected it.
-    """
+    """Every worker commits worker event `number` before the next step, or undoes it if a rank had a `problem`."""
 
     number: int
     problem: str

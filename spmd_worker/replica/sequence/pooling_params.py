@@ -152,11 +152,9 @@ def _placeholder(skips_cache: bool) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=skips).frozen()
 
 
-def truncated_row(token_ids: tuple[int, ...], length: int | None, max_model_len: int) -> tuple[int, ...]:
+def truncated_row(token_ids: tuple[int, ...], length: int | None, max_length: int) -> tuple[int, ...]:
     """Last tokens of a row, by `truncate_prompt_tokens`."""
-    if length is None:
-        return token_ids
-    return token_ids[-(max_model_len if length == -1 else length) :]
+    return token_ids if length is None else token_ids[-(max_length if length == -1 else length) :]
 
 
 def vector_digest(vector: bytes) -> int:

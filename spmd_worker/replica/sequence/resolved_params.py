@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
+from spmd_worker.replica.sequence.pooling_params import truncated_row
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 def resolve_params(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> SamplingParams:
-    """`sampling` as workers need it. Raises ValueError for an assigned field that breaks a rule, and for `bad_words`
-    without a tokenizer.
-    """
+    """`sampling` for workers. Raises ValueError for a field that breaks a rule, and without a needed tokenizer."""
     frozen = sampling.frozen()
     if not frozen.bad_words and frozen.truncate_prompt_tokens is None:
         return frozen
@@ -22,9 +21,7 @@ def resolve_params(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_
 
 
 def bad_word_ids(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of a word at the beginning of a text, and inside one if a space before it changes its first token:
-    vLLM's rule.
-    """
+    """vLLM's rule: token ids of a word alone, and after a space if that changes its first token."""
     if tokenizer is None:
         raise ValueError("bad_words need a tokenizer.json in the model folder: use bad_words_ids")
     text = word.lstrip()
@@ -40,9 +37,6 @@ def truncated_prompt(
     prompt_token_ids: tuple[int, ...], sampling: SamplingParams, max_model_len: int
 ) -> tuple[int, ...]:
     """Tokens of a prompt that `truncate_prompt_tokens` keeps: the last ones."""
-    length = sampling.truncate_prompt_tokens
-    if length is None:
-        return prompt_token_ids
-    if length == -1:
-        length = max(max_model_len - (sampling.max_tokens or 1), 1)
-    return prompt_token_ids[-length:]
+    return truncated_row(
+        prompt_token_ids, sampling.truncate_prompt_tokens, max(max_model_len - (sampling.max_tokens or 1), 1)
+    )

@@ -49,9 +49,7 @@ def sampling_keys(plan: StepPlan) -> tuple[SequenceKey, ...]:
 
 
 class SampledIds(NamedTuple):
-    """Ids of some sequences, one sequence's after another's. `num_ids` is the number of each; it is empty if each has
-    one, which is nearly always.
-    """
+    """Ids of some sequences, in order. `num_ids` is the number of each, empty if each has one, as nearly always."""
 
     token_ids: tuple[int, ...] = ()
     num_ids: tuple[int, ...] = ()

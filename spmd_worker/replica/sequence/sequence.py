@@ -38,9 +38,7 @@ class SequenceKey(NamedTuple):
 
 
 class FinishReason(Enum):
-    """Reason why a sequence ended, in OpenAI's words. ERROR: its logits were not finite; GRAMMAR_ERROR: its grammar
-    allowed no token.
-    """
+    """OpenAI's finish reasons. ERROR: its logits were not finite; GRAMMAR_ERROR: its grammar allowed no token."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -155,9 +153,7 @@ def new_group(request: Request) -> SequenceGroup:
 
 
 def split_off(sequence: Sequence, num_samples: int) -> Sequence:
-    """Leave `sequence`, which has not forked, the first `num_samples` of its samples. Returns one for the others, with
-    nothing computed.
-    """
+    """Leave `sequence` the first `num_samples` of its samples; returns an uncomputed one for the others."""
     assert 0 < num_samples < sequence.num_samples, (sequence.key, num_samples, sequence.num_samples)
     others = Sequence(
         request=sequence.request,

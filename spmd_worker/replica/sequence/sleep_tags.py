@@ -24,9 +24,7 @@ def checked_level(level: Any) -> int:
 
 
 def check_mode(mode: Any) -> None:
-    """Check the mode for requests when an engine falls asleep, in vLLM's names: all have the same effect if no request
-    is unanswered. Raises ValueError for any other value.
-    """
+    """Raise ValueError for an unknown mode. vLLM's modes have one effect: no request is unanswered here."""
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}")
 

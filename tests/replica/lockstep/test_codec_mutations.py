@@ -7,7 +7,7 @@ import dataclasses
 import random
 
 import pytest
-from step_records import RunModel
+from step_records import RunModel, with_checksum
 from stress_seed import SEED
 
 from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder
@@ -84,7 +84,7 @@ def decode_mutations(num_mutations: int, seed: int) -> tuple[int, int]:
             changed = mutated(chance, data, other)
             num_broken += changed != data and was_accepted(decoder, changed)
         else:
-            changed = refit(mutated(chance, data[:-4], other[:-4]))
+            changed = with_checksum(mutated(chance, data[:-4], other[:-4]))
             num_repaired += was_accepted(decoder, changed)
         decoder._base = base
     return num_broken, num_repaired
@@ -136,7 +136,7 @@ def test_accepted_repaired_message_can_be_encoded_again():
     for decoder, data in sources(3):
         base = decoder._base
         for _ in range(150):
-            changed = refit(mutated(chance, data[:-4], data[:-4]))
+            changed = with_checksum(mutated(chance, data[:-4], data[:-4]))
             decoder._base = base
             try:
                 message = decoder.decode(changed)
