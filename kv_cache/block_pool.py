@@ -49,12 +49,12 @@ class BlockPool:
     def take(self, count: int) -> list[BlockId]:
         """Allocate blocks in eviction order, with one owner each; at most `num_free_blocks`. Removes their hashes."""
         assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
-        taken = [self._free.pop_first() for _ in range(count)]
-        for block_id in taken:
+        allocated = [self._free.pop_first() for _ in range(count)]
+        for block_id in allocated:
             self._ref_counts[block_id] = 1
             if self._has_hash[block_id]:
                 self._evict(block_id)
-        return taken
+        return allocated
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
         """Add an owner to each of the blocks; a free one must have a hash, and leaves the free queue."""

@@ -55,8 +55,6 @@ class CacheManager(DeviceTables):
         if self._transfers is not None:
             self._transfers.forget()
 
-    # Preemption.
-
     def swap_out(self, table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable | None:
         """Move a table's contents to the host: returns the host table and empties this one; None, without a change, if
         the host has too few free blocks or the step being planned is still to fill a block. `hashes` are those of the
@@ -89,8 +87,10 @@ class CacheManager(DeviceTables):
         """
         held = self._held(host_table, hashes)
         self._pool.share(held.values())
-        taken = iter(self._take(host_table.num_blocks - len(held)))
-        table = BlockTable([held[index] if index in held else next(taken) for index in range(host_table.num_blocks)])
+        allocated = iter(self._take(host_table.num_blocks - len(held)))
+        table = BlockTable(
+            [held[index] if index in held else next(allocated) for index in range(host_table.num_blocks)]
+        )
         for index, (host_block, block_id) in enumerate(zip(host_table.block_ids, table.block_ids, strict=True)):
             if index not in held:
                 self._moves.swap_in(host_block, block_id)
@@ -102,8 +102,6 @@ class CacheManager(DeviceTables):
     def release_host(self, host_table: BlockTable) -> None:
         """Free a swapped-out table that is not needed any more."""
         self._swap.release(host_table, is_read=False)
-
-    # Transfers of the connector.
 
     def load_prefix(self, prefix: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int) -> int | None:
         """Make the connector load the blocks after `prefix`; returns the number of the transfer to wait for, or None.
@@ -165,13 +163,13 @@ class CacheManager(DeviceTables):
             assert ref_count == num_listed, f"block {block_id} counts {ref_count} owners, {num_listed} tables list it"
 
     def _take(self, count: int) -> list[BlockId]:
-        taken = self._pool.take(count)
+        allocated = self._pool.take(count)
         if self._transfers is not None:
             for block_hash, block_id in self._pool.take_evicted():
                 if not self._moves.receives(block_id):
                     self._transfers.store(block_hash, block_id)
-        self._moves.overwrite(taken)
-        return taken
+        self._moves.overwrite(allocated)
+        return allocated
 
     def _held(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
         """Index in a swapped-out table -> device block with the same contents."""

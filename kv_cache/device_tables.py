@@ -79,15 +79,15 @@ class DeviceTables(ABC):
         """
         shared_indices = self._shared_indices(table, first_token, num_tokens)
         num_shared = len(shared_indices)
-        taken = self._take(num_shared + self._num_appended(table, num_tokens))
+        allocated = self._take(num_shared + self._num_appended(table, num_tokens))
         first_changed = shared_indices[0] if shared_indices else table.num_blocks
         suffix = table.block_ids[first_changed:]
-        for index, block_id in zip(shared_indices, taken[:num_shared]):
+        for index, block_id in zip(shared_indices, allocated[:num_shared]):
             if index * self.block_size < first_token:
                 self._moves.copy(table.block_ids[index], block_id)
             self._pool.release((table.block_ids[index],))
             suffix[index - first_changed] = block_id
-        change = TableChange(first_changed, (*suffix, *taken[num_shared:]))
+        change = TableChange(first_changed, (*suffix, *allocated[num_shared:]))
         table.apply(change)
         return change
 
@@ -116,8 +116,6 @@ class DeviceTables(ABC):
             )
         self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
-
-    # Prefix reuse.
 
     def set_hashes(
         self, table: BlockTable, hashes: Sequence[BlockHash], first_index: int, num_written_tokens: int

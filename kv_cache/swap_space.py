@@ -35,11 +35,11 @@ class SwapSpace:
         held = self._held(hashes[:num_blocks])
         self._pool.share(held.values())
         missing = [index for index in range(num_blocks) if index not in held]
-        taken = dict(zip(missing, self._pool.take(len(missing)), strict=True))
-        for index, block_id in taken.items():
+        allocated = dict(zip(missing, self._pool.take(len(missing)), strict=True))
+        for index, block_id in allocated.items():
             if index < len(hashes):
                 self._pool.set_hash(block_id, hashes[index])
-        return BlockTable([held[index] if index in held else taken[index] for index in range(num_blocks)]), missing
+        return BlockTable([held[index] if index in held else allocated[index] for index in range(num_blocks)]), missing
 
     def release(self, table: BlockTable, *, is_read: bool) -> None:
         """Free a host table and empty it; `is_read`: the step being planned still reads its blocks."""

@@ -26,7 +26,7 @@ def test_unnamed_blocks_are_reused_first_latest_released_first():
     assert pool.take(4) == [1, 0, 2, 3]
 
 
-def test_named_blocks_are_reused_last_least_recent_first():
+def test_hashed_blocks_are_reused_last_least_recent_first():
     pool = BlockPool(5)
     pool.take(4)
     assert [pool.set_hash(1, A), pool.set_hash(2, B), pool.set_hash(3, C)] == [True, True, True]
@@ -74,14 +74,14 @@ def test_allocated_block_cannot_be_found():
     pool.check_integrity()
 
 
-def test_chain_ends_at_the_first_missing_name():
+def test_chain_ends_at_the_first_missing_hash():
     pool = named_pool()
     assert pool.find_chain([]) == []
     assert pool.find_chain([D, A]) == []
     assert pool.find_chain([A, D, B]) == [0]
 
 
-def test_first_block_keeps_its_name_and_duplicates_none():
+def test_first_block_keeps_its_hash_and_duplicates_none():
     pool = BlockPool(3)
     pool.take(2)
     assert pool.set_hash(0, A)
@@ -94,7 +94,7 @@ def test_first_block_keeps_its_name_and_duplicates_none():
     pool.check_integrity()
 
 
-def test_block_accepts_only_its_own_name_again():
+def test_block_accepts_only_its_own_hash_again():
     """Two tables that share a full block both name it."""
     pool = BlockPool(2)
     pool.take(1)
@@ -107,12 +107,12 @@ def test_block_accepts_only_its_own_name_again():
     pool.check_integrity()
 
 
-def test_free_block_cannot_be_named():
+def test_free_block_gets_no_hash():
     with pytest.raises(AssertionError, match="block 1 is free"):
         BlockPool(2).set_hash(1, A)
 
 
-def test_block_is_shared_when_owned_twice_or_named():
+def test_block_is_shared_when_owned_twice_or_hashed():
     pool = BlockPool(3)
     pool.take(3)
     pool.share([1])
@@ -120,7 +120,7 @@ def test_block_is_shared_when_owned_twice_or_named():
     assert [pool.is_shared(block_id) for block_id in range(3)] == [False, True, True]
 
 
-def test_forgotten_names_keep_the_free_order():
+def test_forgotten_hashes_keep_the_free_order():
     pool = named_pool()
     pool.share([1])
     pool.clear_hashes()
@@ -239,28 +239,28 @@ def test_pool_check_detects_a_negative_count():
         pool.check_integrity()
 
 
-def test_pool_check_detects_miscounted_names():
+def test_pool_check_detects_miscounted_hashes():
     pool = named_pool()
     pool.num_cached_blocks = 2
     with pytest.raises(AssertionError, match="3 free blocks have a hash, 2 are"):
         pool.check_integrity()
 
 
-def test_pool_check_detects_a_misdirected_name():
+def test_pool_check_detects_a_misdirected_hash():
     pool = named_pool()
     pool._index[A] = 3
     with pytest.raises(AssertionError, match=r"block 0 has a hash .* block 3"):
         pool.check_integrity()
 
 
-def test_pool_check_detects_a_name_without_a_block():
+def test_pool_check_detects_a_hash_without_a_block():
     pool = named_pool()
     pool._index[D] = 3
     with pytest.raises(AssertionError, match="the index has 4 hashes, 3 blocks"):
         pool.check_integrity()
 
 
-def test_pool_check_detects_a_name_missing_from_index():
+def test_pool_check_detects_a_hash_missing_from_index():
     pool = named_pool()
     del pool._index[B]
     with pytest.raises(AssertionError, match=r"block 1 has a hash .* block None"):

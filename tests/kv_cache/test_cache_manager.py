@@ -136,7 +136,7 @@ def test_impossible_positions_are_rejected(first_token, num_tokens):
         manager.num_new_blocks(table, first_token, num_tokens)
 
 
-def test_named_block_is_replaced_before_it_is_written():
+def test_hashed_block_is_replaced_before_it_is_written():
     """The fork of a table that is extended and named already is shorter than what its blocks are known for. When it
     outlived its parent, it wrote over contents that others could find.
     """
@@ -158,7 +158,7 @@ def test_named_block_is_replaced_before_it_is_written():
     manager.check_integrity([child])
 
 
-def test_shared_full_block_can_be_named_twice():
+def test_shared_full_block_accepts_its_hash_twice():
     """Each of the tables that share it names it."""
     manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(parent, 0, 5)

@@ -92,7 +92,7 @@ def test_host_swap_space_takes_no_cache_memory():
     )
 
 
-def test_device_swap_space_is_taken_from_the_cache():
+def test_device_swap_space_reduces_the_cache():
     sizing = size(swap_space_bytes=4 * GIB, is_swap_space_on_device=True)
     assert (sizing.num_device_blocks, sizing.num_host_blocks) == (11520 - 2048, 2048)
     assert "\n  swap space 4.0 GiB\n  left for the cache 18.5 GiB: 9472 blocks\n" in sizing.reason

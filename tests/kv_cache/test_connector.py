@@ -103,7 +103,7 @@ def test_transfer_finishes_once_and_after_its_step():
         transfers.finish(1)
 
 
-def test_forgotten_load_finishes_without_a_name():
+def test_forgotten_load_finishes_without_a_hash():
     transfers = Transfers(EndlessShelf(A, B))
     load(transfers, [A], [7])
     transfers.take()
@@ -115,7 +115,7 @@ def test_forgotten_load_finishes_without_a_name():
     transfers.check_integrity()
 
 
-def test_block_is_named_by_its_last_load_only():
+def test_block_gets_its_hash_from_last_load():
     transfers = Transfers(EndlessShelf(A, B))
     load(transfers, [B], [7])
     transfers.take()
@@ -272,7 +272,7 @@ def test_load_does_not_evict_the_prefix_it_extends():
     assert len(manager.find_prefix(NAMES)) == 3
 
 
-def test_loaded_duplicate_is_released_without_a_name():
+def test_loaded_duplicate_is_released_without_a_hash():
     manager, table = manager_with_stored_chain(), BlockTable()
     manager.load_prefix([], NAMES[:1], 2)
     manager.take_block_ops()

@@ -48,7 +48,7 @@ def test_reserve_yields_zeroed_memory_beyond_the_committed():
     assert resident_bytes() - before < 16 * MIB
 
 
-def test_reserve_stops_committing_when_taken():
+def test_reserve_stops_prefaulting_once_handed_out():
     reserve = HostReserve()
     reserve.commit(1 << 40)
     time.sleep(0.05)

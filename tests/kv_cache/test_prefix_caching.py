@@ -108,7 +108,7 @@ def test_sequences_of_one_step_share_computed_blocks():
     manager.check_integrity([first, second])
 
 
-def test_table_with_unwritten_named_blocks_cannot_be_released():
+def test_table_with_unwritten_hashed_blocks_cannot_be_released():
     manager, first, second = CacheManager(6, 2), BlockTable(), BlockTable()
     manager.extend(first, 0, 4)
     manager.set_hashes(first, names(TOKENS[:4]), 0, 0)
@@ -121,7 +121,7 @@ def test_table_with_unwritten_named_blocks_cannot_be_released():
     manager.release(second)
 
 
-def test_written_blocks_can_be_named_late_and_released():
+def test_written_blocks_get_hashes_late_and_are_released():
     manager, table = CacheManager(6, 2), BlockTable()
     manager.extend(table, 0, 4)
     manager.take_block_ops()
@@ -132,7 +132,7 @@ def test_written_blocks_can_be_named_late_and_released():
     assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
 
 
-def test_only_unwritten_named_blocks_wait_for_the_step():
+def test_only_unwritten_hashed_blocks_wait_for_the_step():
     manager, table = CacheManager(6, 2, num_host_blocks=4), BlockTable()
     manager.extend(table, 0, 3)
     manager.take_block_ops()
@@ -267,7 +267,7 @@ def test_reset_forgets_prefixes_and_frees_no_block():
     assert manager.find_prefix(names(TOKENS)) == again.block_ids == [0, 1]
 
 
-def test_reset_forgets_names_of_the_step_being_planned():
+def test_reset_forgets_hashes_of_the_step_being_planned():
     """Then the table may be released: nobody can find what is not written."""
     manager, table = CacheManager(4, 2), BlockTable()
     manager.extend(table, 0, 4)

@@ -15,7 +15,7 @@ def test_unnamed_table_gets_one_host_block_per_block():
     assert [swap.can_store(num_blocks, []) for num_blocks in range(4)] == [True, True, False, False]
 
 
-def test_named_host_block_is_not_copied_again():
+def test_hashed_host_block_is_not_copied_again():
     swap = SwapSpace(5)
     first, _ = swap.store(3, [A, B])
     second, copied = swap.store(4, [A, B, C])
@@ -24,7 +24,7 @@ def test_named_host_block_is_not_copied_again():
     swap.check_integrity([first, second])
 
 
-def test_names_past_the_table_end_are_ignored():
+def test_hashes_past_the_table_end_are_ignored():
     swap = SwapSpace(2)
     assert swap.can_store(2, [A, B, C])
     table, copied = swap.store(2, [A, B, C])
@@ -33,7 +33,7 @@ def test_names_past_the_table_end_are_ignored():
     assert swap.store(2, [A, B, C]) == (BlockTable([0, 1]), [])
 
 
-def test_swapped_in_table_leaves_named_blocks_for_later():
+def test_swapped_in_table_leaves_hashed_blocks_for_later():
     swap = SwapSpace(4)
     table, _ = swap.store(3, [A, B])
     swap.release(table, is_read=True)
@@ -87,7 +87,7 @@ def test_host_block_released_first_is_evicted_first():
     assert swap.store(2, [A, C]) == (BlockTable([0, 1]), [1])
 
 
-def test_forgotten_names_are_not_found():
+def test_forgotten_hashes_are_not_found():
     swap = SwapSpace(4)
     table, _ = swap.store(2, [A, B])
     swap.clear_hashes()

@@ -136,7 +136,7 @@ def test_swap_in_admission_counts_free_hits_and_watermark():
     manager.check_integrity([other], [host_table])
 
 
-def test_swapped_in_blocks_are_found_by_their_names():
+def test_swapped_in_blocks_are_found_by_their_hashes():
     manager = CacheManager(6, 2, num_host_blocks=4)
     table = written(manager, 5)
     host_table = manager.swap_out(table, NAMES[:2])
@@ -207,7 +207,7 @@ def test_abandoned_host_table_frees_its_blocks_at_once():
     assert manager.take_block_ops().swap_out == ((2, 0), (3, 1))
 
 
-def test_reset_keeps_swapped_tables_but_forgets_their_names():
+def test_reset_keeps_swapped_tables_but_forgets_their_hashes():
     manager = CacheManager(6, 2, num_host_blocks=6)
     first = written(manager, 4)
     first_host = manager.swap_out(first, NAMES[:2])

@@ -55,7 +55,10 @@ def exact_schema(schema: Any) -> Any:
         exact = _exact(schema)
     except RecursionError:
         raise SchemaProblem("the schema is nested too deeply") from None
-    if isinstance(exact, dict) and not _has_other_controls(exact):
+    # JSON can write other control characters only as numeric escapes.
+    if isinstance(exact, dict) and not any(
+        _OTHER_CONTROL.search(each) for each in _leaves(exact) if isinstance(each, str)
+    ):
         own = exact.get("x-guidance")
         # Else a name of the schema could be escaped: "\u0061" for "a".
         exact["x-guidance"] = {"json_allowed_escapes": _ESCAPES, **(own if isinstance(own, dict) else {})}
@@ -75,7 +78,9 @@ def _exact(schema: Any) -> Any:
             made[key] = value if key in VALUE_KEYS or key == "x-guidance" else _exact(value)
     for key in ("const", "enum"):
         if key in schema:
-            _check_values(key, schema[key])
+            inexact = next((each for each in _leaves(schema[key]) if not _is_exact(each)), None)
+            if inexact is not None:
+                raise _inexact(key, inexact, "write it as text")
     _bound(made)
     _close_bounds(made)
     _check_parts(made)
@@ -90,16 +95,16 @@ def _exact(schema: Any) -> Any:
     return made
 
 
-def _check_values(key: str, value: Any) -> None:
-    """Check numbers at any depth."""
-    if isinstance(value, list):
-        for each in value:
-            _check_values(key, each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _check_values(key, each)
-    elif not _is_exact(value):
-        raise _inexact(key, value, "write it as text")
+def _leaves(value: Any) -> Iterator[Any]:
+    """Scalars at any depth, and keys."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if not isinstance(value, list):
+        yield value
+        return
+    for each in value:
+        yield from _leaves(each)
 
 
 def _is_exact(value: Any) -> bool:
@@ -270,14 +275,3 @@ def _end_of_class(pattern: str, start: int) -> int:
             )
         position += 2 if pattern[position] == "\\" else 1
     return len(pattern)
-
-
-def _has_other_controls(value: Any) -> bool:
-    """Whether it has characters that JSON can write only as numeric escapes."""
-    if isinstance(value, str):
-        return _OTHER_CONTROL.search(value) is not None
-    if isinstance(value, list):
-        return any(map(_has_other_controls, value))
-    if isinstance(value, dict):
-        return any(_has_other_controls(key) or _has_other_controls(each) for key, each in value.items())
-    return False
