@@ -292,6 +292,7 @@ class Planner:
         self._cache.watermark_blocks = max(self._min_watermark_blocks, num_spared) + num_reserved
 
     def _compute(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
+        assert 0 < num_tokens <= budget.num_tokens, (num_tokens, budget.num_tokens)
         first = sequence.num_computed_tokens
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
         sequence.repeats_last = False
