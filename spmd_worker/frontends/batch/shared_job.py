@@ -78,7 +78,7 @@ class ReplicaWork:
             self._report_tokens()
 
     def _admit(self) -> None:
-        """Admit claimed rows, up to MAX_COMPILE_BYTES of compiled grammars or the end of the turn: a step may be due."""
+        """Admit claimed rows, up to MAX_COMPILE_BYTES of grammars or the end of the turn: a step may be due."""
         most_form_bytes = self._runner.num_compile_bytes + MAX_COMPILE_BYTES
         turn = Turn(self._engine.config.executor.timeout_s)
         while self._claimed and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
