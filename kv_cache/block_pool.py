@@ -109,6 +109,11 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def find_all(self, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
+        """Index of each hash that is found -> its block."""
+        found = ((index, self._index.get(block_hash)) for index, block_hash in enumerate(hashes))
+        return {index: block_id for index, block_id in found if block_id is not None}
+
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         """Number of the blocks that are free: sharing them lowers `num_free_blocks` by that many."""
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)

@@ -75,7 +75,7 @@ class CacheManager(DeviceTables):
         self, host_table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int, *, keep_watermark: bool = False
     ) -> bool:
         """Whether enough blocks are free for a swapped-out table, extended to `num_tokens`."""
-        held = self._held(host_table, hashes)
+        held = self._pool.find_all(hashes[: host_table.num_blocks])
         num_blocks = max(host_table.num_blocks, num_blocks_for(num_tokens, self.block_size))
         num_new = num_blocks - len(held) + self._pool.num_free_among(held.values())
         return self._are_free(num_new, keep_watermark)
@@ -85,7 +85,7 @@ class CacheManager(DeviceTables):
 
         Blocks that the device still holds, or holds again, are shared and not moved.
         """
-        held = self._held(host_table, hashes)
+        held = self._pool.find_all(hashes[: host_table.num_blocks])
         self._pool.share(held.values())
         allocated = iter(self._take(host_table.num_blocks - len(held)))
         table = BlockTable(
@@ -170,8 +170,3 @@ class CacheManager(DeviceTables):
                     self._transfers.store(block_hash, block_id)
         self._moves.overwrite(allocated)
         return allocated
-
-    def _held(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
-        """Index in a swapped-out table -> device block with the same contents."""
-        found = ((index, self._pool.find(each)) for index, each in enumerate(hashes[: host_table.num_blocks]))
-        return {index: block_id for index, block_id in found if block_id is not None}

@@ -26,13 +26,13 @@ class SwapSpace:
 
     def can_store(self, num_blocks: int, hashes: Sequence[BlockHash]) -> bool:
         """Whether enough blocks are free for a table of `num_blocks` that begins with blocks of these `hashes`."""
-        held = self._held(hashes[:num_blocks])
+        held = self._pool.find_all(hashes[:num_blocks])
         num_missing = num_blocks - len(held)
         return num_missing <= self._pool.num_free_blocks - self._pool.num_free_among(dict.fromkeys(held.values()))
 
     def store(self, num_blocks: int, hashes: Sequence[BlockHash]) -> tuple[BlockTable, list[int]]:
         """A host table of `num_blocks`, and the indices of the blocks to copy to it now."""
-        held = self._held(hashes[:num_blocks])
+        held = self._pool.find_all(hashes[:num_blocks])
         self._pool.share(held.values())
         missing = [index for index in range(num_blocks) if index not in held]
         allocated = dict(zip(missing, self._pool.take(len(missing)), strict=True))
@@ -68,8 +68,3 @@ class SwapSpace:
         for index, count in enumerate(counts):
             ref_count = self._pool.ref_count(BlockId(index))
             assert ref_count == count, f"host block {index} counts {ref_count} owners, {count} tables list it"
-
-    def _held(self, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
-        """Index in the table -> host block that already holds its contents."""
-        found = ((index, self._pool.find(block_hash)) for index, block_hash in enumerate(hashes))
-        return {index: block_id for index, block_id in found if block_id is not None}

@@ -5,26 +5,12 @@ grows, also across token boundaries; only sequences that have them are decoded h
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceKey
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder
 
-
-class TextDecoder(Protocol):
-    """Incremental detokenizer (`tokenizer.IncrementalDecoder`)."""
-
-    def append(self, token_ids: list[int]) -> str:
-        """Add tokens; returns the text that they complete."""
-
-    def held(self) -> str:
-        """Held-back text as it would be decoded now."""
-
-    def flush(self) -> str:
-        """Returns the text that was held back."""
-
-
-DecoderFactory = Callable[[Sequence], TextDecoder]
+DecoderFactory = Callable[[Sequence], IncrementalDecoder]
 
 
 class StopChecker:
@@ -37,7 +23,7 @@ class StopChecker:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._new_decoder = new_decoder
-        self._decoders: dict[SequenceKey, TextDecoder] = {}
+        self._decoders: dict[SequenceKey, IncrementalDecoder] = {}
 
     def max_output_tokens(self, request: Request) -> int:
         limit, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
@@ -82,7 +68,10 @@ class StopChecker:
     def _check_text(self, sequence: Sequence) -> None:
         """Search the last token's text for a stop string."""
         sampling = sequence.request.sampling
-        decoder = self._decoder(sequence)
+        decoder = self._decoders.get(sequence.key)
+        if decoder is None:
+            assert self._new_decoder is not None, "stop strings need a tokenizer; admission must reject them without"
+            decoder = self._decoders[sequence.key] = self._new_decoder(sequence)
         # Held-back text counts as it is now: a newline that is a fallback byte is held until the next word.
         num_searched = len(sequence.text or "") + len(decoder.held())
         sequence.text = (sequence.text or "") + decoder.append(sequence.output_token_ids[-1:])
@@ -95,13 +84,6 @@ class StopChecker:
             start, stop_string = match
             sequence.text = text[: start + len(stop_string) * sampling.include_stop_str_in_output]
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop_string
-
-    def _decoder(self, sequence: Sequence) -> TextDecoder:
-        decoder = self._decoders.get(sequence.key)
-        if decoder is None:
-            assert self._new_decoder is not None, "stop strings need a tokenizer; admission must reject them without"
-            decoder = self._decoders[sequence.key] = self._new_decoder(sequence)
-        return decoder
 
 
 def first_match(text: str, stop_strings: tuple[str, ...], num_searched: int) -> tuple[int, str] | None:
