@@ -247,7 +247,7 @@ def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
         "           left for the cache 15.8 GiB: 16195 blocks",
     ]
     too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
-    assert too_much[-1].startswith("refused    memory leaves room for 0 cache blocks")
+    assert too_much[-1].startswith("refused    memory holds 0 cache blocks")
     assert too_much[-1].endswith("or lower model.max_model_len or cache.swap_space_gib")
 
 
