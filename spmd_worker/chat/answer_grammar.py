@@ -15,7 +15,7 @@ from spmd_worker.chat.chat_request import ANY_OBJECT, ChatRequest
 from spmd_worker.chat.harmony import BODY_ENDS
 from spmd_worker.replica.grammar.llguidance_input import DEFAULT_WHITESPACE
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 _ANY_TEXT: Final = r"/(.|\n)*/"
 _GAP: Final = r"/[ \n]{0,4}/"
@@ -29,22 +29,22 @@ class AnswerGrammar:
     format: ChatFormat
     token_id: Callable[[str], int | None]
 
-    def form(self, request: ChatRequest, prompt: str) -> StructuredOutputsParams | None:
-        """Grammar of the answers to a prompt; None if they are unconstrained. Raises MessageProblem if the model's call
-        format is unknown, and ValueError for a grammar that is too long.
+    def compile(self, request: ChatRequest, prompt: str) -> StructuredOutputsParams | None:
+        """Grammar of the answers to a prompt; None if they are unconstrained. Raises InvalidRequestError if the model's
+        call format is unknown, and ValueError for a grammar that is too long.
         """
         if request.must_call and self.format.tool_calls == NONE:
-            raise MessageProblem(
+            raise InvalidRequestError(
+                "tool_choice requires a call, but the model's tool call format is unknown: set model.tool_call_format "
+                "or use tool_choice='auto'",
                 "unsupported_value",
-                "tool_choice asks for a call, and the chat template does not say in which form this model writes "
-                "calls: set model.tool_call_format, or use tool_choice='auto'",
             )
         if not request.must_call and request.schema is None:
             return None
         reasoning = self._reasoning(prompt)
         has_calls = request.wants_calls and self.format.tool_calls != NONE
         if not has_calls and not reasoning and not self.format.is_harmony:
-            return json_form(request.schema or ANY_OBJECT)
+            return json_grammar(request.schema or ANY_OBJECT)
         rules = [f"start: {reasoning}answer"]
         answers = []
         if has_calls and not request.must_call and self.format.tool_calls == "llama3_json":
@@ -59,15 +59,15 @@ class AnswerGrammar:
         rules += [f"answer: {' | '.join(answers)}", *self._reasoning_rules()]
         return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
 
-    def after_reasoning(self, form: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+    def after_reasoning(self, params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
         """A row's own grammar, applied to the content: after reasoning if the model reasons. Raises ValueError for a
         grammar that is too long.
         """
         reasoning = self._reasoning(prompt)
-        if form.around is not None or (not reasoning and not self.format.is_harmony):
-            return form
+        if params.around is not None or (not reasoning and not self.format.is_harmony):
+            return params
         rules = [f"start: {reasoning}{self._final()}@form", *self._reasoning_rules()]
-        return replace(form, around="\n".join(rules) + "\n")
+        return replace(params, around="\n".join(rules) + "\n")
 
     def _reasoning(self, prompt: str) -> str:
         """Rule before the answer: `reasoning`, which the model may leave out, `reasons`, which the prompt's end has
@@ -91,7 +91,7 @@ class AnswerGrammar:
         begin, end = markers
         if self.token_id(end) is None:
             # Ordinary text: the shortest before the marker.
-            body = [f"reasons: thought {_GAP}", f"thought[suffix={_quoted(end)}]: {_ANY_TEXT}"]
+            body = [f"reasons: thought {_GAP}", f"thought[suffix={json.dumps(end)}]: {_ANY_TEXT}"]
         else:
             body = [f"reasons: TEXT {self._mark(end)} {_GAP}", f"TEXT: {_text_without(end)}"]
         return [f"reasoning: {self._mark(begin)} reasons", *body]
@@ -107,22 +107,21 @@ class AnswerGrammar:
         functions = request.functions
         rules = [f"arguments_{number}: {_schema(schema)}" for number, schema in enumerate(functions.values())]
         one = [self._one_call(name, f"arguments_{number}") for number, name in enumerate(functions)]
-        calls = self._calls(is_parallel=request.is_parallel, is_alone=request.must_call)
-        return [*rules, f"call: {' | '.join(one)}", f"calls: {calls}"]
+        return [*rules, f"call: {' | '.join(one)}", f"calls: {self._calls(request)}"]
 
     def _one_call(self, name: str, arguments: str) -> str:
         if self.format.tool_calls == "harmony":
-            head = f'{_quoted(f"{name} ")} {self._mark("<|constrain|>")} "json" {self._mark("<|message|>")}'
+            head = f'{json.dumps(f"{name} ")} {self._mark("<|constrain|>")} "json" {self._mark("<|message|>")}'
             return f"{head} {arguments}"
         if self._has_named_calls:
-            return f"{self._mark('[TOOL_CALLS]')} {_quoted(name)} {self._mark('[ARGS]')} {arguments}"
+            return f"{self._mark('[TOOL_CALLS]')} {json.dumps(name)} {self._mark('[ARGS]')} {arguments}"
         key = "parameters" if self.format.tool_calls == "llama3_json" else "arguments"
-        head = _quoted(f'{{"name": {json.dumps(name)}, "{key}": ')
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
         return f'{head} {arguments} "}}"'
 
-    def _calls(self, *, is_parallel: bool, is_alone: bool) -> str:
-        """Several calls if the format has them: harmony and Llama 3 write one. `is_alone`: the answer must be calls."""
-        kind = self.format.tool_calls
+    def _calls(self, request: ChatRequest) -> str:
+        """Several calls if the format has them: harmony and Llama 3 write one."""
+        kind, is_parallel = self.format.tool_calls, request.is_parallel
         if kind == "harmony":
             return f'{self._mark("<|channel|>")} "commentary to=functions." call'
         if kind == "hermes":
@@ -133,7 +132,7 @@ class AnswerGrammar:
         if kind == "mistral":
             several = ' (", " call)*' if is_parallel else ""
             return f'{self._mark("[TOOL_CALLS]")} "[" call{several} "]"'
-        return "call" if is_alone else f"{self._mark(PYTHON_TAG)} call"
+        return "call" if request.must_call else f"{self._mark(PYTHON_TAG)} call"
 
     @property
     def _has_named_calls(self) -> bool:
@@ -142,10 +141,10 @@ class AnswerGrammar:
 
     def _mark(self, marker: str) -> str:
         token_id = self.token_id(marker)
-        return _quoted(marker) if token_id is None else f"<[{token_id}]>"
+        return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
 
-def json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
+def json_grammar(schema: Mapping[str, Any]) -> StructuredOutputsParams:
     """Grammar of a text that is JSON and nothing else. Raises ValueError for one that is too long."""
     if schema is ANY_OBJECT:
         return StructuredOutputsParams(json_object=True)
@@ -162,7 +161,3 @@ def _text_without(*markers: str) -> str:
     """Any text without a marker in ordinary tokens: readers would mistake it for the marker."""
     excluded = "|".join(re.escape(marker).replace("/", "\\/") for marker in markers)
     return f"{_ANY_TEXT} & ~/(.|\\n)*({excluded})(.|\\n)*/"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)

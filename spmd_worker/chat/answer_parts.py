@@ -27,20 +27,18 @@ class CallReader(Protocol):
     """Parser of one answer's tool calls."""
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """The parts that have become certain with the next piece of the text; content may be cut anywhere. `is_end`:
-        the last piece.
-        """
+        """The parts that have become certain with the next piece of the text; content may be cut anywhere."""
 
 
 _MARGIN: Final = " \t\r\n"
 
 
-def _refuse(constant: str) -> None:
+def _reject(constant: str) -> None:
     raise ValueError(constant)
 
 
 # Numbers stay text: they are not computed with, and may have many digits.
-_DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
+_DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_reject)
 
 
 def object_members(text: str, at: int = 0) -> tuple[dict[str, str], int] | None:
@@ -109,15 +107,15 @@ def after_margin(text: str, at: int) -> int:
 
 def num_held(text: str, marker: str) -> int:
     """Number of characters at the end of `text` that may be the beginning of `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)
 
 
 class UpTo:
-    """Buffers a text up to the first marker: a match of `marker`, decided by at most `most` characters."""
+    """Buffers a text up to the first `marker`."""
 
-    def __init__(self, marker: re.Pattern[str], most: int) -> None:
-        self._marker, self._num_kept = marker, most - 1
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
         self._pieces: list[str] = []
         self._tail = ""
 
@@ -126,19 +124,18 @@ class UpTo:
         """All text read before the marker was found."""
         return "".join(self._pieces)
 
-    def read(self, text: str) -> tuple[str, str, str] | None:
-        """The text before the marker, the marker, and the text after it; None while there is none. Each character is
+    def read(self, text: str) -> tuple[str, str] | None:
+        """The text up to the end of the marker, and the text after it; None while there is none. Each character is
         scanned once, except the few that may begin a marker.
         """
         window = self._tail + text
         self._pieces.append(text)
-        found = self._marker.search(window)
-        if found is None:
-            self._tail = window[max(len(window) - self._num_kept, 0) :]
+        start = window.find(self._marker)
+        if start < 0:
+            self._tail = window[max(len(window) - len(self._marker) + 1, 0) :]
             return None
-        whole = self.text
-        before = len(whole) - len(window)
-        return whole[: before + found.start()], found[0], whole[before + found.end() :]
+        read, end = self.text, start + len(self._marker)
+        return read[: len(read) - len(window) + end], window[end:]
 
 
 class _JsonMarkers:
@@ -147,10 +144,10 @@ class _JsonMarkers:
     """
 
     def __init__(self, marker: re.Pattern[str], markers: Iterable[str]) -> None:
-        self._patterns = [re.compile(f"(?P<marker>{marker.pattern})|{others}") for others in _PLACES]
+        self._patterns = [re.compile(f"(?P<marker>{marker.pattern})|{others}") for others in _STATES]
         self._may_begin = (*markers, '\\"')
         self._window = ""
-        self._place = _BETWEEN
+        self._state = _BETWEEN
         self.num_read = 0
         """Characters of the text in which all markers were found."""
 
@@ -161,15 +158,15 @@ class _JsonMarkers:
         window, start = self._window + text, self.num_read
         limit = len(window) - (0 if is_end else max(num_held(window, each) for each in self._may_begin))
         at = 0
-        while (found := self._patterns[self._place].search(window, at)) is not None and found.start() < limit:
+        while (found := self._patterns[self._state].search(window, at)) is not None and found.start() < limit:
             at, kind = max(found.end(), found.start() + 1), found.lastgroup
             if kind == "marker":
-                is_inside = self._place == _IN_STRING
+                is_inside = self._state == _IN_STRING
                 yield "inside" if is_inside else "outside", start + found.start(), start + found.end()
             elif kind == "quote":
-                self._place = _BETWEEN if self._place == _IN_STRING else _IN_STRING
+                self._state = _BETWEEN if self._state == _IN_STRING else _IN_STRING
             elif kind == "illegal":
-                self._place, at = _NO_JSON, found.start()
+                self._state, at = _NO_JSON, found.start()
                 yield "no json", start + at, start + at
         # The last match may be an escape that extends past the limit.
         self._window = window[max(at, limit) :]
@@ -177,7 +174,7 @@ class _JsonMarkers:
 
 
 _BETWEEN, _IN_STRING, _NO_JSON = range(3)
-_PLACES: Final = (
+_STATES: Final = (
     r'(?P<quote>")|(?P<illegal>[^ \t\r\n0-9A-Za-z{}\[\]:,.+-])',
     r'(?P<escape>\\["\\/bfnrtu])|(?P<quote>")|(?P<illegal>[\x00-\x1f\\])',
     r"(?!)",
@@ -218,8 +215,8 @@ class CallText:
         return found if found[3] is not None or self._first is None else self._split(*self._first)
 
     def _split(self, start: int, end: int) -> tuple[str, str, str, ToolCall | None]:
-        whole = "".join(self._pieces)
-        return whole[:start], whole[start:end], whole[end:], self._parse(whole[:start])
+        text = "".join(self._pieces)
+        return text[:start], text[start:end], text[end:], self._parse(text[:start])
 
 
 class PassOnJson:

@@ -16,7 +16,8 @@ from spmd_worker.chat.harmony import HarmonyReader
 from spmd_worker.chat.reasoning import ReasoningReader
 from spmd_worker.replica.sequence.outputs import CompletionOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,7 @@ class AnswerReader:
 
     def read(self, text: str) -> ChatAnswer:
         """Parse a complete text."""
-        return self.stream().read(text, is_end=True)
-
-    def stream(self) -> "AnswerStream":
-        """Parser of one answer whose text comes in pieces."""
-        return AnswerStream(self)
+        return AnswerStream(self).read(text, is_end=True)
 
     @property
     def wants_calls(self) -> bool:

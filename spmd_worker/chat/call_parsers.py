@@ -4,7 +4,6 @@ The formats are from published chat templates and model cards; each parser is a 
 """
 
 import re
-from collections.abc import Callable, Mapping
 from typing import Final
 
 from spmd_worker.chat.answer_parts import (
@@ -52,7 +51,7 @@ class HermesCalls:
                 parts.append(before)
                 if behind is None:
                     return parts
-                self._call, text = CallText(_CLOSE_MARKER, [_CLOSE], _whole_call), behind
+                self._call, text = CallText(_CLOSE_MARKER, [_CLOSE], _only_call), behind
             found = self._call.read(text, is_end=is_end)
             if found is None:
                 return parts
@@ -77,7 +76,6 @@ class Llama3Calls:
         self._pieces: list[str] = []
 
     def read(self, text: str, *, is_end: bool) -> list[Part]:
-        """Implements `CallReader.read`. Calls are certain at the end of the text."""
         if self._may_be_call is None:
             self._head = self._head + text if self._head else text.lstrip()
             if self._head.startswith(self._beginnings):
@@ -129,15 +127,8 @@ class MistralCalls:
         return [*parts, *_mistral_calls("".join(self._calls))] if is_end else parts
 
 
-def call_reader(tool_calls: str, request: ChatRequest) -> CallReader:
-    """Parser of one answer in the named format, except harmony's."""
-    if tool_calls == "llama3_json":
-        return Llama3Calls(request)
-    return _READERS[tool_calls]()
-
-
-def _whole_call(text: str) -> ToolCall | None:
-    """The call that is all of `text` except spaces."""
+def _only_call(text: str) -> ToolCall | None:
+    """The call that is all of `text` but spaces."""
     found = call_at(text, after_margin(text, 0))
     return found[0] if found is not None and after_margin(text, found[1]) == len(text) else None
 
@@ -185,8 +176,13 @@ def _mistral_named(text: str, at: int) -> tuple[list[Part], int] | None:
     return [ToolCall(head[1], text[head.end() : found[1]])], found[1]
 
 
-_READERS: Final[Mapping[str, Callable[[], CallReader]]] = {
-    "none": NoCalls,
-    "hermes": HermesCalls,
-    "mistral": MistralCalls,
-}
+def call_reader(tool_calls: str, request: ChatRequest) -> CallReader:
+    """Parser of one answer in the named format, except harmony's."""
+    match tool_calls:
+        case "llama3_json":
+            return Llama3Calls(request)
+        case "hermes":
+            return HermesCalls()
+        case "mistral":
+            return MistralCalls()
+    return NoCalls()

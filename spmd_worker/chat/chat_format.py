@@ -17,7 +17,7 @@ from typing import Final
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.chat_request import ChatRequest
-from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,31 +72,32 @@ def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> Cha
     """The format by `model.tool_call_format` and `model.reasoning_format`; `auto` is detected in the template."""
     text = template or ""
     takes_tools = re.search(r"\btools\b", text) is not None
+    is_harmony = "<|channel|>" in text and "<|message|>" in text
     if tool_calls == "auto":
-        tool_calls = _tool_calls_in(text)
+        tool_calls = "harmony" if is_harmony else _tool_calls_in(text)
     if reasoning == "auto":
-        reasoning = "harmony" if tool_calls == "harmony" else _reasoning_in(text)
+        reasoning = "harmony" if is_harmony or tool_calls == "harmony" else _reasoning_in(text)
     return ChatFormat(tool_calls, reasoning, takes_tools)
 
 
 def model_chat_format(options: ModelOptions, tokenizer: Tokenizer | None) -> ChatFormat:
-    """Format of the model with these options and this tokenizer; once an engine, because it warns of an unknown one."""
+    """Format of the model with these options and this tokenizer. Logs a warning for an unknown format."""
     template = None if tokenizer is None else tokenizer.chat_template_source
     found = chat_format_of(options.tool_call_format, options.reasoning_format, template)
     if options.tool_call_format == "auto" and found.takes_tools and found.tool_calls == NONE:
         logger.warning(
-            "the chat template takes tools, and its tool calls are in no form that is known: they stay in the content; "
-            "model.tool_call_format says which form they have",
+            "the chat template reads tools, but its tool call format is unknown: calls stay in the content; set "
+            "model.tool_call_format to parse them",
             extra=SAME_ON_EVERY_RANK,
         )
     return found
 
 
 def check_takes_tools(request: ChatRequest, chat_format: ChatFormat) -> None:
-    """Raise MessageProblem for tools that the chat template would not write."""
+    """Raise InvalidRequestError for tools that the chat template would not write."""
     if request.tools and not chat_format.takes_tools:
-        message = "the model's chat template does not read tools, so the model would not hear of them: leave tools out"
-        raise MessageProblem("tools_unsupported", message)
+        message = "the model's chat template does not read tools: leave tools out"
+        raise InvalidRequestError(message, "tools_unsupported")
 
 
 def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:
@@ -106,8 +107,6 @@ def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:
 
 
 def _tool_calls_in(template: str) -> str:
-    if _is_harmony(template):
-        return "harmony"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:
@@ -118,11 +117,5 @@ def _tool_calls_in(template: str) -> str:
 
 
 def _reasoning_in(template: str) -> str:
-    if _is_harmony(template):
-        return "harmony"
     # The end marker alone: in some templates the prompt's end opens it.
     return next((name for name, (_, end) in REASONING_MARKERS.items() if end in template), NONE)
-
-
-def _is_harmony(template: str) -> bool:
-    return "<|channel|>" in template and "<|message|>" in template

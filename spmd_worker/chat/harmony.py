@@ -20,9 +20,7 @@ _RECIPIENT: Final = re.compile(r"\bto=(\S+)")
 _FUNCTIONS: Final = "functions."
 _UNFINISHED_HEAD: Final = re.compile(r"\s*<\|(?:start|channel)\|>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*\Z")
 BODY_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_MESSAGE: Final = re.compile(r"<\|message\|>")
-_MOST: Final = len("<|channel|>")
-"""Characters of the longest of these."""
+_MESSAGE: Final = "<|message|>"
 
 
 class _Message:
@@ -68,7 +66,7 @@ class HarmonyReader:
 
     def __init__(self, *, has_calls: bool, is_json: bool = False) -> None:
         self._has_calls, self._is_json = has_calls, is_json
-        self._head = UpTo(_MESSAGE, _MOST)
+        self._head = UpTo(_MESSAGE)
         self._message: _Message | None = None
         self._rest: list[str] | None = None
         # Consecutive messages are separate lines.
@@ -83,16 +81,16 @@ class HarmonyReader:
                 found = self._head.read(text)
                 if found is None:
                     break
-                before, marker, text = found
-                head = _HEAD.fullmatch(before + marker)
+                head_text, text = found
+                head = _HEAD.fullmatch(head_text)
                 if head is None:
-                    self._rest, text = [before + marker], text
+                    self._rest = [head_text]
                     break
                 self._message = _Message(head, has_calls=self._has_calls, is_json=self._is_json)
             behind = self._read_message(self._message, text, reasoning, parts, is_end=is_end)
             if behind is None:
                 return "".join(reasoning), parts
-            self._message, self._head, text = None, UpTo(_MESSAGE, _MOST), behind
+            self._message, self._head, text = None, UpTo(_MESSAGE), behind
         if self._rest is not None:
             self._rest.append(text)
         if is_end:

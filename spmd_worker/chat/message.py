@@ -20,8 +20,8 @@ class CallIds(NamedTuple):
     sample: int
     tool_call_format: str
 
-    def of(self, number: int) -> str:
-        """Id of the call with this number."""
+    def call_id(self, number: int) -> str:
+        """Id of the call with this index."""
         text = json.dumps([self.request, self.sample, number])
         digest = blake2b(text.encode("ascii"), digest_size=_DIGITS // 2).hexdigest()
         return digest[:_MISTRAL_DIGITS] if self.tool_call_format == "mistral" else f"call_{digest}"
@@ -30,7 +30,7 @@ class CallIds(NamedTuple):
 def call_records(calls: Sequence[ToolCall], ids: CallIds, first: int = 0) -> list[dict[str, Any]]:
     """Records of a sample's calls, numbered from `first`."""
     return [
-        {"id": ids.of(number), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        {"id": ids.call_id(number), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for number, call in enumerate(calls, first)
     ]
 

@@ -6,12 +6,12 @@ from enum import Enum, auto
 from spmd_worker.chat.answer_parts import PassOn, Stripped
 
 
-class _Place(Enum):
-    """State of the parser: the part that the next text belongs to."""
+class _State(Enum):
+    """Part that the next text belongs to."""
 
     HEAD = auto()
     REASONING = auto()
-    BEHIND = auto()
+    GAP = auto()
     ANSWER = auto()
 
 
@@ -25,7 +25,7 @@ class ReasoningReader:
     def __init__(self, markers: tuple[str, str], *, is_open: bool) -> None:
         self._begin, end = markers
         self._is_open = is_open
-        self._place = _Place.HEAD
+        self._state = _State.HEAD
         # Beginning of the text, unchanged and without leading spaces, until it is decided.
         self._pieces: list[str] = []
         self._head = ""
@@ -35,15 +35,15 @@ class ReasoningReader:
     def read(self, text: str, *, is_end: bool) -> tuple[str, str]:
         """Reasoning, and text of the answer after it, that have become certain with the next piece."""
         reasoning = ""
-        if self._place is _Place.HEAD:
+        if self._state is _State.HEAD:
             text = self._opened(text, is_end=is_end)
-        if self._place is _Place.REASONING:
+        if self._state is _State.REASONING:
             before, behind = self._inside.read(text, is_end=is_end)
             reasoning, text = self._reasoning.read(before), behind or ""
-            self._place = self._place if behind is None else _Place.BEHIND
-        if self._place is _Place.BEHIND:
+            self._state = self._state if behind is None else _State.GAP
+        if self._state is _State.GAP:
             text = text.lstrip()
-            self._place = _Place.ANSWER if text else self._place
+            self._state = _State.ANSWER if text else self._state
         return reasoning, text
 
     def _opened(self, text: str, *, is_end: bool) -> str:
@@ -54,5 +54,5 @@ class ReasoningReader:
         is_marked = self._head.startswith(self._begin)
         if not is_end and not is_marked and self._begin.startswith(self._head):
             return ""
-        self._place = _Place.REASONING if is_marked or self._is_open else _Place.ANSWER
+        self._state = _State.REASONING if is_marked or self._is_open else _State.ANSWER
         return self._head[len(self._begin) :] if is_marked else "".join(self._pieces)

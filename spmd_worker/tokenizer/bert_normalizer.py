@@ -8,18 +8,12 @@ from typing import Any, Final
 _CLASSES: Final = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
 _MODELS: Final = ("bert",)
 """Supported model types to which AutoTokenizer assigns such a class if none is named."""
-_KIND: Final = "BertNormalizer"
-
-
-def has_bert_normalizer(values: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json has this normalizer alone."""
-    normalizer = values.get("normalizer")
-    return isinstance(normalizer, dict) and normalizer.get("type") == _KIND
+BERT_NORMALIZER: Final = "BertNormalizer"
 
 
 def bert_normalizer(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any] | None:
     """The normalizer as in tokenizer.json; None for another tokenizer class. `settings` is tokenizer_config.json,
-    `model` config.json. Raises ValueError: key, value, rule.
+    `model` config.json. Raises ValueError.
     """
     named = settings.get("tokenizer_class") or model.get("tokenizer_class")
     is_bert = named.removesuffix("Fast") in _CLASSES if isinstance(named, str) else model.get("model_type") in _MODELS
@@ -30,7 +24,7 @@ def bert_normalizer(settings: Mapping[str, Any], model: Mapping[str, Any]) -> di
         if allowed is not None and not isinstance(value, allowed):
             raise ValueError(f"{key}={str(value)[:80]!r} must be true or false")
     return {
-        "type": _KIND,
+        "type": BERT_NORMALIZER,
         "clean_text": True,
         "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
         "strip_accents": settings.get("strip_accents"),

@@ -23,19 +23,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Final
 
 _WALL_S: Final = 120.0
-"""Limit for a machine so busy that seconds of computing take as long, and for a process that was stopped."""
+"""Limit for a busy machine, on which seconds of computing take longer, and for a process that was stopped."""
 _PIECE_BYTES: Final = 1 << 16
 _FOR_THE_OWNER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Terminals, launchers and batch systems send these to all processes of a group: the owner decides what they mean."""
 
 
-class RefusedError(Exception):
-    """The process answered with an error, has ended, or had to be ended; the message gives the reason."""
+class BoundedProcessError(Exception):
+    """The process answered with an error, ended, or had to be ended; the message gives the reason."""
 
 
 class BoundedProcess:
-    """Runs `python -m module`, which calls `serve`; `start` is what it opens. Not shared with forked processes: each
-    starts a process of its own. Threads take turns.
+    """Runs `python -m module`, which calls `serve`; `start` is the argument of its `open_`. Not shared with forked
+    processes: each starts a process of its own. Threads take turns.
     """
 
     def __init__(self, module: str, start: Mapping[str, Any], cpu_s: int, memory_bytes: int) -> None:
@@ -49,21 +49,21 @@ class BoundedProcess:
     @property
     def pid(self) -> int | None:
         """Id of the running process; None without one."""
-        return self._children[0].pid if self._children else None
+        return self._children[0].process.pid if self._children else None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Send a message of `pack` and wait for the answer. Raises RefusedError."""
+        """Send a message of `pack` and wait for the answer. Raises BoundedProcessError."""
         with self._lock:
             return self._ask(request)
 
     def _ask(self, request: bytes) -> dict[str, Any]:
         try:
             try:
-                answer = self._child_here().ask(request)
+                answer = self._running_child().ask(request)
             except _IsTooEarlyError:
                 # The next one is started after the signal.
                 _end_all(self._children)
-                answer = self._child_here().ask(request)
+                answer = self._running_child().ask(request)
         except BaseException:
             # The process has ended, or is halfway through a message.
             _end_all(self._children)
@@ -71,17 +71,17 @@ class BoundedProcess:
         if answer.get("is_short_of_memory"):
             _end_all(self._children)
         if "error" in answer:
-            raise RefusedError(str(answer["error"]))
+            raise BoundedProcessError(str(answer["error"]))
         return answer
 
-    def _child_here(self) -> "_Child":
+    def _running_child(self) -> "_Child":
         if not self._children or not self._children[0].is_usable:
             _end_all(self._children)
             self._children.append(_Child(self._module, self._start))
         return self._children[0]
 
 
-class _IsTooEarlyError(RefusedError):
+class _IsTooEarlyError(BoundedProcessError):
     """A signal for the owner has ended the process before it ignored signals."""
 
 
@@ -91,7 +91,7 @@ class _Child:
     def __init__(self, module: str, start: Mapping[str, Any]) -> None:
         paths = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.path]
         self._owner = os.getpid()
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             # Not the working directory's modules.
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
@@ -99,76 +99,67 @@ class _Child:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         )
-        assert self._process.stdin is not None, "a pipe"
-        assert self._process.stdout is not None, "a pipe"
-        self._input, self._output = self._process.stdin, self._process.stdout
+        assert self.process.stdin is not None, "a pipe"
+        assert self.process.stdout is not None, "a pipe"
+        self._input, self._output = self.process.stdin, self.process.stdout
         self._cpu_s = int(start["cpu_s"])
         self._start = pack(start)
         self._answered = select.poll()
         self._answered.register(self._output, select.POLLIN)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def is_usable(self) -> bool:
         """Whether it runs, and is this process's child."""
-        return self._owner == os.getpid() and self._process.poll() is None
+        return self._owner == os.getpid() and self.process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Send a request and wait. Raises RefusedError."""
         # It may have ended within a conversation too big for it, after it answered with an error.
         with contextlib.suppress(BrokenPipeError):
             self._input.write(self._start + request)
             self._input.flush()
         self._start = b""
         deadline_s = time.monotonic() + _WALL_S
-        length = int(self._read_until(b"\n", deadline_s))
-        return dict(json.loads(self._read(length, deadline_s)))
+        length = b""
+        while not length.endswith(b"\n"):
+            length += self._read(1, deadline_s)
+        return dict(json.loads(self._read(int(length), deadline_s)))
 
     def end(self) -> None:
         """End it at once. A forked process leaves its parent's child alone."""
         if self._owner != os.getpid():
             return
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         for pipe in (self._input, self._output):
             try:
                 pipe.close()
             except BrokenPipeError:
                 continue
 
-    def _read_until(self, end: bytes, deadline_s: float) -> bytes:
-        content = b""
-        while not content.endswith(end):
-            content += self._read(1, deadline_s)
-        return content
-
     def _read(self, num_bytes: int, deadline_s: float) -> bytes:
         content = bytearray()
         while len(content) < num_bytes:
             left_s = max(deadline_s - time.monotonic(), 0.0)
             if not self._answered.poll(left_s * 1000):
-                raise RefusedError(f"it has not ended for {_WALL_S:g} s")
+                raise BoundedProcessError(f"it did not end within {_WALL_S:g} s")
             piece = os.read(self._output.fileno(), min(num_bytes - len(content), _PIECE_BYTES))
             if not piece:
-                raise self._ended()
+                raise self._ended(self.process.wait())
             content += piece
         return bytes(content)
 
-    def _ended(self) -> RefusedError:
-        is_early = -self._process.wait() in _FOR_THE_OWNER
-        return (_IsTooEarlyError if is_early else RefusedError)(self._ending())
-
-    def _ending(self) -> str:
-        code = self._process.wait()
-        if code == -signal.SIGXCPU:
-            return f"it took more than {self._cpu_s} s of computing"
-        if code < 0:
-            return f"it ended its process by {signal.Signals(-code).name}, as what takes more memory than there is does"
-        needed = "this package and what it requires"
-        return f"its process could not be started (exit code {code}): {sys.executable} must be a Python with {needed}"
+    def _ended(self, exit_code: int) -> BoundedProcessError:
+        if -exit_code in _FOR_THE_OWNER:
+            return _IsTooEarlyError(f"its process was ended by {signal.Signals(-exit_code).name}")
+        if exit_code == -signal.SIGXCPU:
+            return BoundedProcessError(f"it took more than {self._cpu_s} s of computing")
+        if exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            return BoundedProcessError(f"its process was ended by {name}, for example for lack of memory")
+        return BoundedProcessError(
+            f"its process could not be started (exit code {exit_code}): {sys.executable} must be a Python that has "
+            f"this package and its requirements"
+        )
 
 
 def _end_all(children: list[_Child]) -> None:
@@ -226,18 +217,18 @@ def _allow_computing(cpu_s: int) -> None:
 
 def pack(value: Mapping[str, Any]) -> bytes:
     """A message as bytes. Raises TypeError for values that are not plain JSON."""
-    content = json.dumps(value, default=_refuse).encode("ascii")
+    content = json.dumps(value, default=_plain_mapping).encode("ascii")
     return b"%d\n%s" % (len(content), content)
 
 
-def _refuse(value: Any) -> Any:
+def _plain_mapping(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a conversation holds plain JSON values, not {type(value).__name__}")
 
 
 def _unpack(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next message; None at the end."""
+    """The next message; None at the end of the stream."""
     length = stream.readline()
     content = stream.read(int(length)) if length else b""
     return dict(json.loads(content)) if content else None

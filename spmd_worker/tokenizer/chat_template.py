@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from spmd_worker.base.errors import ChatTemplateError
-from spmd_worker.tokenizer.content_format import KnownForms, Message, fitted
+from spmd_worker.tokenizer.content_format import Choice, Message, adapt_contents
 
 MAX_OUTPUT_CHARACTERS: Final = 4 * 1024 * 1024
 _MAX_WORK_CHARACTERS: Final = 4 * MAX_OUTPUT_CHARACTERS
@@ -36,7 +36,6 @@ _FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate",
 
 _MAX_EXPLAINED: Final = 500
 """Maximum characters of a template's own error."""
-_TOO_DEEP: Final = ("too many statically nested blocks", "too many levels of indentation")
 _WITHOUT_TEXT: Final = (Iterator, BuiltinFunctionType, FunctionType, MethodType)
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message, in the order in which transformers looks for them."""
@@ -50,7 +49,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._environment = _BoundedEnvironment()
         self._stream: Callable[..., Iterator[str]] | None = None
-        self._known_forms = KnownForms()
+        self._formats: dict[bytes, Choice] = {}
 
     def render(
         self,
@@ -70,15 +69,13 @@ class ChatTemplate:
             plain = [_with_reasoning(message) for message in _plain(given)]
             if content_format is not None:
                 tried = partial(self._tried, context)
-                plain = fitted(plain, tried, content_format, self._known_forms, context)
+                plain = adapt_contents(plain, tried, content_format, self._formats, context)
             return self._render({**context, "messages": plain})
         except Exception as error:  # foreign code
             raise ChatTemplateError(explained(error)) from error
 
     def _tried(self, context: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
-        """The rendered text; None where the template raises. Exceeded limits raise: they are exceeded in every content
-        format.
-        """
+        """The rendered text; None where the template raises. Exceeded limits, which no content format avoids, raise."""
         try:
             return self._render({**context, "messages": messages})
         except (SecurityError, MemoryError, RecursionError):
@@ -107,13 +104,13 @@ def explained(error: BaseException) -> str:
         message = f"it is nested, or its macros call each other, too deeply ({message})"
     if isinstance(error, SyntaxError):
         # Python's error in the code that Jinja generates, whose lines are not the template's.
-        message = f"it cannot be compiled: {error.msg}"
-        if error.msg in _TOO_DEEP:
-            message = f"its loops and conditions are nested too deeply ({error.msg})"
+        is_deep = error.msg in ("too many statically nested blocks", "too many levels of indentation")
+        deep = f"its loops and conditions are nested too deeply ({error.msg})"
+        message = deep if is_deep else f"it cannot be compiled: {error.msg}"
     if len(message) > _MAX_EXPLAINED:
         message = f"{message[: _MAX_EXPLAINED - 3]}..."
     if "strftime_now" in message:
-        message += " (today's date is not offered: pass the date in chat_template_kwargs or edit the template)"
+        message += " (today's date is not available: pass the date in chat_template_kwargs or edit the template)"
     return f"chat template: {message}"
 
 
@@ -183,7 +180,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Called for every method that a template reads, to find `str.format`."""
+        """Called for every method that a template reads; Jinja wraps `str.format`."""
         wrapper = super().wrap_str_format(value)
         if wrapper is not None:
             _check_format(value.__self__)
@@ -208,7 +205,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _count_step(self) -> None:
         self._num_steps_left -= 1
         if self._num_steps_left < 0:
-            raise SecurityError(f"the chat template took more than {_MAX_STEPS} loop turns and calls")
+            raise SecurityError(f"the chat template took more than {_MAX_STEPS} loop iterations and calls")
 
     def _count_text(self, value: Any) -> Any:
         """Called for every value that is written, into the output or into a variable or macro."""
@@ -336,4 +333,4 @@ class _TemplateNamespace(Namespace):
 
 def _check_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold the name {name!r}: it starts with an underscore")
+        raise SecurityError(f"a namespace cannot contain {name!r}: the name starts with an underscore")

@@ -14,7 +14,7 @@ from spmd_worker.tokenizer.template_process import IsolatedTemplate
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """Used for conversations with tools, if it exists."""
-_NUM_KEPT: Final = 4
+_MAX_PROCESSES: Final = 4
 """Maximum number of templates that have a process each."""
 
 
@@ -36,22 +36,20 @@ class ChatTemplates:
             raise ChatTemplateError(
                 "the model folder has no chat template (chat_template.jinja or in tokenizer_config.json)"
             )
-        source = self.sources.get(TOOL_USE) if has_tools else None
-        source = self.sources.get(DEFAULT) if source is None else source
-        if source is None:
-            names = ", ".join(sorted(self.sources))
-            raise ChatTemplateError(
-                f"the model folder has chat templates with names ({names}) and none that is named {DEFAULT}: name one "
-                f"by chat_template"
-            )
-        return source
+        for name in (TOOL_USE, DEFAULT) if has_tools else (DEFAULT,):
+            if name in self.sources:
+                return self.sources[name]
+        raise ChatTemplateError(
+            f"the model folder has the chat templates {', '.join(sorted(self.sources))} but no {DEFAULT}: name one by "
+            f"chat_template"
+        )
 
     def template(self, given: str | None = None, *, has_tools: bool = False) -> IsolatedTemplate:
-        """The same, ready to be rendered; the last ones are cached. Raises ChatTemplateError."""
+        """The template of `source`, ready to be rendered; the last ones are cached. Raises ChatTemplateError."""
         source = self.source(given, has_tools=has_tools)
         template = self._templates.pop(source, None) or IsolatedTemplate(source, self._variables)
         self._templates[source] = template
-        if len(self._templates) > _NUM_KEPT:
+        if len(self._templates) > _MAX_PROCESSES:
             del self._templates[next(iter(self._templates))]
         return template
 

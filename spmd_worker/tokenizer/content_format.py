@@ -11,7 +11,7 @@ Contents are passed unchanged wherever that shows it all: the prompt is then the
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 from typing import Any, Final
@@ -24,13 +24,13 @@ FORMATS: Final = ("auto", "string", "openai")
 """vLLM's `chat_template_content_format`."""
 
 _AS_GIVEN, _PARTS, _STRING, _ONE_PART = "as given", "parts", "string", "one part"
-_FORMS: Final[Mapping[str, tuple[str, ...]]] = {
+_CANDIDATES: Final[Mapping[str, tuple[str, ...]]] = {
     "auto": (_AS_GIVEN, _PARTS, _STRING, _ONE_PART),
     "openai": (_AS_GIVEN, _PARTS),
     "string": (_STRING,),
 }
-"""Candidates of each format; the first that shows most marks is used. `string` joins parts by line ends, `openai` keeps
-lists, and makes one of a string that the template does not accept.
+"""Candidates of each format; the first that shows the most marks is used. `string` joins parts by line ends, `openai`
+keeps lists, and converts a string to one if the template does not accept strings.
 """
 _SPEAKERS: Final = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool"}
 """Messages of one speaker share a format; other roles count as the user's."""
@@ -41,73 +41,56 @@ _MARKS: Final = re.compile(r"qzx[0-9]+xzq", re.IGNORECASE)
 _MARKS_OF_PARTS: Final = re.compile(r"""["']text["']\s*:\s*["'][^"']*?(qzx[0-9]+xzq)""", re.IGNORECASE)
 _MAX_END: Final = 24
 """Characters of a text's beginning and end: templates that iterate over letters take longer for more."""
-_MOST_ASKED: Final = 1000
+_MAX_TESTED: Final = 1000
 """Maximum messages to test with texts: with more, those templates could reach their limit."""
-_NUM_KNOWN: Final = 256
+_MAX_CACHED: Final = 256
+
+Choice = tuple[dict[str, str], bool]
+"""The format of each speaker's contents, and whether the template renders them."""
 
 
-def fitted(
+def adapt_contents(
     messages: Sequence[Message],
     render: Render,
     content_format: str = "auto",
-    known: "KnownForms | None" = None,
+    cache: dict[bytes, Choice] | None = None,
     context: Mapping[str, Any] | None = None,
 ) -> list[Message]:
     """The conversation with its contents in the candidate formats that lose least of them.
 
     `render` is called once if the template accepts the contents unchanged, and 18 times at most, 34 if it always
-    raises. With `known`, which is of one template, a conversation that differs from an earlier one in its texts alone
-    is not tried again; `context` is what else the template sees.
+    raises. With `cache`, which is of one template, a conversation that differs from an earlier one only in its texts is
+    not tried again; `context` is the template's other input.
     """
-    forms = _FORMS[content_format]
+    formats = _CANDIDATES[content_format]
     masked, marks = _masked(messages)
-    if not marks or len(forms) == 1:
-        return _in_forms(messages, dict.fromkeys(marks, forms[0]))
-    key = b"" if known is None else known.key(content_format, masked, context)
-    found = None if known is None else known.forms.get(key)
-    if found is None:
-        found = _chosen(masked, marks, render, forms)
-        if known is not None:
-            known.add(key, found)
-    chosen, is_rendered = found
-    given = dict.fromkeys(marks, forms[0])
-    if (is_rendered and chosen == given) or len(messages) > _MOST_ASKED:
-        return _in_forms(messages, chosen)
-    # The template may test what a text is, or begins with, which marks alone do not show.
+    if not marks or len(formats) == 1:
+        return _converted(messages, dict.fromkeys(marks, formats[0]))
+    cache = {} if cache is None else cache
+    key = blake2b(json.dumps([content_format, masked, context]).encode("ascii"), digest_size=16).digest()
+    if key not in cache:
+        cache[key] = _chosen(masked, marks, render, formats)
+        if len(cache) > _MAX_CACHED:
+            del cache[next(iter(cache))]
+    chosen, is_rendered = cache[key]
+    given = dict.fromkeys(marks, formats[0])
+    if (is_rendered and chosen == given) or len(messages) > _MAX_TESTED:
+        return _converted(messages, chosen)
+    # The template may test a text or its beginning, which marks alone do not show.
     masked, marks = _masked(messages, keeps_texts=True)
     if not is_rendered:
-        return _in_forms(messages, _chosen(masked, marks, render, forms)[0])
+        return _converted(messages, _chosen(masked, marks, render, formats)[0])
     shown = _shown(render(masked)) if all(marks.values()) else None
     shows_all = shown is not None and set().union(*marks.values()) <= shown
-    return _in_forms(messages, given if shows_all else chosen)
+    return _converted(messages, given if shows_all else chosen)
 
 
-class KnownForms:
-    """Cache of the formats that a template accepts, by all that it sees but the texts."""
-
-    def __init__(self) -> None:
-        self.forms: dict[bytes, tuple[dict[str, str], bool]] = {}
-
-    def key(self, content_format: str, masked: Sequence[Message], context: Mapping[str, Any] | None) -> bytes:
-        """Key of a conversation."""
-        return blake2b(json.dumps([content_format, masked, context]).encode("ascii"), digest_size=16).digest()
-
-    def add(self, key: bytes, found: tuple[dict[str, str], bool]) -> None:
-        """Add an entry, and drop the oldest."""
-        self.forms[key] = found
-        if len(self.forms) > _NUM_KNOWN:
-            del self.forms[next(iter(self.forms))]
-
-
-def _chosen(
-    masked: Sequence[Message], marks: Mapping[str, set[str]], render: Render, forms: Sequence[str]
-) -> tuple[dict[str, str], bool]:
-    """The format of each speaker's contents, and whether the template renders them."""
+def _chosen(masked: Sequence[Message], marks: Mapping[str, set[str]], render: Render, formats: Sequence[str]) -> Choice:
     tried: list[tuple[list[Message], dict[str, int] | None]] = []
 
     def lost(chosen: Mapping[str, str]) -> dict[str, int] | None:
-        """Number of hidden marks by speaker; None where the template raises, or writes parts as they are."""
-        conversation = _in_forms(masked, chosen)
+        """Number of hidden marks by speaker; None where the template raises, or writes parts unrendered."""
+        conversation = _converted(masked, chosen)
         for earlier, result in tried:
             if earlier == conversation:
                 return result
@@ -116,28 +99,22 @@ def _chosen(
         tried.append((conversation, result))
         return result
 
-    best = dict.fromkeys(marks, forms[0])
+    best = dict.fromkeys(marks, formats[0])
     least = lost(best)
     if least is None:
-        # One speaker's format makes the template raise, which says nothing about the others'.
-        together = _together(marks, forms[1:])
+        # If one speaker's format makes the template raise, all are tried in one format, and the system's in another.
+        together = [dict.fromkeys(marks, each) for each in formats[1:]]
+        together.append({speaker: _AS_GIVEN if speaker == "system" else _PARTS for speaker in marks})
         best, least = next(((chosen, found) for chosen in together if (found := lost(chosen))), (best, None))
     for speaker in marks:
-        for form in forms[1:]:
+        for each in formats[1:]:
             if least is not None and not least[speaker]:
                 break
-            chosen = {**best, speaker: form}
+            chosen = {**best, speaker: each}
             found = lost(chosen)
             if found is not None and (least is None or sum(found.values()) < sum(least.values())):
                 best, least = chosen, found
     return best, least is not None
-
-
-def _together(speakers: Iterable[str], forms: Iterable[str]) -> Iterator[dict[str, str]]:
-    """All speakers in one format, or the system's message alone in another."""
-    for form in forms:
-        yield dict.fromkeys(speakers, form)
-    yield {speaker: _AS_GIVEN if speaker == "system" else _PARTS for speaker in speakers}
 
 
 def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[list[Message], dict[str, set[str]]]:
@@ -159,18 +136,16 @@ def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[
                 return text
             mark = _MARK.format(next(number))
             own_marks.add(mark)
-            return _with_mark(text, mark) if keeps_texts else mark
+            if not keeps_texts:
+                return mark
+            # Between the text's beginning and end, each as long as a template may test.
+            num_first = min(_MAX_END, len(text) // 2)
+            return text[:num_first] + mark + text[num_first:][-_MAX_END:]
 
         is_one = isinstance(content, str)
         parts = marked(content) if is_one else [{**part, "text": marked(part["text"])} for part in content]
         masked.append({**message, "content": parts})
     return masked, marks
-
-
-def _with_mark(text: str, mark: str) -> str:
-    """The mark between the text's beginning and end, each as long as a template may test."""
-    num_first = min(_MAX_END, len(text) // 2)
-    return text[:num_first] + mark + text[num_first:][-_MAX_END:]
 
 
 def _shown(text: str | None) -> set[str] | None:
@@ -182,20 +157,18 @@ def _shown(text: str | None) -> set[str] | None:
     return {mark.lower() for mark in _MARKS.findall(text)}
 
 
-def _in_forms(messages: Sequence[Message], forms: Mapping[str, str]) -> list[Message]:
-    return [
-        {**message, "content": _in_form(message["content"], forms[_speaker(message)])}
-        if _is_text(message.get("content"))
-        else message
-        for message in messages
-    ]
-
-
-def _in_form(content: Any, form: str) -> Any:
-    if form == _AS_GIVEN or (form == _PARTS and not isinstance(content, str)):
-        return content
-    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    return text if form == _STRING else [{"type": "text", "text": text}]
+def _converted(messages: Sequence[Message], formats: Mapping[str, str]) -> list[Message]:
+    """The conversation with each speaker's contents in its format."""
+    found = []
+    for message in messages:
+        content: Any = message.get("content")
+        if _is_text(content) and (to := formats[_speaker(message)]) != _AS_GIVEN:
+            if to != _PARTS or isinstance(content, str):
+                text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+                content = text if to == _STRING else [{"type": "text", "text": text}]
+            message = {**message, "content": content}
+        found.append(message)
+    return found
 
 
 def _is_text(content: Any) -> bool:

@@ -39,6 +39,7 @@ def converted(folder: Path) -> bytes | None:
     names = older_files(folder)
     if not names:
         return None
+    missing = f"{folder} has {' and '.join(names)} but no tokenizer.json, and"
     try:
         from transformers import AutoTokenizer
 
@@ -59,11 +60,11 @@ def converted(folder: Path) -> bytes | None:
         if difference is None:
             return text.encode()
         raise TokenizerError(
-            f"{folder} has {' and '.join(names)} and no tokenizer.json, and by tokenizer_config.json transformers "
-            f"makes {difference}: name the model's own class there, as tokenizer_class, or give a tokenizer.json"
+            f"{missing} by tokenizer_config.json transformers makes {difference}: set tokenizer_class there to the "
+            f"model's own class, or give a tokenizer.json"
         )
     raise TokenizerError(
-        f"{folder} has {' and '.join(names)} and no tokenizer.json, and {why}: text prompts need one, made with python "
+        f"{missing} {why}: text prompts need one, made with python "
         f"-c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
 
@@ -83,10 +84,10 @@ def _difference(text: str, path: Path) -> str | None:
     proto.ParseFromString(path.read_bytes())
     kind, theirs = json.loads(text)["model"]["type"], _MODELS.get(proto.trainer_spec.model_type)
     if kind != theirs:
-        return f"a {kind} model of one that is {theirs or 'of another kind'}"
+        return f"a {kind} model from one of another kind ({theirs or 'unknown'})"
     tokenizer = Tokenizer.from_str(text)
     for each in _TEXTS:
         ids, wanted = tokenizer.encode(each, add_special_tokens=False).ids, model.encode(each)
         if ids != wanted:
-            return f"one that gives the ids {ids[:8]} for {each!r}, where {path.name} itself gives {wanted[:8]}"
+            return f"one that encodes {each!r} as {ids[:8]}, while {path.name} itself gives {wanted[:8]}"
     return None

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import tokenizers
 
@@ -13,36 +13,20 @@ _PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
 """The library's variable: `false` keeps it from starting threads."""
 _LONG_TEXT: Final = 10_000
 """Characters: shorter texts take less time than another thread would notice."""
-_MOST_WORDS: Final = 300
+_MAX_EXPLAINED: Final = 300
 """Maximum characters of the library's own message."""
 
 
-class TextEncoder(Protocol):
-    """Texts to ids. Both methods raise ValueError for a text that cannot be encoded."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text."""
-        ...
-
-    def encode_inside(
-        self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
-    ) -> tuple[list[int], int | None]:
-        """`Tokenizer.encode_inside`."""
-        ...
-
-
 class Encoder:
-    """Encodes in this process."""
+    """Encodes in this process. Both methods raise ValueError for a text that cannot be encoded."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. A longer one uses the library's batch call, which lets other threads run, in the variant
-        without offsets.
-        """
+        """Ids of a text."""
         with library_errors("the text cannot be encoded"):
-            if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
+            if _releases_gil(text):
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -55,21 +39,26 @@ class Encoder:
             num_special = int(self._backend.num_special_tokens_to_add(second is not None))
         if max_tokens is not None:
             if max_tokens <= num_special:
-                raise ValueError(f"{max_tokens} tokens leave no room for text beside {num_special} special ones")
-            lengths = _cut_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
+                raise ValueError(f"{max_tokens} tokens leave none for text: {num_special} are special tokens")
+            lengths = _truncated_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
             for encoding, length in zip(encodings, lengths):
                 encoding.truncate(length, direction=truncation_side)
         with library_errors("the text cannot be encoded"):
-            whole = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
-        types = list(whole.type_ids)
+            encoding = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
+        types = list(encoding.type_ids)
         num_first = types.index(1) if 1 in types else len(types)
         is_ordered = all(each == int(index >= num_first) for index, each in enumerate(types))
-        return list(whole.ids), num_first if is_ordered else None
+        return list(encoding.ids), num_first if is_ordered else None
 
     def _pieces(self, text: str) -> tokenizers.Encoding:
-        if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
+        if _releases_gil(text):
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
         return self._backend.encode(text, add_special_tokens=False)
+
+
+def _releases_gil(text: str) -> bool:
+    """Whether to use the library's batch call, which lets other threads run, though it starts threads by default."""
+    return len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false"
 
 
 def opened(text: str, added: Sequence[Mapping[str, Any]]) -> tokenizers.Tokenizer:
@@ -89,7 +78,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust panicked. Its class is no `Exception`, and cannot be imported."""
+    """Whether a library written in Rust panicked. Its exception derives from BaseException and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -103,19 +92,19 @@ def switch_off_sampling(backend: tokenizers.Tokenizer) -> None:
 
 
 @contextlib.contextmanager
-def library_errors(words: str) -> Iterator[None]:
+def library_errors(message: str) -> Iterator[None]:
     """Convert the library's errors to TokenizerError."""
     try:
         yield
     except BaseException as error:
         if not is_failure(error):
             raise
-        why = " ".join(str(error).split())[:_MOST_WORDS]
-        raise TokenizerError(f"{words}: {why or type(error).__name__}") from None
+        why = " ".join(str(error).split())[:_MAX_EXPLAINED]
+        raise TokenizerError(f"{message}: {why or type(error).__name__}") from None
 
 
-def _cut_lengths(lengths: list[int], most: int) -> list[int]:
-    """Lengths of texts cut to `most` tokens together, the longest first, as the library cuts."""
+def _truncated_lengths(lengths: list[int], most: int) -> list[int]:
+    """Lengths of texts truncated to `most` tokens in total, the longest first, as the library does."""
     if len(lengths) == 1:
         return [min(lengths[0], most)]
     shorter, longer = sorted(lengths)

@@ -1,6 +1,7 @@
 """Encodes in a process with limits (`bounded_process.py`) for a tokenizer with components that no known model has.
 
-Its regular expressions may never end and its normalizers may let a text grow without end: that is an error of one text.
+Matching its regular expressions may never end, and its normalizers may let a text grow without bound: then that text
+fails.
 """
 
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from spmd_worker.base.errors import TokenizerError
-from spmd_worker.tokenizer.bounded_process import BoundedProcess, RefusedError, pack, serve
+from spmd_worker.tokenizer.bounded_process import BoundedProcess, BoundedProcessError, pack, serve
 from spmd_worker.tokenizer.encoder import Encoder, opened
 
 CPU_S: Final = 5
@@ -29,25 +30,25 @@ class IsolatedEncoder:
         """Open the tokenizer. Raises TokenizerError."""
         try:
             self._process.ask(pack({"text": "", "add_special_tokens": False}))
-        except RefusedError as error:
+        except BoundedProcessError as error:
             raise TokenizerError(str(error)) from None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. Raises TokenizerError."""
         return list(self._ask({"text": text, "add_special_tokens": add_special_tokens})["ids"])
 
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
         """`Tokenizer.encode_inside`."""
-        request = {"first": first, "second": second, "max_tokens": max_tokens, "truncation_side": truncation_side}
-        answer = self._ask(request)
+        answer = self._ask(
+            {"first": first, "second": second, "max_tokens": max_tokens, "truncation_side": truncation_side}
+        )
         return list(answer["ids"]), answer["num_first"]
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return self._process.ask(pack(request))
-        except RefusedError as error:
+        except BoundedProcessError as error:
             raise TokenizerError(f"the text cannot be encoded: {error}") from None
 
 
@@ -55,8 +56,8 @@ def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str
     try:
         encoder = Encoder(opened(start["tokenizer"], start["added"]))
     except TokenizerError as error:
-        words = str(error)
-        return lambda _: {"error": words}
+        message = str(error)
+        return lambda _: {"error": message}
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:

@@ -4,32 +4,41 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
+
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
-_MAX_SHOWN: Final = 80
 
 
-class MessageProblem(ValueError):
-    """Fault of a message: for people, and as the code of an error row."""
+class InvalidRequestError(ValueError):
+    """A request that cannot run. `code` is that of its error row or response."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, message: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.code = code
 
 
+def optional_flag(given: Mapping[str, Any], key: str, *, default: bool = False, prefix: str = "") -> bool:
+    """The boolean of `key`, `default` where it is missing or null. Raises InvalidRequestError."""
+    value = given.get(key)
+    if not isinstance(value, bool | None):
+        raise InvalidRequestError(f"{prefix}{key}={shown(value)} must be true or false")
+    return default if value is None else value
+
+
 def checked_content(name: str, value: Any) -> str | list[dict[str, Any]]:
     """Text unchanged, and a list of text parts in the format of templates: objects of type `text`; an empty list
-    becomes the empty text. Raises MessageProblem, naming the part, for anything but text: images, audio.
+    becomes the empty text. Raises InvalidRequestError, naming the part, for anything but text: images, audio.
     """
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple):
-        raise MessageProblem("invalid_value", f"{name}={_short(value)} must be a string or a list of text parts")
-    return [_part(f"{name}[{position}]", part) for position, part in enumerate(value)] or ""
+        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of text parts")
+    return [_part(f"{name}[{index}]", part) for index, part in enumerate(value)] or ""
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with the arguments of its tool calls as objects: in OpenAI's format they are JSON, which a template
-    would encode once more. Raises MessageProblem for invalid JSON.
+    would encode once more. Raises InvalidRequestError for invalid JSON.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
@@ -45,8 +54,8 @@ def _parsed_call(name: str, call: Any) -> Any:
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
-        raise MessageProblem(
-            "invalid_value", f"{name}.function.arguments={_short(arguments)} must be an object, or one as JSON"
+        raise InvalidRequestError(
+            f"{name}.function.arguments={shown(arguments)} must be an object, or one as JSON"
         ) from None
     return {**call, "function": {**function, "arguments": parsed}}
 
@@ -56,12 +65,7 @@ def _part(name: str, value: Any) -> dict[str, Any]:
         return {"type": "text", "text": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in _TEXT_TYPES:
-        raise MessageProblem("unsupported_value", f"{name} has type {_short(kind)}: only text parts are supported")
+        raise InvalidRequestError(f"{name} has type {shown(kind)}: only text parts are supported", "unsupported_value")
     if not isinstance(value.get("text"), str):
-        raise MessageProblem("invalid_value", f"{name}.text={_short(value.get('text'))} must be a string")
+        raise InvalidRequestError(f"{name}.text={shown(value.get('text'))} must be a string")
     return {**value, "type": "text"}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

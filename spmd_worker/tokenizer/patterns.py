@@ -1,9 +1,9 @@
-"""Regular expressions of tokenizers whose matching takes time linear in the text.
+"""Checks whether matching a tokenizer's regular expression takes time linear in the text.
 
 A backtracking engine takes time quadratic in the text, or worse, where an alternative can fail after it has consumed an
 unbounded run. An alternative is known to be linear when it is a sequence of single characters and classes of which all
-after the first unbounded one may be empty: having begun that, it cannot fail. Before it there may be few choices. A few
-of the published ones are different, and are linear next to another alternative, which consumes what they give up.
+after the first unbounded one may be empty: from there on it cannot fail. Before it there may be few choices. A few
+published ones differ, and are linear together with another alternative, which consumes the characters they give back.
 """
 
 import re
@@ -27,7 +27,7 @@ _CONTRACTIONS: Final = (
 _UPPER_THEN_LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 
-_LINEAR_BESIDE: Final = {
+_LINEAR_WITH: Final = {
     **dict.fromkeys((*_CONTRACTIONS, r"\s+(?!\S)", " ?[^(\\s|[.,!?…。，、।۔،])]+"), ""),
     **dict.fromkeys((r"\s*[\r\n]+", r"\s*[\r\n]", r"\s*\r?\n"), r"\s+"),
     _UPPER_THEN_LOWER: _UPPER,
@@ -46,20 +46,19 @@ def is_linear(pattern: str) -> bool:
     alternatives = _alternatives(pattern)
     if len(alternatives) == 1 and pattern.startswith("(") and pattern.endswith(")") and pattern[1] != "?":
         alternatives = _alternatives(pattern[1:-1])
-    known = dict.fromkeys(alternatives)
     return len(alternatives) <= _MAX_ALTERNATIVES and all(
-        _LINEAR_BESIDE[each] in known or not _LINEAR_BESIDE[each] if each in _LINEAR_BESIDE else _cannot_fail(each)
+        _LINEAR_WITH[each] in ("", *alternatives) if each in _LINEAR_WITH else _cannot_fail(each)
         for each in alternatives
     )
 
 
 def _alternatives(pattern: str) -> list[str]:
     """Alternatives between the bars that are outside groups and classes."""
-    found, depth, is_class, begin, place = [], 0, False, 0, 0
-    while place < len(pattern):
-        each = pattern[place]
+    found, depth, is_class, begin, index = [], 0, False, 0, 0
+    while index < len(pattern):
+        each = pattern[index]
         if each == "\\":
-            place += 1
+            index += 1
         elif is_class:
             is_class = each != "]"
         elif each == "[":
@@ -67,17 +66,17 @@ def _alternatives(pattern: str) -> list[str]:
         elif each in "()":
             depth += 1 if each == "(" else -1
         elif each == "|" and depth == 0:
-            found.append(pattern[begin:place])
-            begin = place + 1
-        place += 1
+            found.append(pattern[begin:index])
+            begin = index + 1
+        index += 1
     return [*found, pattern[begin:]]
 
 
 def _cannot_fail(alternative: str) -> bool:
     """Whether it matches at least one character, and nothing that must match follows an unbounded atom."""
-    place, num_choices, is_unbounded, needs_one = 0, 1, False, False
-    while place < len(alternative):
-        atom = _ATOM.match(alternative, place)
+    index, num_choices, is_unbounded, needs_one = 0, 1, False, False
+    while index < len(alternative):
+        atom = _ATOM.match(alternative, index)
         if atom is None:
             return False
         least, most = _counts(atom["quantifier"] or "")
@@ -86,7 +85,7 @@ def _cannot_fail(alternative: str) -> bool:
         needs_one |= least > 0
         is_unbounded |= most is None
         num_choices *= 1 if is_unbounded or most is None else most - least + 1
-        place = atom.end()
+        index = atom.end()
     return needs_one and num_choices <= _MAX_CHOICES
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from spmd_worker.base.errors import ChatTemplateError
-from spmd_worker.tokenizer.bounded_process import BoundedProcess, RefusedError, pack, serve
+from spmd_worker.tokenizer.bounded_process import BoundedProcess, BoundedProcessError, pack, serve
 from spmd_worker.tokenizer.chat_template import ChatTemplate, explained
 
 CPU_S: Final = 5
@@ -38,20 +38,21 @@ class IsolatedTemplate:
         content_format: str | None = "auto",
     ) -> str:
         """`ChatTemplate.render` in the process. Raises ChatTemplateError."""
-        given = {
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-            "variables": variables,
-            "content_format": content_format,
-        }
         try:
-            request = pack(given)
+            request = pack(
+                {
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "variables": variables,
+                    "content_format": content_format,
+                }
+            )
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(explained(error)) from None
         process = self._for_large if len(request) > LARGE_BYTES else self._process
         try:
             return str(process.ask(request)["text"])
-        except RefusedError as error:
+        except BoundedProcessError as error:
             raise ChatTemplateError(f"chat template: {error}") from None
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import Any, Final
 
 import tokenizers
@@ -34,7 +34,7 @@ _WORD_PATTERNS: Final = (
 """Regular expressions that match everything but white space: CLIP, Whitespace."""
 
 
-class Counted(Enum):
+class Counted(IntEnum):
     """Characters of a text that are certain to be covered by tokens."""
 
     NONE = 0
@@ -94,7 +94,7 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
         # Two texts with one id: either may be the one covered.
         return UNKNOWN
     steps = (*map(_normalized, normalizer), *map(_pre_tokenized, pre_tokenizer))
-    counted = min(steps, key=_order, default=Counted.CHARACTERS)
+    counted = min(steps, default=Counted.CHARACTERS)
     if counted is Counted.NONE:
         return UNKNOWN
     added = backend.get_added_tokens_decoder().values()
@@ -111,17 +111,12 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
         counted = Counted.LETTERS_AND_DIGITS
     elif counted is Counted.CHARACTERS and is_byte_level and not normalizer:
         counted = Counted.BYTES
-    longest = max(map(len, vocabulary), default=1)
-    longest = max((longest, 1, *(len(content.encode()) for content in contents)))
+    longest = max((1, *map(len, vocabulary), *(len(content.encode()) for content in contents)))
     return TokenBound(counted, longest, letters, any(token.lstrip or token.rstrip for token in added))
 
 
 def _ascii(text: str) -> bytes:
     return text.encode("ascii", "ignore")
-
-
-def _order(counted: Counted) -> int:
-    return counted.value
 
 
 _WORD_SPLITTERS: Final = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
@@ -137,17 +132,19 @@ def _flat(step: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [step] if parts is None else [flat for part in parts for flat in _flat(part)]
 
 
+_NORMALIZED: Final = {
+    **dict.fromkeys(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), Counted.CHARACTERS),
+    **dict.fromkeys(("NFC", "NFKC"), Counted.COMPOSED),
+    **dict.fromkeys(("Precompiled", "Strip", "StripAccents", "BertNormalizer", "Nmt"), Counted.LETTERS_AND_DIGITS),
+}
+_PRE_TOKENIZED: Final = {
+    **dict.fromkeys(("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"), Counted.CHARACTERS),
+    **dict.fromkeys(("BertPreTokenizer", "Whitespace", "WhitespaceSplit"), Counted.LETTERS_AND_DIGITS),
+}
+
+
 def _normalized(step: Mapping[str, Any]) -> Counted:
-    match step.get("type"):
-        case "NFD" | "NFKD" | "Lowercase" | "Prepend" | "ByteLevel":
-            return Counted.CHARACTERS
-        case "NFC" | "NFKC":
-            return Counted.COMPOSED
-        case "Precompiled" | "Strip" | "StripAccents" | "BertNormalizer" | "Nmt":
-            return Counted.LETTERS_AND_DIGITS
-        case "Replace":
-            return _replaced(step)
-    return Counted.NONE
+    return _replaced(step) if step.get("type") == "Replace" else _NORMALIZED.get(str(step.get("type")), Counted.NONE)
 
 
 def _replaced(step: Mapping[str, Any]) -> Counted:
@@ -165,17 +162,13 @@ def _replaced(step: Mapping[str, Any]) -> Counted:
 
 def _pre_tokenized(step: Mapping[str, Any]) -> Counted:
     match step.get("type"):
-        case "ByteLevel" | "Metaspace" | "Digits" | "UnicodeScripts" | "FixedLength":
-            return Counted.CHARACTERS
-        case "BertPreTokenizer" | "Whitespace" | "WhitespaceSplit":
-            return Counted.LETTERS_AND_DIGITS
         case "CharDelimiterSplit":
             return Counted.NONE if _has_letters(str(step["delimiter"])) else Counted.LETTERS_AND_DIGITS
         case "Punctuation":
             return Counted.LETTERS_AND_DIGITS if step["behavior"] == "Removed" else Counted.CHARACTERS
         case "Split":
             return Counted.CHARACTERS if step["behavior"] != "Removed" else _removed(step)
-    return Counted.NONE
+    return _PRE_TOKENIZED.get(str(step.get("type")), Counted.NONE)
 
 
 def _removed(step: Mapping[str, Any]) -> Counted:

@@ -45,34 +45,38 @@ class TokenTexts:
         self._lead = ""  # text not returned yet
         self._run = b""  # fallback bytes at the end so far
         self._num_given = 0  # characters of the run that were returned
-        self._take_prompt(prompt_token_ids)
+        self._read_prompt(prompt_token_ids)
 
-    def spell(self, positions: Sequence[Sequence[int]], *, is_last: bool) -> list[list[TokenText]]:
+    def decode(self, positions: Sequence[Sequence[int]], *, is_last: bool) -> list[list[TokenText]]:
         """Texts of the next positions: of each position's token and of its alternatives. `is_last`: nothing follows
         them.
         """
         rests = self._rests(positions, is_last)
-        return [self._spell(ids, *rest) for ids, rest in zip(positions, rests, strict=True)]
+        return [self._decode(ids, *rest) for ids, rest in zip(positions, rests, strict=True)]
 
-    def _spell(self, ids: Sequence[int], rest: bytes, ends: bool) -> list[TokenText]:
-        before = (self._is_at_start, self._pending, self._lead, self._run, self._num_given)
-        found, after = [], before
-        for number, token_id in enumerate(ids):
-            # What follows is known for the sampled token only.
-            found.append(self._take(token_id, *((rest, ends) if number == 0 else (b"", False))))
-            if number == 0:
-                after = (self._is_at_start, self._pending, self._lead, self._run, self._num_given)
-            self._is_at_start, self._pending, self._lead, self._run, self._num_given = before
-        self._is_at_start, self._pending, self._lead, self._run, self._num_given = after
-        return found
+    def _decode(self, ids: Sequence[int], rest: bytes, ends: bool) -> list[TokenText]:
+        before, others = self._state, []
+        for token_id in ids[1:]:
+            # The following bytes are known for the sampled token only.
+            others.append(self._next(token_id, b"", False))
+            self._state = before
+        return [self._next(ids[0], rest, ends), *others]
 
-    def _take(self, token_id: int, rest: bytes, ends: bool) -> TokenText:
+    @property
+    def _state(self) -> tuple[bool, bytes, str, bytes, int]:
+        return self._is_at_start, self._pending, self._lead, self._run, self._num_given
+
+    @_state.setter
+    def _state(self, state: tuple[bool, bytes, str, bytes, int]) -> None:
+        self._is_at_start, self._pending, self._lead, self._run, self._num_given = state
+
+    def _next(self, token_id: int, rest: bytes, ends: bool) -> TokenText:
         tokenizer = self._tokenizer
         name = tokenizer.token_text(token_id)
         if not tokenizer.is_visible(token_id, self._skips_special):
             return TokenText(name, b"")
-        if tokenizer.is_fallback_byte(token_id):
-            return self._take_fallback(tokenizer.byte_of(token_id), rest, ends)
+        if (fallback := tokenizer.fallback_byte(token_id)) is not None:
+            return self._next_fallback(fallback, rest, ends)
         lead = self._lead + _REPLACEMENT * self._num_missing()
         self._lead, self._run, self._num_given = "", b"", 0
         own = tokenizer.level_bytes(token_id)
@@ -85,12 +89,12 @@ class TokenTexts:
             self._is_at_start = False
         return TokenText(lead + name, name.encode("utf-8", "surrogatepass"))
 
-    def _take_fallback(self, own: bytes, rest: bytes, ends: bool) -> TokenText:
+    def _next_fallback(self, own: bytes, rest: bytes, ends: bool) -> TokenText:
         self._is_at_start = False
         lead, self._lead = self._lead, ""
         self._run += own
-        whole, tail = _decoded(self._run + rest)
-        if _REPLACEMENT in whole or (ends and tail):
+        following, tail = _decoded(self._run + rest)
+        if _REPLACEMENT in following or (ends and tail):
             text = _REPLACEMENT * max(len(self._run) - self._num_given, 0)
         else:
             text = _decoded(self._run)[0][self._num_given :]
@@ -110,26 +114,26 @@ class TokenTexts:
         rest, ends = b"", is_last
         for ids in reversed(positions):
             found.append((rest, ends))
-            if self._tokenizer.is_fallback_byte(ids[0]):
-                rest = (self._tokenizer.byte_of(ids[0]) + rest)[:_MAX_BYTE_RUN]
+            if (fallback := self._tokenizer.fallback_byte(ids[0])) is not None:
+                rest = (fallback + rest)[:_MAX_BYTE_RUN]
             elif self._tokenizer.is_visible(ids[0], self._skips_special):
                 rest, ends = b"", True
         found.reverse()
         return found
 
-    def _take_prompt(self, token_ids: Sequence[int]) -> None:
+    def _read_prompt(self, token_ids: Sequence[int]) -> None:
         """Read the end of the prompt: an unfinished character belongs to the tokens after it."""
         visible: list[int] = []
         for token_id in reversed(token_ids):
-            if len(visible) >= _NUM_CONTEXT_BYTES and not self._tokenizer.is_fallback_byte(visible[-1]):
+            if len(visible) >= _NUM_CONTEXT_BYTES and self._tokenizer.fallback_byte(visible[-1]) is None:
                 break
             if self._tokenizer.is_visible(token_id, self._skips_special) and len(visible) < _MAX_BYTE_RUN:
                 visible.append(token_id)
         visible.reverse()
         content, self._run = b"", b""
         for token_id in visible:
-            if self._tokenizer.is_fallback_byte(token_id):
-                self._run += self._tokenizer.byte_of(token_id)
+            if (fallback := self._tokenizer.fallback_byte(token_id)) is not None:
+                self._run += fallback
                 continue
             self._run = b""
             content += self._tokenizer.level_bytes(token_id) or b""

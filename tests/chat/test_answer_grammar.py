@@ -16,7 +16,7 @@ from spmd_worker.chat.chat_request import chat_request
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -39,7 +39,7 @@ class Model:
     def form(self, prompt: str = "", **body: Any) -> StructuredOutputsParams | None:
         request = chat_request(body)
         assert request is not None
-        return AnswerGrammar(self.format, self.tokenizer.marker_id).form(request, prompt)
+        return AnswerGrammar(self.format, self.tokenizer.marker_id).compile(request, prompt)
 
     def may_be(self, text: str, prompt: str = "", **body: Any) -> bool:
         """Whether the text, and then the end, may be an answer."""
@@ -243,7 +243,7 @@ def test_markers_without_a_token_are_text():
     grammar = AnswerGrammar(ChatFormat("hermes", "think", True), lambda text: None)
     request = chat_request({"tools": TOOLS, "tool_choice": "required"})
     assert request is not None
-    form = grammar.form(request, "")
+    form = grammar.compile(request, "")
     assert form is not None
     assert '"<tool_call>" "\\n" call' in (form.grammar or "")
     assert f"suffix={json.dumps('</think>')}" in (form.grammar or "")
@@ -260,5 +260,5 @@ def test_text_markers_compile_and_end_reasoning(folder: Path):
 def test_required_call_is_rejected_without_known_format():
     request = chat_request({"tools": TOOLS, "tool_choice": "required"})
     assert request is not None
-    with pytest.raises(MessageProblem, match=r"set model\.tool_call_format"):
-        AnswerGrammar(ChatFormat("none", "none", True), lambda text: None).form(request, "")
+    with pytest.raises(InvalidRequestError, match=r"set model\.tool_call_format"):
+        AnswerGrammar(ChatFormat("none", "none", True), lambda text: None).compile(request, "")

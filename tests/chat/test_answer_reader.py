@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.chat import answer_parts, answer_reader
 from spmd_worker.chat.answer_parts import ToolCall, object_members
-from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer
+from spmd_worker.chat.answer_reader import AnswerReader, AnswerStream, ChatAnswer
 from spmd_worker.chat.call_parsers import NoCalls
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, model_chat_format
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
@@ -189,7 +189,7 @@ def test_reasoning_opened_by_prompt_needs_no_begin_marker():
 
 def as_it_comes(chat_reader: AnswerReader, pieces: Sequence[str]) -> list[ChatAnswer]:
     """All that is certain after each piece, and then with the end."""
-    stream, found = chat_reader.stream(), [ChatAnswer("")]
+    stream, found = AnswerStream(chat_reader), [ChatAnswer("")]
     for number in range(len(pieces) + 1):
         # Some answers end with a piece, some with nothing behind their last.
         new = stream.read(pieces[number] if number < len(pieces) else "", is_end=number == len(pieces))

@@ -1,4 +1,4 @@
-"""What bodies ask of their answers' form, and what is wrong with it, in words."""
+"""Tools, tool_choice and response_format of chat bodies, and their errors."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 from chat_models import TOOLS
 
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
-from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 SCHEMA = {"type": "object", "properties": {}}
 
@@ -60,25 +60,25 @@ def test_empty_chat_request_is_none(body: dict):
 WRONG = [
     ({"tools": {}}, "tools={} must be a list of tools"),
     ({"tools": [3]}, "tools[0]=3 must be an object with type and function"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type='web_search' is not supported: tools are functions here"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type='web_search' is not supported"),
     ({"tools": [{"type": "function"}]}, "tools[0].function=None must be an object with a name"),
     (tool(), "tools[0].function.name=None must be 1 to 64 letters, digits and any of _ . -"),
     (tool(name="a b"), "tools[0].function.name='a b' must be 1 to 64"),
     (tool(name="a" * 65), "must be 1 to 64"),
     (tool(name="a", parameters=[]), "tools[0].function.parameters=[] must be the JSON Schema of an object"),
     (tool(name="a", parameters={"type": "string"}), "must be the JSON Schema of an object"),
-    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name='add' is an earlier tool's: names must differ"),
-    ({"tools": TOOLS, "tool_choice": named("sub")}, "tool_choice names 'sub', which is none of tools: add, stop"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice names None, which is none of tools"),
-    ({"tool_choice": named("add")}, "tool_choice names 'add', which is none of tools: (none)"),
-    ({"tool_choice": "required"}, "tool_choice='required' needs tools: give some, or leave it out"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name='add' is a duplicate"),
+    ({"tools": TOOLS, "tool_choice": named("sub")}, "tool_choice names 'sub', which is not in tools: add, stop"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice names None, which is not in tools"),
+    ({"tool_choice": named("add")}, "tool_choice names 'add', which is not in tools: (none)"),
+    ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice='any' is not supported: use 'auto', 'none', 'required' or"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "is not supported: use 'auto'"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls=1 must be true or false"),
     ({"response_format": "json"}, "response_format='json' must be an object with type text, json_object, json_schema"),
     ({"response_format": {"type": "grammar"}}, "must be an object with type text, json_object, json_schema"),
     ({"response_format": {"type": "json_schema"}}, "json_schema=None must be an object with name and schema"),
-    (json_schema(schema=SCHEMA), "response_format.json_schema.name=None must be text"),
+    (json_schema(schema=SCHEMA), "response_format.json_schema.name=None"),
     (json_schema(name="a"), "response_format.json_schema.schema=None must be a JSON Schema; for any object use"),
     (json_schema(name="a", schema=True), "json_schema.schema=True must be a JSON Schema"),
     (json_schema(name="a", schema=SCHEMA, strict=1), "json_schema.strict=1 must be true or false"),
@@ -87,6 +87,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("body", "words"), WRONG)
 def test_chat_request_error_names_key_value_and_fix(body: dict, words: str):
-    with pytest.raises(MessageProblem) as problem:
+    with pytest.raises(InvalidRequestError) as problem:
         chat_request(body)
     assert words in str(problem.value)

@@ -49,7 +49,7 @@ def test_chosen_template_equals_transformers(tmp_path: Path, names: list[str], w
             if names == ["tool_use"] and tools is None and chosen is None:
                 with pytest.raises(ValueError, match="no default"):
                     theirs.apply_chat_template(USER, tokenize=False, **given)
-                with pytest.raises(ChatTemplateError, match=r"names \(tool_use\) and none that is named default: name"):
+                with pytest.raises(ChatTemplateError, match="tool_use but no default"):
                     ours.apply_chat_template(USER, False, variables)
                 continue
             expected = theirs.apply_chat_template(USER, tokenize=False, **given)

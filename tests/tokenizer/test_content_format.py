@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from spmd_worker.compat.chat import ChatOptions, render
 from spmd_worker.tokenizer import chat_template
 from spmd_worker.tokenizer.chat_template import ChatTemplate
-from spmd_worker.tokenizer.content_format import fitted
+from spmd_worker.tokenizer.content_format import adapt_contents
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.finding(number="A1")
@@ -144,11 +144,11 @@ def test_template_is_tried_once_when_given_content_fits():
 
     for messages in (in_strings(TALKS["turns"]), in_parts(TALKS["parts"])):
         asked.clear()
-        assert fitted(messages, rendered) == messages
+        assert adapt_contents(messages, rendered) == messages
         assert len(asked) == 1
     asked.clear()
     talk = [{"role": role, "content": [{"text": "a"}, {"text": "b"}]} for role in ("system", "user", "tool")]
-    assert fitted(talk, asked.append) == talk
+    assert adapt_contents(talk, asked.append) == talk
     assert len(asked) <= 34
 
 
@@ -220,6 +220,6 @@ def test_long_conversations_stay_within_the_limits(monkeypatch: pytest.MonkeyPat
 @pytest.mark.control("Texts reach a template in the form that it takes")
 def test_format_check_detects_an_untried_template(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
-    monkeypatch.setattr(chat_template, "fitted", lambda messages, *_: messages)
+    monkeypatch.setattr(chat_template, "adapt_contents", lambda messages, *_: messages)
     prompts = [ChatTemplate(WALKING["SmolVLM"], {}).render(in_strings([("user", [text])])) for text in ("a", "a" * 99)]
     assert prompts[0] == prompts[1]

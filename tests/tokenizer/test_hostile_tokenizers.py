@@ -21,11 +21,12 @@ from spmd_worker.compat.script_tokenizer import PlainTokenizer, script_tokenizer
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.tokenizer import form
+from spmd_worker.tokenizer import file_check
 from spmd_worker.tokenizer.encoder import Encoder
-from spmd_worker.tokenizer.form import checked_form
+from spmd_worker.tokenizer.file_check import check_file
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.patterns import is_linear
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
     *("hello world abc", "a" * 40 + "!", "", "naïve 你好 😀<s> a</s>", " " * 2000 + "a", "x" * 3000, "aaab" * 500),
@@ -98,7 +99,7 @@ def test_hostile_tokenizer_file_is_rejected_with_a_sentence(
     with pytest.raises(TokenizerError, match=REFUSED[name]) as error:
         Tokenizer.open_if_present(write_named(tmp_path, name))
     assert str(error.value).startswith(str(tmp_path / "tokenizer.json"))
-    assert str(error.value).endswith(form.WAY_OUT)
+    assert str(error.value).endswith(file_check.WAY_OUT)
     assert check(tmp_path, capfd) == [str(error.value)]
 
 
@@ -185,7 +186,7 @@ FAMILIES = [
 def test_tokenizer_of_a_family_is_known(name: str):
     """As transformers builds it."""
     backend = getattr(transformers, name)().backend_tokenizer
-    assert checked_form(name, backend.to_str().encode()).is_known
+    assert check_file(name, backend.to_str().encode()).is_known
 
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -236,7 +237,7 @@ def test_dropout_is_off_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
     values["model"]["dropout"] = dropout
     (folder / "tokenizer.json").write_text(json.dumps(values))
     tokenizer = Tokenizer.open(folder)
-    assert caplog.text.count(f"model.dropout={dropout} is for training and is off") == 1
+    assert caplog.text.count(f"model.dropout={dropout} is for training") == 1
     text = "hello world, this is a text about the cache"
     expected = plain.encode(text)
     assert [tokenizer.encode(text) for _ in range(6)] == [expected] * 6

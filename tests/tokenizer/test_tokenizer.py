@@ -11,7 +11,8 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker.base.errors import TokenizerError
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
     "hello world",

@@ -14,16 +14,16 @@ _POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
 read.
 """
 
-_LEAST: Final = 1e-13
-_MOST: Final = 1e5
+_MIN: Final = 1e-13
+_MAX: Final = 1e5
 """Range in which a number of 5 to 9 digits is an integer divided by one of the powers, and none is halfway between two
 float32.
 """
 
-_MOST_DIGITS: Final = 9
+_MAX_DIGITS: Final = 9
 """Digits that identify any float32."""
 
-_LEAST_DIGITS: Final = 5
+_MIN_DIGITS: Final = 5
 """A number of this many digits or fewer is one in a hundred and formatted by itself."""
 
 _UNSURE: Final = 1e-5
@@ -33,10 +33,10 @@ _WIDTH: Final = 22
 _SIGN, _POINT, _ZEROS, _DIGITS, _END = 0, slice(1, 3), slice(3, 6), slice(6, 15), slice(20, _WIDTH)
 """Characters of a number in [0.0001, 1): sign, "0.", zeros, digits; for any number, the separator."""
 
-_PLACES: Final = 10 ** np.arange(_MOST_DIGITS - 1, -1, -1)
+_DIGIT_VALUES: Final = 10 ** np.arange(_MAX_DIGITS - 1, -1, -1)
 
-_HOLE: Final = "\0numbers\0"
-_HOLE_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
+_PLACEHOLDER: Final = "\0numbers\0"
+_PLACEHOLDER_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
 
 
 def shortest_decimals(vector: Sequence[float]) -> list[float]:
@@ -44,8 +44,8 @@ def shortest_decimals(vector: Sequence[float]) -> list[float]:
     given = np.array(vector, dtype=np.float32)
     sizes, is_found, _ = _found(given)
     values: list[float] = np.copysign(sizes, given).tolist()
-    for place in np.flatnonzero(~is_found):
-        values[place] = float(str(given[place]))
+    for index in np.flatnonzero(~is_found):
+        values[index] = float(str(given[index]))
     return values
 
 
@@ -54,22 +54,22 @@ def shortest_text(vector: Sequence[float]) -> str:
     given = np.array(vector, dtype=np.float32)
     sizes, is_found, exponents = _found(given)
     is_short = is_found & (exponents >= -4) & (exponents < 0)
-    wholes = np.rint(sizes * _POWERS[_MOST_DIGITS - 1 - exponents]).astype(np.int64)
+    mantissas = np.rint(sizes * _POWERS[_MAX_DIGITS - 1 - exponents]).astype(np.int64)
     # A number rounded up to the next power of ten has another exponent.
-    is_short &= wholes < 10**_MOST_DIGITS
+    is_short &= mantissas < 10**_MAX_DIGITS
     characters = np.full((len(given), _WIDTH), ord("0"), dtype=np.uint8)
     characters[:, _SIGN], characters[:, _POINT], characters[:, _END] = ord("-"), (48, 46), (44, 32)
-    digits = wholes[:, None] // _PLACES % 10
+    digits = mantissas[:, None] // _DIGIT_VALUES % 10
     characters[:, _DIGITS] += digits.astype(np.uint8)
     is_kept = np.zeros(characters.shape, dtype=np.bool_)
     is_kept[:, _SIGN], is_kept[:, _POINT], is_kept[:, _END] = np.signbit(given), True, True
     is_kept[:, _ZEROS] = np.arange(3) < -1 - exponents[:, None]
     # Without trailing zeros.
     is_kept[:, _DIGITS] = np.logical_or.accumulate(digits[:, ::-1] != 0, axis=1)[:, ::-1]
-    for place in np.flatnonzero(~is_short):
-        text = repr(float(str(given[place]))).encode("ascii")
-        characters[place, : len(text)] = np.frombuffer(text, dtype=np.uint8)
-        is_kept[place, : _END.start] = np.arange(_END.start) < len(text)
+    for index in np.flatnonzero(~is_short):
+        text = repr(float(str(given[index]))).encode("ascii")
+        characters[index, : len(text)] = np.frombuffer(text, dtype=np.uint8)
+        is_kept[index, : _END.start] = np.arange(_END.start) < len(text)
     is_kept[-1:, _END] = False
     return f"[{characters[is_kept].tobytes().decode('ascii')}]"
 
@@ -84,22 +84,22 @@ def _found(given: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.
     """Decimal magnitude of each number, whether it is known, and the decimal exponent of the number."""
     size = np.abs(given.astype(np.float64))
     # A power of two has neighbours at two distances.
-    is_plain = (size >= _LEAST) & (size < _MOST) & (np.frexp(size)[0] != 0.5)
+    is_plain = (size >= _MIN) & (size < _MAX) & (np.frexp(size)[0] != 0.5)
     size = np.where(is_plain, size, 1.0)
     narrow, exponents = size.astype(np.float32), np.floor(np.log10(size)).astype(np.int64)
     best, is_alive = size, is_plain
-    for num_digits in range(_MOST_DIGITS, _LEAST_DIGITS - 1, -1):
+    for num_digits in range(_MAX_DIGITS, _MIN_DIGITS - 1, -1):
         scale = _POWERS[num_digits - 1 - exponents]
         scaled = size * scale
-        whole = np.rint(scaled)
-        is_plain = is_plain & (np.abs(np.abs(scaled - whole) - 0.5) > _UNSURE)
-        decimal = whole / scale
+        rounded = np.rint(scaled)
+        is_plain = is_plain & (np.abs(np.abs(scaled - rounded) - 0.5) > _UNSURE)
+        decimal = rounded / scale
         is_alive = is_alive & (decimal.astype(np.float32) == narrow)
         best = np.where(is_alive, decimal, best)
     return best, is_plain & ~is_alive, exponents
 
 
-class SpelledNumbers:
+class FormattedVectors:
     """Vectors of one line of JSON, which is made with a placeholder for each and filled afterwards."""
 
     def __init__(self) -> None:
@@ -108,11 +108,11 @@ class SpelledNumbers:
     def mark(self, vector: Sequence[float]) -> str:
         """Placeholder of the next vector in the record of the line."""
         self._texts.append(shortest_text(vector))
-        return _HOLE
+        return _PLACEHOLDER
 
     def fill(self, line: bytes) -> bytes | None:
         """The line; None if it contains the placeholder itself, so that they are ambiguous."""
-        pieces = line.split(_HOLE_IN_LINES)
+        pieces = line.split(_PLACEHOLDER_IN_LINES)
         if len(pieces) != len(self._texts) + 1:
             return None
         texts = [text.encode("ascii") for text in self._texts]

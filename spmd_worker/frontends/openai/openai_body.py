@@ -14,7 +14,6 @@ from spmd_worker.frontends.openai.row import Echo, EncodedRow
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
-_CREATED: Final = 0
 _LOWEST_LOGPROB: Final = -9999.0
 """Written for minus infinity, which JSON cannot represent; OpenAI's own value for "very unlikely"."""
 
@@ -88,7 +87,7 @@ def drop_first_logprob(choice: JsonObject) -> None:
 
 def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a /v1/chat/completions response."""
-    choices = [_whole_chat_choice(completion, row) for completion in output.outputs]
+    choices = [_complete_chat_choice(completion, row) for completion in output.outputs]
     body = _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
     if row.returns_token_ids:
         body["prompt_token_ids"] = list(row.prompt_token_ids)
@@ -107,7 +106,7 @@ def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: E
     return _choice(completion, content, _chat_logprobs(completion, row.sampling.logprobs or 0))
 
 
-def _whole_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
+def _complete_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
     answer = chat_answer(row, completion)
     message = chat_message(answer, call_ids(row, completion.index))
     return chat_choice(ended(row, completion, len(answer.tool_calls)), {"message": message}, row)
@@ -130,6 +129,12 @@ def usage(output: RequestOutput) -> dict[str, int]:
     return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
 
 
+def total_usage(output: RequestOutput) -> dict[str, int]:
+    """`usage` with the total."""
+    counts = usage(output)
+    return {**counts, "total_tokens": sum(counts.values())}
+
+
 def finite(logprob: float) -> float:
     """A log-probability that JSON can represent; NaN becomes the lowest, like minus infinity."""
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
@@ -138,14 +143,13 @@ def finite(logprob: float) -> float:
 def _body(
     kind: str, body_id: str, row: EncodedRow, output: RequestOutput, choices: list[JsonObject], model_name: str
 ) -> JsonObject:
-    counts = usage(output)
     body: JsonObject = {
         "id": body_id,
         "object": kind,
-        "created": _CREATED,
+        "created": 0,
         "model": row.model if row.model is not None else model_name,
         "choices": choices,
-        "usage": {**counts, "total_tokens": sum(counts.values())},
+        "usage": total_usage(output),
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprob_records(output)
@@ -169,7 +173,7 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
 
 
 def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:
-    """Four parallel lists. Offsets count characters of the text before a token, from `first_offset`."""
+    """Four parallel lists. A text offset is the number of characters before the token, plus `first_offset`."""
     if completion.logprobs is None:
         return None
     tokens, values, tops, offsets = [], [], [], []
@@ -206,10 +210,10 @@ def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | N
     content = []
     for position in completion.logprobs:
         sampled, entry = next(iter(position.items()))
-        likeliest = sorted(position.items(), key=lambda item: item[1].rank)
-        # Cut by number: a sampled token as probable as the last of them has its rank.
-        num_shown = len(likeliest) if num_top == ALL_LOGPROBS else num_top
-        top = [_chat_record(token_id, each) for token_id, each in likeliest[:num_shown]]
+        ranked = sorted(position.items(), key=lambda item: item[1].rank)
+        # Cut by number: a sampled token as probable as the last of them has the same rank.
+        num_shown = len(ranked) if num_top == ALL_LOGPROBS else num_top
+        top = [_chat_record(token_id, each) for token_id, each in ranked[:num_shown]]
         content.append({**_chat_record(sampled, entry), "top_logprobs": top})
     return {"content": content}
 

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.chat.chat_request import ChatRequest, chat_request, response_schema
 from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
-    RowProblem,
     chat_prompt,
-    refuse_unknown_keys,
+    check_keys,
+    model_name,
     sampling_from,
-    short,
     text_prompt,
     tokens_prompt,
 )
-from spmd_worker.frontends.openai.row import ChatPrompt, PoolingKind, Prompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, PoolingKind, Prompt, Row
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
-from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 
 OPENAI_ROW_KEYS: Final = ("method", "url", "body")
 """A row with any of these is an OpenAI batch row."""
@@ -30,8 +30,7 @@ _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
 }
 """OpenAI's names and vLLM's."""
-COMPLETION_URLS: Final = (COMPLETIONS_URL, CHAT_URL)
-URLS: Final = (*COMPLETION_URLS, *_POOLING_URLS)
+URLS: Final = (COMPLETIONS_URL, CHAT_URL, *_POOLING_URLS)
 
 IGNORED_KEYS: Final = (
     "model",
@@ -62,11 +61,12 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Keys of unsupported features, with the values besides null that are neutral."""
 
-_FORM_KEYS: Final = ("tools", "tool_choice", "parallel_tool_calls")
-"""Keys of the answer's grammar that only a chat body has."""
-
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
-    **{key: neutral for key, neutral in _UNSUPPORTED.items() if key not in _FORM_KEYS},
+    **{
+        key: neutral
+        for key, neutral in _UNSUPPORTED.items()
+        if key not in ("tools", "tool_choice", "parallel_tool_calls")
+    },
     # OpenAI ranks only completions: a chat body has one sample per choice.
     "best_of": (1,),
     "echo": (False,),
@@ -81,18 +81,18 @@ _CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMO
 
 
 def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    """The row of an OpenAI batch line. Raises RowProblem with the code and message of the error row."""
-    refuse_unknown_keys(fields, ("custom_id", *OPENAI_ROW_KEYS))
+    """The row of an OpenAI batch line. Raises InvalidRequestError."""
+    check_keys(fields, ("custom_id", *OPENAI_ROW_KEYS))
     for key in ("custom_id", *OPENAI_ROW_KEYS):
         if fields.get(key) is None:
-            raise RowProblem(
-                "missing_key", f"the row has no {key}: an OpenAI batch row has custom_id, method, url, body"
+            raise InvalidRequestError(
+                f"the row has no {key}: an OpenAI batch row has custom_id, method, url, body", "missing_key"
             )
     if fields["method"] != "POST":
-        raise RowProblem("invalid_value", f"method={short(fields['method'])} must be 'POST'")
+        raise InvalidRequestError(f"method={shown(fields['method'])} must be 'POST'")
     body = fields["body"]
     if not isinstance(body, dict):
-        raise RowProblem("invalid_value", f"body={short(body)} must be an object")
+        raise InvalidRequestError(f"body={shown(body)} must be an object")
     url = fields["url"]
     if url == COMPLETIONS_URL:
         return _completion_row(index, custom_id, body, defaults)
@@ -100,139 +100,115 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
         return _chat_row(index, custom_id, body, defaults)
     if isinstance(url, str) and url in _POOLING_URLS:
         return pooling_row(index, custom_id, _POOLING_URLS[url], body, defaults)
-    raise RowProblem("unsupported_url", f"url={short(url)} is not supported: use one of {', '.join(URLS)}")
+    raise InvalidRequestError(f"url={shown(url)} is not supported: use one of {', '.join(URLS)}", "unsupported_url")
 
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_keys(body, _COMPLETION_KEYS, _UNSUPPORTED)
+    _check_body(body, _COMPLETION_KEYS, _UNSUPPORTED)
     if body.get("prompt") is None:
-        raise RowProblem("missing_prompt", "the body has no prompt")
+        raise InvalidRequestError("the body has no prompt", "missing_prompt")
     prompt = _completion_prompt(body["prompt"])
-    given, echo = _sampling_values(body), _flag(body, "echo")
+    given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
     if is_alone:
-        # The minimum of an engine; it is not shown.
+        # The minimum of an engine; the token is not part of the answer.
         given["max_tokens"] = 1
     sampling = sampling_from(defaults, given)
     if echo and sampling.logprobs is not None and sampling.prompt_logprobs is None:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     return Row(
-        *(index, custom_id, "completion", prompt, sampling, _model_name(body)),
+        *(index, custom_id, "completion", prompt, sampling, model_name(body)),
         request=_response_format(body),
         echo=("prompt" if is_alone else "both") if echo else None,
-        returns_token_ids=_flag(body, "return_token_ids"),
+        returns_token_ids=optional_flag(body, "return_token_ids"),
     )
 
 
 def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_keys(body, _CHAT_KEYS, _UNSUPPORTED_IN_CHAT)
+    _check_body(body, _CHAT_KEYS, _UNSUPPORTED_IN_CHAT)
     if body.get("messages") is None:
-        raise RowProblem("missing_prompt", "the body has no messages")
+        raise InvalidRequestError("the body has no messages", "missing_prompt")
     prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
     request = _chat_request(body, prompt)
     if request is not None and request.tools:
         prompt = replace(prompt, template_kwargs={**prompt.template_kwargs, "tools": list(request.tools)})
     given = _sampling_values(body)
     if "best_of" in body:
-        # A chat body's 1 is not a limit of its n.
+        # best_of=1 does not limit the n of a chat body.
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
     return Row(
-        *(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body)),
+        *(index, custom_id, "chat", prompt, sampling_from(defaults, given), model_name(body)),
         request=request,
-        returns_token_ids=_flag(body, "return_token_ids"),
+        returns_token_ids=optional_flag(body, "return_token_ids"),
     )
 
 
 def _response_format(body: Mapping[str, Any]) -> ChatRequest | None:
     """Grammar of a completion; None for free text."""
-    try:
-        schema = response_schema(body.get("response_format"))
-    except MessageProblem as problem:
-        raise RowProblem(problem.code, str(problem)) from None
+    schema = response_schema(body.get("response_format"))
     if schema is None:
         return None
-    _check_one_form(body, "response_format")
+    _check_one_grammar(body, "response_format")
     return ChatRequest(schema=schema)
 
 
 def _chat_request(body: Mapping[str, Any], prompt: ChatPrompt) -> ChatRequest | None:
-    try:
-        request = chat_request(body)
-    except MessageProblem as problem:
-        raise RowProblem(problem.code, str(problem)) from None
+    request = chat_request(body)
     if request is None:
         return None
     if request.tools and "tools" in prompt.template_kwargs:
-        raise RowProblem("conflicting_keys", "tools and chat_template_kwargs.tools are both given: leave one out")
+        message = "tools and chat_template_kwargs.tools are both given: leave one out"
+        raise InvalidRequestError(message, "conflicting_keys")
     if request.schema is not None or request.must_call:
-        _check_one_form(body, "response_format" if request.schema is not None else "tool_choice")
+        _check_one_grammar(body, "response_format" if request.schema is not None else "tool_choice")
     return request
 
 
-def _check_one_form(body: Mapping[str, Any], key: str) -> None:
+def _check_one_grammar(body: Mapping[str, Any], key: str) -> None:
     if body.get("structured_outputs"):
-        raise RowProblem("conflicting_keys", f"structured_outputs and {key} both constrain the answer: leave one out")
+        message = f"structured_outputs and {key} both constrain the answer: leave one out"
+        raise InvalidRequestError(message, "conflicting_keys")
 
 
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if not isinstance(value, bool | None):
-        raise RowProblem("invalid_value", f"{key}={short(value)} must be true or false")
-    return bool(value)
-
-
-def _check_keys(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    refuse_unknown_keys(body, known, " in body")
+def _check_body(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    check_keys(body, known, " in body")
     for key, neutral in unsupported.items():
         value = body.get(key)
         # Types are compared too: true is not 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
-            raise RowProblem("unsupported_value", f"{key}={short(value)} is not supported")
+            raise InvalidRequestError(f"{key}={shown(value)} is not supported", "unsupported_value")
 
 
 def _completion_prompt(value: Any) -> Prompt:
     """Text, or token ids, or a list of one of either."""
-    if not isinstance(value, list):
-        return text_prompt("prompt", value)
-    if any(isinstance(item, str | list) for item in value):
+    name = "prompt"
+    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
         if len(value) > 1:
             message = f"prompt is a list of {len(value)} prompts: write one row for each"
-            raise RowProblem("unsupported_value", message)
-        return _single_prompt(value[0])
-    return tokens_prompt("prompt", value)
-
-
-def _single_prompt(value: str | list[Any]) -> TextPrompt | TokensPrompt:
-    return text_prompt("prompt[0]", value) if isinstance(value, str) else tokens_prompt("prompt[0]", value)
+            raise InvalidRequestError(message, "unsupported_value")
+        name, value = "prompt[0]", value[0]
+    return tokens_prompt(name, value) if isinstance(value, list) else text_prompt(name, value)
 
 
 def _sampling_values(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: body[key] for key in SAMPLING_KEYS if key in body}
     limit = body.get("max_completion_tokens")
-    if limit is None:
-        return given
-    if body.get("max_tokens") is not None and body["max_tokens"] != limit:
-        message = f"max_tokens={short(body['max_tokens'])} and max_completion_tokens={short(limit)} differ: give one"
-        raise RowProblem("conflicting_keys", message)
-    given["max_tokens"] = limit
+    if limit is not None:
+        if body.get("max_tokens") not in (None, limit):
+            both = f"max_tokens={shown(body['max_tokens'])} and max_completion_tokens={shown(limit)}"
+            raise InvalidRequestError(f"{both} differ: give one", "conflicting_keys")
+        given["max_tokens"] = limit
     return given
 
 
 def _chat_logprobs(logprobs: Any, top_logprobs: Any) -> int | None:
-    """Alternatives per token; None for none. Chat bodies have a flag and a number."""
+    """Number of alternatives per token; None without log-probabilities. Chat bodies have a flag and a number."""
     if logprobs is not None and not isinstance(logprobs, bool):
-        raise RowProblem("invalid_value", f"logprobs={short(logprobs)} must be true or false in a chat body")
+        raise InvalidRequestError(f"logprobs={shown(logprobs)} must be true or false in a chat body")
     if top_logprobs is not None and type(top_logprobs) is not int:
-        raise RowProblem("invalid_value", f"top_logprobs={short(top_logprobs)} must be a whole number")
+        raise InvalidRequestError(f"top_logprobs={shown(top_logprobs)} must be an integer")
     if top_logprobs and not logprobs:
-        raise RowProblem("conflicting_keys", f"top_logprobs={short(top_logprobs)} needs logprobs=true")
+        raise InvalidRequestError(f"top_logprobs={shown(top_logprobs)} needs logprobs=true", "conflicting_keys")
     return (top_logprobs or 0) if logprobs else None
-
-
-def _model_name(body: Mapping[str, Any]) -> str | None:
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise RowProblem("invalid_value", f"model={short(model)} must be a string")
-    return model

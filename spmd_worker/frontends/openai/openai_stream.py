@@ -5,7 +5,7 @@ that body. If a chat's answers may have tool calls, text that may become one is 
 is one chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -21,9 +21,10 @@ from spmd_worker.frontends.openai.openai_body import (
     drop_first_logprob,
     echoed,
     num_characters,
-    usage,
+    total_usage,
 )
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, pooled_response
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
+from spmd_worker.frontends.openai.pooling_body import pooling_body
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_writer import json_line
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -77,39 +78,32 @@ class AnswerName:
 
 
 def response_body(
-    row: EncodedRow | EncodedPooledRow, output: RequestOutput | PooledOutput, name: AnswerName
+    rows: Sequence[EncodedRow | EncodedPooledRow], outputs: Sequence[RequestOutput | PooledOutput], name: AnswerName
 ) -> JsonObject:
-    """Body of an answer that is not streamed."""
-    if isinstance(row, EncodedPooledRow):
-        assert isinstance(output, PooledOutput), output
-        body = pooled_response(row, output, name.model)
-        own = {"id": f"{row.row.kind}-{name.request}", "created": name.created}
-        return {key: own.get(key, value) for key, value in body.items()}
-    assert isinstance(output, RequestOutput), output
-    return answer_body(row, output, name)
-
-
-def joined_body(rows: Sequence[EncodedRow], outputs: Sequence[RequestOutput], name: AnswerName) -> JsonObject:
-    """Body of an answer to several prompts: their choices in order, like OpenAI's."""
-    bodies = [answer_body(row, output, name) for row, output in zip(rows, outputs, strict=True)]
+    """Body of an answer that is not streamed; of several prompts their choices in order, like OpenAI's."""
+    bodies = [_body(row, output, name) for row, output in zip(rows, outputs, strict=True)]
+    if len(bodies) == 1:
+        return bodies[0]
     choices = [choice for body in bodies for choice in body["choices"]]
     for index, choice in enumerate(choices):
         choice["index"] = index
-    counts = {key: sum(each["usage"][key] for each in bodies) for key in bodies[0]["usage"]}
-    body = {**bodies[0], "choices": choices, "usage": counts}
+    body = {**bodies[0], "choices": choices, "usage": _sum_usage([body["usage"] for body in bodies])}
     if "prompt_logprobs" in body:
         body["prompt_logprobs"] = [each["prompt_logprobs"] for each in bodies]
     return body
 
 
-def _counts(outputs: Sequence[RequestOutput]) -> JsonObject:
-    each = [usage(output) for output in outputs]
-    counts = {key: sum(one[key] for one in each) for key in each[0]}
-    return {**counts, "total_tokens": sum(counts.values())}
+def _sum_usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {key: sum(each[key] for each in counts) for key in counts[0]}
 
 
-def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> JsonObject:
-    """Body of a completion or a chat completion."""
+def _body(row: EncodedRow | EncodedPooledRow, output: RequestOutput | PooledOutput, name: AnswerName) -> JsonObject:
+    if isinstance(row, EncodedPooledRow):
+        assert isinstance(output, PooledOutput), output
+        body = pooling_body(row, output.outputs, name.model)
+        own = {"id": f"{row.row.kind}-{name.request}", "created": name.created}
+        return {key: own.get(key, value) for key, value in body.items()}
+    assert isinstance(output, RequestOutput), output
     body = (chat_body if row.kind == "chat" else completion_body)(row, output, name.model)
     return {**body, "id": _body_id(row, name), "created": name.created}
 
@@ -159,7 +153,7 @@ class ChunkWriter:
 
     def last_chunk(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         """Last chunk, with the usage of all prompts."""
-        return self._chunk([]) | {"usage": _counts([echoed(self.row, output) for output in outputs])}
+        return self._chunk([]) | {"usage": _sum_usage([total_usage(echoed(self.row, output)) for output in outputs])}
 
     def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], sent: _Sent) -> None:
         """Add ids like vLLM's chunks: the prompt's once."""
@@ -203,7 +197,7 @@ class ChunkWriter:
             return None
         if sent.text is None or sent.answer is None:
             sent.text = reader.marked_text(self.row.prompt_token_ids, self.row.sampling)
-            sent.answer = reader.stream()
+            sent.answer = AnswerStream(reader)
         num_calls, is_end = sent.answer.num_calls, completion.finished()
         new = sent.answer.read(sent.text.read(completion), is_end=is_end)
         delta: JsonObject = {"role": "assistant"} if is_first else {}

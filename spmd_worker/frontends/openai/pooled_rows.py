@@ -1,23 +1,25 @@
 """Runs pooling rows through one engine: a row is one request per text, and is answered when all are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spmd_worker.engine.engine import Engine
-from spmd_worker.frontends.openai.decimals import SpelledNumbers, shortest_decimals
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, encode_pooled, pooled_response
-from spmd_worker.frontends.openai.pooling_body import Spell, pooled_record
-from spmd_worker.frontends.openai.row import Row, RowError, shape_of
+from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_decimals
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, encode_pooled
+from spmd_worker.frontends.openai.pooling_body import FormatVector, pooled_record, pooling_body
+from spmd_worker.frontends.openai.row import Row, row_error
 from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
-from spmd_worker.frontends.openai.row_writer import error_code_of, json_line, response_line
+from spmd_worker.frontends.openai.row_writer import error_code_of, format_error, json_line, response_line
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 
 def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
     """Queue a row's texts for the next step; returns one request per text, in their order."""
     config = engine.limits.pooling
-    assert config is not None, "what was encoded is pooled here"
+    assert config is not None, "checked by encode_pooled"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
     return [engine.requests.admit(ids, sampling, index=index, pooling=params) for ids, params in encoded.texts]
 
@@ -51,9 +53,10 @@ class PooledRows:
     def admit(self, row: Row) -> RowAnswer | None:
         """Queue a row's texts for the next step; returns the answer of one that cannot run."""
         engine = self._engine
-        encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits)
-        if isinstance(encoded, RowError):
-            return error_result(encoded)
+        try:
+            encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits)
+        except InvalidRequestError as error:
+            return error_result(row_error(row, error.code, str(error)))
         ids = admit_pooled(engine, encoded)
         self._rows |= dict.fromkeys(ids, _PooledRow(encoded, ids))
         self.num_rows += 1
@@ -69,19 +72,19 @@ class PooledRows:
         return self._answer(pooled.encoded, PooledOutput(tuple([pooled.outputs[each] for each in pooled.request_ids])))
 
     def _answer(self, encoded: EncodedPooledRow, output: PooledOutput) -> RowAnswer:
-        row, outputs = encoded.row, output.outputs
-        num_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-        num_cached = sum(each.num_cached_tokens for each in outputs)
-        failed = output.failed
+        row, outputs, failed, code = encoded.row, output.outputs, output.failed, None
         if failed is not None:
             code = error_code_of(failed)
-            line = error_result(RowError(row.index, row.custom_id, shape_of(row.kind), code, str(failed.error))).line
-            return RowAnswer(row.index, line, code, num_tokens, num_cached)
-        numbers = SpelledNumbers()
-        line = numbers.fill(self._line(encoded, output, numbers.mark)) or self._line(encoded, output, shortest_decimals)
-        return RowAnswer(row.index, line, None, num_tokens, num_cached)
+            line = format_error(row_error(row, code, str(failed.error)))
+        else:
+            vectors = FormattedVectors()
+            line = vectors.fill(self._line(encoded, outputs, vectors.mark)) or self._line(
+                encoded, outputs, shortest_decimals
+            )
+        num_tokens = sum(len(each.prompt_token_ids) for each in outputs)
+        return RowAnswer(row.index, line, code, num_tokens, sum(each.num_cached_tokens for each in outputs))
 
-    def _line(self, encoded: EncodedPooledRow, output: PooledOutput, spell: Spell) -> bytes:
+    def _line(self, encoded: EncodedPooledRow, outputs: Sequence[RequestOutput], format_vector: FormatVector) -> bytes:
         if encoded.row.kind == "pooled":
-            return json_line(pooled_record(encoded.row, output.outputs, spell))
-        return response_line(encoded.row, pooled_response(encoded, output, self._model_name, spell))
+            return json_line(pooled_record(encoded.row, outputs[0], format_vector))
+        return response_line(encoded.row, pooling_body(encoded, outputs, self._model_name, format_vector))

@@ -3,16 +3,18 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
-    RowProblem,
-    refuse_unknown_keys,
-    short,
+    check_keys,
+    invalid_request,
+    model_name,
     text_prompt,
     tokens_prompt,
 )
-from spmd_worker.frontends.openai.row import PoolingAsk, PoolingKind, Row, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
@@ -33,64 +35,57 @@ _Prompt = TextPrompt | TokensPrompt
 def pooling_row(
     index: int, custom_id: str | None, kind: PoolingKind, body: Mapping[str, Any], defaults: SamplingParams
 ) -> Row:
-    """Row of an OpenAI batch line. Raises RowProblem."""
-    asks = {"embedding": _embedding, "score": _score, "rerank": _rerank}
-    ask = asks[kind](body)
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise RowProblem("invalid_value", f"model={short(model)} must be a string")
-    return Row(index, custom_id, kind, ask.prompts[0], defaults, model, pooling=ask)
+    """Row of an OpenAI batch line. Raises InvalidRequestError."""
+    inputs = {"embedding": _embedding, "score": _score, "rerank": _rerank}[kind](body)
+    return Row(index, custom_id, kind, inputs.prompts[0], defaults, model_name(body), pooling=inputs)
 
 
 def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    """Row of a plain line with one of `PLAIN_TASKS`. Raises RowProblem."""
-    refuse_unknown_keys(fields, PLAIN_KEYS)
+    """Row of a plain line with one of `PLAIN_TASKS`. Raises InvalidRequestError."""
+    check_keys(fields, PLAIN_KEYS)
     (task, *others) = [key for key in PLAIN_TASKS if fields.get(key) is not None]
     if others:
-        raise RowProblem("conflicting_prompts", f"the row has {task} and {others[0]}: give one of them")
+        raise InvalidRequestError(f"the row has {task} and {others[0]}: give one of them", "conflicting_prompts")
     prompt = _one(task, fields[task])
-    ask = PoolingAsk((prompt,), _params(fields, task))
-    return Row(index, custom_id, "pooled", prompt, defaults, None, pooling=ask)
+    return Row(index, custom_id, "pooled", prompt, defaults, pooling=PoolingInputs((prompt,), _params(fields, task)))
 
 
-def _embedding(body: Mapping[str, Any]) -> PoolingAsk:
-    refuse_unknown_keys(body, _EMBEDDING_KEYS, " in body")
+def _embedding(body: Mapping[str, Any]) -> PoolingInputs:
+    check_keys(body, _EMBEDDING_KEYS, " in body")
     value, encoding = body.get("input"), body.get("encoding_format")
     if value is None:
-        raise RowProblem("missing_prompt", "the body has no input")
+        raise InvalidRequestError("the body has no input", "missing_prompt")
     if encoding not in (None, "float", "base64"):
-        raise RowProblem("invalid_value", f"encoding_format={short(encoding)} must be 'float' or 'base64'")
-    return PoolingAsk(_inputs("input", value), _params(body, "embed"), is_base64=encoding == "base64")
+        raise InvalidRequestError(f"encoding_format={shown(encoding)} must be 'float' or 'base64'")
+    return PoolingInputs(_inputs("input", value), _params(body, "embed"), is_base64=encoding == "base64")
 
 
-def _score(body: Mapping[str, Any]) -> PoolingAsk:
-    refuse_unknown_keys(body, _SCORE_KEYS, " in body")
+def _score(body: Mapping[str, Any]) -> PoolingInputs:
+    check_keys(body, _SCORE_KEYS, " in body")
     firsts, seconds = _texts(body, "text_1"), _texts(body, "text_2")
     if len(firsts) not in (1, len(seconds)):
-        message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one, or as many"
-        raise RowProblem("invalid_value", message)
-    return PoolingAsk((*firsts, *seconds), _params(body, "score"), num_firsts=len(firsts))
+        message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one, or the same number"
+        raise InvalidRequestError(message)
+    return PoolingInputs((*firsts, *seconds), _params(body, "score"), num_firsts=len(firsts))
 
 
-def _rerank(body: Mapping[str, Any]) -> PoolingAsk:
-    refuse_unknown_keys(body, _RERANK_KEYS, " in body")
+def _rerank(body: Mapping[str, Any]) -> PoolingInputs:
+    check_keys(body, _RERANK_KEYS, " in body")
     if not isinstance(body.get("query"), str):
-        raise RowProblem("invalid_value", f"query={short(body.get('query'))} must be a string")
+        raise InvalidRequestError(f"query={shown(body.get('query'))} must be a string")
     documents, top_n = body.get("documents"), body.get("top_n")
     if isinstance(documents, list):
         documents = [each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in documents]
     if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise RowProblem("invalid_value", f"top_n={short(top_n)} must be a whole number, 1 or more")
+        raise InvalidRequestError(f"top_n={shown(top_n)} must be an integer, 1 or more")
     texts = _texts({"documents": documents}, "documents")
     query = text_prompt("query", body["query"])
-    return PoolingAsk((query, *texts), _params(body, "score"), num_firsts=1, top_n=top_n)
+    return PoolingInputs((query, *texts), _params(body, "score"), num_firsts=1, top_n=top_n)
 
 
 def _params(given: Mapping[str, Any], task: str) -> PoolingParams:
-    try:
+    with invalid_request():
         return PoolingParams(task=task, **{key: given[key] for key in _PARAM_KEYS if key in given})
-    except ValueError as error:
-        raise RowProblem("invalid_value", str(error)) from None
 
 
 def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:
@@ -98,7 +93,7 @@ def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:
     if not isinstance(value, list) or (value and not isinstance(value[0], str | list)):
         return (_one(name, value),)
     _check_number(name, value)
-    return tuple(_one(f"{name}[{place}]", each) for place, each in enumerate(value))
+    return tuple(_one(f"{name}[{index}]", each) for index, each in enumerate(value))
 
 
 def _one(name: str, value: Any) -> _Prompt:
@@ -108,15 +103,17 @@ def _one(name: str, value: Any) -> _Prompt:
 def _texts(body: Mapping[str, Any], name: str) -> tuple[TextPrompt, ...]:
     value = body.get(name)
     if value is None:
-        raise RowProblem("missing_prompt", f"the body has no {name}")
+        raise InvalidRequestError(f"the body has no {name}", "missing_prompt")
     if not isinstance(value, list):
         return (text_prompt(name, value),)
     _check_number(name, value)
-    return tuple(text_prompt(f"{name}[{place}]", each) for place, each in enumerate(value))
+    return tuple(text_prompt(f"{name}[{index}]", each) for index, each in enumerate(value))
 
 
 def _check_number(name: str, value: list[Any]) -> None:
     if not value:
-        raise RowProblem("empty_prompt", f"{name} is empty: give at least one text")
+        raise InvalidRequestError(f"{name} is empty: give at least one text", "empty_prompt")
     if len(value) > MAX_INPUTS:
-        raise RowProblem("limit_exceeded", f"{name} has {len(value)} texts, more than {MAX_INPUTS}: write more rows")
+        raise InvalidRequestError(
+            f"{name} has {len(value)} texts, more than {MAX_INPUTS}: write more rows", "limit_exceeded"
+        )

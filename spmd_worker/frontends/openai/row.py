@@ -1,9 +1,7 @@
-"""Records of a row: the request, its encoded form, and the error if it cannot run.
+"""Records of a row: the request, its encoded prompt, and the error if it cannot run.
 
-Knows the two row formats of the input file. Knows nothing about files, tokenizers, models or ranks.
-
-    line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writer.format_result--> line
-                     \\--------------> RowError <------/             RowError --row_writer.format_error--> line
+line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writer.format_result--> line
+                 \\--------------> RowError <------/             RowError --row_writer.format_error--> line
 """
 
 from collections.abc import Mapping
@@ -41,9 +39,8 @@ class TokensPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the chat template: plain JSON values, every message with a role.
-
-    `template_kwargs` are further variables the template may read (`enable_thinking`, `date_string`).
+    """A conversation for the chat template: plain JSON values, every message with a role. `template_kwargs` are further
+    variables the template may read (`enable_thinking`, `date_string`).
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -55,9 +52,9 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingAsk:
-    """Pooling request of a row: `prompts`, each by itself. If the row scores, the others are compared with the first
-    `num_firsts`, one or as many. `top_n` is the number of results of a rerank row, None for all.
+class PoolingInputs:
+    """Texts and parameters of a pooling row. If the row scores, the texts after the first `num_firsts` are compared
+    with these: with one, or each with its own. `top_n` is the number of results of a rerank row, None for all.
     """
 
     prompts: tuple[TextPrompt | TokensPrompt, ...]
@@ -84,7 +81,7 @@ class Row:
     prompt: Prompt
     sampling: SamplingParams
     model: str | None = None
-    pooling: PoolingAsk | None = None
+    pooling: PoolingInputs | None = None
     request: ChatRequest | None = None
     echo: EchoKind | None = None
     returns_token_ids: bool = False
@@ -141,6 +138,7 @@ class RowError:
     message: str
 
 
-def shape_of(kind: RowKind) -> ErrorShape:
-    """Format of the error row of a row of this kind."""
-    return "plain" if kind in ("plain", "pooled") else "openai"
+def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:
+    """Error of a row, in the format of the row."""
+    shape: ErrorShape = "plain" if row.kind in ("plain", "pooled") else "openai"
+    return RowError(row.index, row.custom_id, shape, code, message)

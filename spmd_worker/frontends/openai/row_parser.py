@@ -8,21 +8,21 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.base.files import JsonError, parse_json_object
-from spmd_worker.chat.chat_format import ChatFormat
+from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools
 from spmd_worker.engine.validation import RequestError, RequestLimits
-from spmd_worker.frontends.openai.answer_form import answer_reader, check_template, form_problem, formed_sampling
+from spmd_worker.frontends.openai.constrained_answer import answer_reader, constrained_sampling, error_message
 from spmd_worker.frontends.openai.openai_request import OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
-    RowProblem,
     chat_prompt,
-    refuse_unknown_keys,
+    check_keys,
+    invalid_request,
     sampling_from,
-    short,
     text_prompt,
     tokens_prompt,
 )
@@ -35,12 +35,14 @@ from spmd_worker.frontends.openai.row import (
     Row,
     RowError,
     TokensPrompt,
-    shape_of,
+    row_error,
 )
-from spmd_worker.replica.sequence.resolved_params import resolve_params
-from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
+from spmd_worker.replica.sequence.taken_params import taken_params
+from spmd_worker.tokenizer.incremental_decoder import num_unfinished
+from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.token_texts import TokenTexts
-from spmd_worker.tokenizer.tokenizer import Tokenizer, num_unfinished
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
@@ -50,7 +52,16 @@ ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_
 
 _DEFAULT_LIMITS: Final = RowLimits()
 _NO_FORMAT: Final = ChatFormat()
-_MOST_TOKENS_KEY: Final = "limits.max_prompt_tokens"
+_MAX_TOKENS_KEY: Final = "limits.max_prompt_tokens"
+
+
+_LIMITS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("n", "best_of"), "max_n"),
+    "max_tokens": "max_tokens",
+    **dict.fromkeys(("stop", "stop_token_ids"), "max_stop_strings"),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "bad_words_ids"), "max_logit_bias"),
+}
+"""Sampling key -> the limit of its value, or of its number of entries."""
 
 
 def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _DEFAULT_LIMITS) -> Row | RowError:
@@ -59,61 +70,52 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
     In both formats null means the default, except for the keys whose null has a meaning of its own: `best_of`, `seed`,
     `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`, and those whose null is off.
     """
-    if len(line) > limits.max_line_bytes:
-        message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
-        return RowError(index, None, "plain", "line_too_long", message)
+    custom_id: Any = None
+    shape: ErrorShape = "plain"
     try:
+        if len(line) > limits.max_line_bytes:
+            message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
+            raise InvalidRequestError(message, "line_too_long")
         fields = parse_json_object(line, max_nesting=limits.max_nesting)
+        custom_id, shape = fields.get("custom_id"), "openai" if _is_openai(fields) else "plain"
+        return parse_fields(index, fields, defaults, limits)
     except JsonError as error:
         return RowError(index, None, "plain", error.code, f"the line {error}")
-    return parse_fields(index, fields, defaults, limits)
+    except InvalidRequestError as error:
+        return RowError(index, custom_id if isinstance(custom_id, str) else None, shape, error.code, str(error))
 
 
-def parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row | RowError:
-    """Parse the object of a line (`parse_row`)."""
-    shape: ErrorShape = "openai" if any(key in fields for key in OPENAI_ROW_KEYS) else "plain"
+def parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row:
+    """Parse the object of a line. Raises InvalidRequestError."""
     custom_id = fields.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
-        return RowError(index, None, shape, "invalid_value", f"custom_id={short(custom_id)} must be a string")
-    try:
-        read = parse_openai if shape == "openai" else _parse_plain
-        row = read(index, custom_id, fields, defaults)
-        _check_limits(row.sampling, limits)
-        return row
-    except RowProblem as problem:
-        return RowError(index, custom_id, shape, problem.code, str(problem))
+        raise InvalidRequestError(f"custom_id={shown(custom_id)} must be a string")
+    row = (parse_openai if _is_openai(fields) else _parse_plain)(index, custom_id, fields, defaults)
+    _check_limits(row.sampling, limits)
+    return row
+
+
+def _is_openai(fields: Mapping[str, Any]) -> bool:
+    return any(key in fields for key in OPENAI_ROW_KEYS)
 
 
 def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
-    asked = (
-        ("n", sampling.n, "max_n", limits.max_n),
-        ("best_of", sampling.best_of or 0, "max_n", limits.max_n),
-        ("max_tokens", sampling.max_tokens or 0, "max_tokens", limits.max_tokens),
-        ("entries of stop", len(sampling.stop), "max_stop_strings", limits.max_stop_strings),
-        ("entries of stop_token_ids", len(sampling.stop_token_ids), "max_stop_strings", limits.max_stop_strings),
-        ("entries of logit_bias", len(sampling.logit_bias), "max_logit_bias", limits.max_logit_bias),
-        (
-            "entries of allowed_token_ids",
-            len(sampling.allowed_token_ids or ()),
-            "max_logit_bias",
-            limits.max_logit_bias,
-        ),
-        ("entries of bad_words", len(sampling.bad_words), "max_logit_bias", limits.max_logit_bias),
-        ("entries of bad_words_ids", len(sampling.bad_words_ids), "max_logit_bias", limits.max_logit_bias),
-    )
-    for what, value, name, most in asked:
-        if most is not None and value > most:
-            raise RowProblem("limit_exceeded", f"{what}: {value} is more than limits.{name}={most}")
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, name) == -1:
-            message = f"{name}=-1 asks for the whole vocabulary, which is too much for a file: ask for {MAX_LOGPROBS}"
-            raise RowProblem("limit_exceeded", message)
+    for key, limit in _LIMITS.items():
+        value, most = getattr(sampling, key) or 0, getattr(limits, limit)
+        number = value if isinstance(value, int) else len(value)
+        if most is not None and number > most:
+            entries = "" if isinstance(value, int) else "entries of "
+            raise InvalidRequestError(f"{entries}{key}: {number} is more than limits.{limit}={most}", "limit_exceeded")
+    for key in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, key) == ALL_LOGPROBS:
+            message = f"{key}=-1 requests the entire vocabulary: the maximum of a row is {MAX_LOGPROBS}"
+            raise InvalidRequestError(message, "limit_exceeded")
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
     if any(fields.get(task) is not None for task in PLAIN_TASKS) and not any(key in fields for key in _PROMPT_KEYS):
         return plain_pooling_row(index, custom_id, fields, defaults)
-    refuse_unknown_keys(fields, _PLAIN_KEYS)
+    check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
     return Row(index, custom_id, "plain", prompt, sampling)
@@ -122,13 +124,15 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
     given = [key for key in _PROMPT_KEYS if fields.get(key) is not None]
     if not given:
-        raise RowProblem("missing_prompt", f"the row has no prompt: give one of {', '.join(_PROMPT_KEYS)}")
+        raise InvalidRequestError(f"the row has no prompt: give one of {', '.join(_PROMPT_KEYS)}", "missing_prompt")
     if len(given) > 1:
-        raise RowProblem("conflicting_prompts", f"the row has {' and '.join(given)}: give one of them")
+        raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")
     value = fields[given[0]]
     template_kwargs = fields.get("chat_template_kwargs")
     if template_kwargs is not None and given[0] != "messages":
-        raise RowProblem("conflicting_keys", f"chat_template_kwargs goes with messages, this row has {given[0]}")
+        raise InvalidRequestError(
+            f"chat_template_kwargs goes with messages, this row has {given[0]}", "conflicting_keys"
+        )
     if given[0] == "prompt":
         return text_prompt("prompt", value)
     if given[0] == "prompt_token_ids":
@@ -143,32 +147,50 @@ def resolve(
     limits: RowLimits = _DEFAULT_LIMITS,
     chat_format: ChatFormat = _NO_FORMAT,
 ) -> EncodedRow | RowError:
-    """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`.
+    """`encode_row`, with an error row for a row that cannot run."""
+    try:
+        return encode_row(row, tokenizer, engine, limits, chat_format)
+    except InvalidRequestError as error:
+        return row_error(row, error.code, str(error))
+
+
+@invalid_request()
+def encode_row(
+    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits, chat_format: ChatFormat
+) -> EncodedRow:
+    """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
+    InvalidRequestError.
 
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
     at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning.
     """
+    engine.check_runner(None)
+    if row.request is not None:
+        check_takes_tools(row.request, chat_format)
+    text, token_ids = encode(row.prompt, tokenizer, _length_check(row, tokenizer, engine, limits))
+    token_ids = tuple(engine.truncate(token_ids, row.sampling))
+    sampling = constrained_sampling(row, text, tokenizer, chat_format)
     try:
-        engine.check_runner(None)
-        check_template(row, chat_format)
-        text, token_ids = encode(row.prompt, tokenizer, _length_check(row, tokenizer, engine, limits))
-        token_ids = tuple(engine.truncate(token_ids, row.sampling))
-        sampling = formed_sampling(row, text, tokenizer, chat_format)
         engine.check(token_ids, sampling)
-        echo = _echo(row, text, token_ids, tokenizer)
-        if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
-            message = f"the prompt has {len(token_ids)} tokens, more than {_MOST_TOKENS_KEY}="
-            raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
-        # A prompt that is only scored may fill the length: its one token is not computed.
-        num_left = max(engine.max_model_len - len(token_ids), 1)
-        if limits.max_tokens is not None:
-            num_left = min(num_left, limits.max_tokens)
-        sampling = _concrete_sampling(sampling, tokenizer is not None, num_left)
-        _check_words(sampling, tokenizer, engine.vocab_size)
-    except RowProblem as problem:
-        return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
-    except RequestError as problem:
-        return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, form_problem(row, problem))
+    except RequestError as error:
+        raise InvalidRequestError(error_message(row, error), error.code) from None
+    echo = _echo(row, text, token_ids, tokenizer)
+    if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
+        message = f"the prompt has {len(token_ids)} tokens, more than {_MAX_TOKENS_KEY}={limits.max_prompt_tokens}"
+        raise InvalidRequestError(message, "prompt_too_long")
+    # A prompt that is only scored may fill the length: its one token is not computed.
+    num_left = max(engine.max_model_len - len(token_ids), 1)
+    if limits.max_tokens is not None:
+        num_left = min(num_left, limits.max_tokens)
+    if sampling.min_tokens > num_left:
+        raise InvalidRequestError(
+            f"min_tokens={sampling.min_tokens} but only {num_left} tokens of model.max_model_len are left"
+        )
+    limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
+    is_text = sampling.detokenize and tokenizer is not None
+    sampling = replace(sampling, max_tokens=limit, detokenize=is_text).frozen()
+    # The engine's conversion of bad words, before admission.
+    taken_params(sampling, tokenizer, engine.vocab_size)
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(
         *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
@@ -181,7 +203,7 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
     if row.echo is None:
         return None
     if tokenizer is None:
-        raise RowProblem("tokenizer_missing", "echo needs the model's tokenizer.json: leave it out")
+        raise InvalidRequestError("echo needs the model's tokenizer.json: leave it out", "tokenizer_missing")
     if text is None or row.sampling.truncate_prompt_tokens is not None:
         skips_special = row.sampling.skip_special_tokens
         text = tokenizer.decode(token_ids, skip_special_tokens=skips_special)
@@ -189,7 +211,7 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
             # The unfinished character begins the completion's text.
             text = text[: len(text) - num_unfinished(tokenizer, token_ids, skips_special)]
     texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
-    ((first,),) = texts.spell([token_ids[:1]], is_last=len(token_ids) == 1)
+    ((first,),) = texts.decode([token_ids[:1]], is_last=len(token_ids) == 1)
     return Echo(text, first, row.echo == "prompt")
 
 
@@ -200,7 +222,7 @@ def _length_check(
         if tokenizer is not None:
             is_cut = row.sampling.truncate_prompt_tokens is not None
             most = None if is_cut else limits.max_prompt_tokens
-            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MOST_TOKENS_KEY)
+            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
 
     return check
 
@@ -213,49 +235,31 @@ def encode(
 ) -> tuple[str | None, tuple[int, ...]]:
     """Text of a prompt, None for token ids, and its ids. `check_text` is called with the text before it is encoded.
     Special tokens are added to text and not to a chat, whose template writes them, unless `adds_special_tokens` is
-    given. Raises RowProblem, and what `check_text` raises.
+    given. Raises InvalidRequestError, and what `check_text` raises.
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
     if tokenizer is None:
-        raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give prompt_token_ids")
-    is_chat = isinstance(prompt, ChatPrompt)
+        raise InvalidRequestError("the model folder has no tokenizer.json: give prompt_token_ids", "tokenizer_missing")
     text = _render(prompt, tokenizer) if isinstance(prompt, ChatPrompt) else prompt.text
     check_text(text)
     try:
-        # A chat template writes the special tokens itself.
-        adds = not is_chat if adds_special_tokens is None else adds_special_tokens
+        adds = not isinstance(prompt, ChatPrompt) if adds_special_tokens is None else adds_special_tokens
         return text, tuple(tokenizer.encode(text, add_special_tokens=adds))
     except TokenizerError as error:
-        raise RowProblem("tokenizer_error", str(error)) from None
+        raise InvalidRequestError(str(error), "tokenizer_error") from None
     except ValueError as error:
-        raise RowProblem("invalid_unicode", str(error)) from None
+        raise InvalidRequestError(str(error), "invalid_unicode") from None
 
 
 def _render(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
     if not tokenizer.has_chat_template:
         message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
-        raise RowProblem("chat_template_missing", message)
+        raise InvalidRequestError(message, "chat_template_missing")
     try:
         return tokenizer.apply_chat_template(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs)
     except ChatTemplateError as error:
-        raise RowProblem("chat_template_error", str(error)[:500]) from None
-
-
-def _concrete_sampling(sampling: SamplingParams, has_tokenizer: bool, num_left: int) -> SamplingParams:
-    if sampling.min_tokens > num_left:
-        message = f"min_tokens={sampling.min_tokens} but only {num_left} tokens of model.max_model_len are left"
-        raise RowProblem("invalid_value", message)
-    limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
-    return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and has_tokenizer).frozen()
-
-
-def _check_words(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Check the row's bad words with the engine's conversion, before admission."""
-    try:
-        resolve_params(sampling, tokenizer, vocab_size)
-    except ValueError as error:
-        raise RowProblem("invalid_value", str(error)) from None
+        raise InvalidRequestError(str(error)[:500], "chat_template_error") from None
 
 
 class CustomIds:
@@ -276,5 +280,5 @@ class CustomIds:
         self._seen.add(digest)
         if not is_duplicate or isinstance(row, RowError):
             return row
-        message = f"custom_id={short(row.custom_id)} was used by an earlier row: every custom_id must be unique"
-        return RowError(row.index, row.custom_id, shape_of(row.kind), "duplicate_custom_id", message)
+        message = f"custom_id={shown(row.custom_id)} was used by an earlier row: every custom_id must be unique"
+        return row_error(row, "duplicate_custom_id", message)

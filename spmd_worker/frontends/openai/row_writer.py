@@ -11,10 +11,10 @@ from spmd_worker.frontends.openai.openai_body import (
     prompt_logprob_records,
     usage,
 )
-from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, shape_of
+from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, row_error
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
 
-REFUSED: Final = "request_refused"
+REJECTED: Final = "request_refused"
 """Code of an error without one of its own."""
 
 _LINE_BREAKS: Final = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
@@ -24,8 +24,7 @@ _LINE_BREAKS: Final = {ord(character): f"\\u{ord(character):04x}" for character 
 def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") -> bytes:
     """Output line of a row that ran, with its line end. `model_name` is used when the row's body names none."""
     if output.error is not None:
-        shape = shape_of(row.kind)
-        return format_error(RowError(row.index, row.custom_id, shape, error_code_of(output), output.error))
+        return format_error(row_error(row, error_code_of(output), output.error))
     if row.kind == "plain":
         return json_line(_plain_result(row, output))
     build = completion_body if row.kind == "completion" else chat_body
@@ -40,7 +39,7 @@ def response_line(row: EncodedRow | Row, body: JsonObject) -> bytes:
 
 def error_code_of(output: RequestOutput) -> str:
     """Error code of a request that failed."""
-    return output.error_code or REFUSED
+    return output.error_code or REJECTED
 
 
 def format_error(row: RowError) -> bytes:

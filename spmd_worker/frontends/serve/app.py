@@ -14,7 +14,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from spmd_worker.base.version import version
 from spmd_worker.compat.metrics import Counter, Gauge, Metric
-from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.openai_request import URLS
 from spmd_worker.frontends.openai.openai_stream import (
     DONE,
@@ -31,14 +30,12 @@ from spmd_worker.frontends.openai.openai_stream import (
     ChunkWriter,
     error_body,
     event,
-    joined_body,
     response_body,
     status_of,
 )
-from spmd_worker.frontends.openai.pooled_row import PooledOutput
-from spmd_worker.frontends.openai.row import EncodedRow, RowError
-from spmd_worker.frontends.openai.row_writer import REFUSED
-from spmd_worker.frontends.serve.exchange import EndingError, NoPlaceError, OpenRequest, RequestExchange
+from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_writer import REJECTED
+from spmd_worker.frontends.serve.exchange import EndingError, NoCapacityError, OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
 from spmd_worker.frontends.serve.responses import (
     AsgiApp,
@@ -54,6 +51,7 @@ from spmd_worker.frontends.serve.responses import (
 )
 from spmd_worker.frontends.serve.token_requests import DETOKENIZE_URL, TOKENIZE_URL, answer_tokens
 from spmd_worker.replica.sequence.outputs import RequestOutput
+from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.template_process import LARGE_BYTES
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 BODY_S: Final = 60.0
 """Time limit for the body of a request to arrive."""
-_MOST_LARGE: Final = 4
+_MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
@@ -74,15 +72,7 @@ _MAX_CUSTOM_ID: Final = 512
 _Read = TypeVar("_Read")
 
 
-class _RefusedError(Exception):
-    """A request that is answered by an error."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class _GoneError(Exception):
+class _DisconnectedError(Exception):
     """The client has left, or reads too slowly."""
 
 
@@ -110,7 +100,7 @@ class ServerApp:
         # Encoded one at a time outside the loop, which must not wait for a chat template.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
         self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
-        self._large = asyncio.Semaphore(_MOST_LARGE)
+        self._large = asyncio.Semaphore(_MAX_LARGE)
         self._routes = _routes(self)
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +108,7 @@ class ServerApp:
         if scope["type"] != "http":
             return
         if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
-            self.count_refused(401)
+            self.count_error(401)
             message = "give the server's key: Authorization: Bearer KEY"
             response = JsonResponse(error_body("invalid_api_key", message), 401, (("www-authenticate", "Bearer"),))
             await response(scope, receive, send)
@@ -131,65 +121,66 @@ class ServerApp:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: "Request") -> AsgiApp:
-        """Answer a completion or a chat completion, complete or streamed, or vectors or scores; or an error, worded as
-        a row's.
-        """
-        places = Places(self.exchange)
-        try:
-            places.take(1)
-            served = await self._read(request)
-            most = self.exchange.most_sequences
-            if served.num_sequences > most:
-                message = f"the request is of {served.num_sequences} sequences, the server has places for {most}"
-                more = "ask for fewer at once (scheduler.max_num_seqs and serve.max_queued)"
-                raise _RefusedError("limit_exceeded", f"{message}: {more}")
-            places.take(served.num_sequences - 1)
-        except (_RefusedError, NoPlaceError, EndingError) as error:
-            places.free()
-            return self.refusal(error)
-        except _GoneError:
-            places.free()
-            self.counts.aborted += 1
-            return _say_nothing
-        except BaseException:
-            places.free()
-            raise
-        # From here on the answer frees them.
-        return Answer(self, served, places)
+        """Answer a completion or a chat completion, complete or streamed, or vectors or scores."""
+        return await self._with_capacity(request, self._answer)
 
     async def tokens(self, request: "Request") -> AsgiApp:
         """Answer `/tokenize` or `/detokenize` like vLLM."""
-        places = Places(self.exchange)
+        return await self._with_capacity(request, self._tokens)
+
+    async def _with_capacity(
+        self, request: "Request", respond: Callable[["Request", "Reservation"], Awaitable[AsgiApp]]
+    ) -> AsgiApp:
+        """Call `respond` with capacity for one sequence, which bounds the bodies in memory; it frees the capacity, or
+        raises. An error becomes its response.
+        """
+        reservation = Reservation(self.exchange)
         try:
-            # Its body is in memory.
-            places.take(1)
-            answer = partial(answer_tokens, self.reader, request.url.path)
-            return JsonResponse(await self._read_by(request, answer))
-        except (_RefusedError, NoPlaceError, EndingError) as error:
-            return self.refusal(error)
-        except _GoneError:
-            self.counts.aborted += 1
-            return _say_nothing
-        finally:
-            places.free()
+            reservation.add(1)
+            return await respond(request, reservation)
+        except BaseException as error:
+            reservation.free()
+            if isinstance(error, InvalidRequestError | NoCapacityError | EndingError):
+                return self.error_response(error)
+            if isinstance(error, _DisconnectedError):
+                self.counts.aborted += 1
+                return _no_response
+            raise
+
+    async def _answer(self, request: "Request", reservation: "Reservation") -> AsgiApp:
+        served = await self._read(request)
+        most = self.exchange.max_sequences
+        if served.num_sequences > most:
+            raise InvalidRequestError(
+                f"the request has {served.num_sequences} sequences but the server's capacity is {most}: send fewer at "
+                f"once (scheduler.max_num_seqs and serve.max_queued)",
+                "limit_exceeded",
+            )
+        reservation.add(served.num_sequences - 1)
+        return Answer(self, served, reservation)
+
+    async def _tokens(self, request: "Request", reservation: "Reservation") -> AsgiApp:
+        body = await self._read_by(request, partial(answer_tokens, self.reader, request.url.path))
+        reservation.free()
+        return JsonResponse(body)
 
     async def version(self, request: "Request") -> AsgiApp:
-        """The version, under vLLM's key."""
         return JsonResponse({"version": version()})
 
     async def models(self, request: "Request") -> AsgiApp:
-        """The model that is served."""
         model = {"id": self.model_name, "object": "model", "created": self._started_s, "owned_by": "spmd-worker"}
         model["max_model_len"] = self.reader.engine_limits.max_model_len
         name = request.path_params.get("name")
         if name is None:
             return JsonResponse({"object": "list", "data": [model]})
         if name != self.model_name:
-            return self.refusal(_RefusedError("not_found", f"there is no model {name[:100]!r}: {self.model_name} is"))
+            return self.error_response(
+                InvalidRequestError(f"there is no model {name[:100]!r}: {self.model_name} is", "not_found")
+            )
         return JsonResponse(model)
 
     async def health(self, request: "Request") -> AsgiApp:
-        """200 while requests are accepted."""
+        """Respond with 200 while requests are accepted."""
         ending = self.exchange.ending
         return JsonResponse({"status": "ending", "reason": ending}, 503) if ending else JsonResponse({"status": "ok"})
 
@@ -198,7 +189,7 @@ class ServerApp:
         counts, exchange = self.counts, self.exchange
         own: list[Metric] = [
             Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
-            Gauge("spmd_worker_serve_most_sequences", exchange.most_sequences),
+            Gauge("spmd_worker_serve_most_sequences", exchange.max_sequences),
             Counter("spmd_worker_serve_answered", counts.answered),
             Counter("spmd_worker_serve_aborted", counts.aborted),
             *(
@@ -208,7 +199,7 @@ class ServerApp:
         ]
         return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
 
-    def count_refused(self, status: int) -> None:
+    def count_error(self, status: int) -> None:
         """Count a request that got an error of this HTTP status."""
         self.counts.refused[status] = self.counts.refused.get(status, 0) + 1
 
@@ -216,14 +207,15 @@ class ServerApp:
         """Answer an unknown path or method."""
         asked = f"{request.method} {request.url.path[:100]}"
         if getattr(error, "status_code", 404) == 404:
-            return self.refusal(_RefusedError("not_found", f"{asked}: no such path: use one of {', '.join(_PATHS)}"))
+            message = f"{asked}: unknown path: use one of {', '.join(_PATHS)}"
+            return self.error_response(InvalidRequestError(message, "not_found"))
         allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
-        refused = _RefusedError("method_not_allowed", f"{asked}: no such method: use {allowed}")
-        return self.refusal(refused, (("allow", allowed),))
+        invalid = InvalidRequestError(f"{asked}: unsupported method: use {allowed}", "method_not_allowed")
+        return self.error_response(invalid, (("allow", allowed),))
 
     async def broken(self, request: "Request", error: Exception) -> AsgiApp:
         """Answer an internal error; the server logs it."""
-        return self.refusal(_RefusedError("server_error", "the server made a mistake, which is in its log"))
+        return self.error_response(InvalidRequestError("internal server error: see the server's log", "server_error"))
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -233,24 +225,21 @@ class ServerApp:
     async def _read(self, request: "Request") -> ServedRow:
         custom_id = request.headers.get("x-custom-id")
         if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
-            raise _RefusedError("invalid_value", f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII")
+            raise InvalidRequestError(f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII", "invalid_value")
         read = partial(self.reader.read, next(self._indices), request.url.path)
         return await self._read_by(request, lambda data: read(data, custom_id))
 
-    async def _read_by(self, request: "Request", read: Callable[[bytes], _Read | RowError]) -> _Read:
+    async def _read_by(self, request: "Request", read: Callable[[bytes], _Read]) -> _Read:
         """Parse the body with `read`, in a thread."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
-            found = await _beside(pool, lambda: read(data), request.receive)
-        if isinstance(found, RowError):
-            raise _RefusedError(found.code, found.message)
-        return found
+            return await _in_pool(pool, lambda: read(data), request.receive)
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
-        """The request's body. A large one holds one of `_MOST_LARGE` slots until `held` ends."""
+        """The request's body. A large one holds one of `_MAX_LARGE` slots until `held` ends."""
         most = self.reader.limits.max_line_bytes
-        too_long = _RefusedError("line_too_long", f"the body is longer than limits.max_line_bytes={most}")
+        too_long = InvalidRequestError(f"the body is longer than limits.max_line_bytes={most}", "line_too_long")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > most:
             raise too_long
@@ -261,9 +250,9 @@ class ServerApp:
                 async with asyncio.timeout_at(until_s):
                     message = await request.receive()
             except TimeoutError:
-                raise _RefusedError("body_too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+                raise InvalidRequestError(f"the body did not arrive in {BODY_S:g} s", "body_too_slow") from None
             if message["type"] != "http.request":
-                raise _GoneError
+                raise _DisconnectedError
             data += message.get("body", b"")
             if len(data) > most:
                 raise too_long
@@ -275,29 +264,30 @@ class ServerApp:
             if not message.get("more_body", False):
                 return bytes(data)
 
-    def refusal(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> AsgiApp:
+    def error_response(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> AsgiApp:
         """Response to a rejected request: by its own fault, for lack of capacity, or at the server's end."""
-        if isinstance(error, NoPlaceError):
-            message = (
-                f"{self.exchange.num_sequences} sequences are not answered yet: ask again later (serve.max_queued)"
+        if isinstance(error, NoCapacityError):
+            message = f"{self.exchange.num_sequences} sequences are not answered yet: retry later (serve.max_queued)"
+            error, headers = (
+                InvalidRequestError(message, "rate_limit_exceeded"),
+                (("retry-after", str(_RETRY_AFTER_S)),),
             )
-            error, headers = _RefusedError("rate_limit_exceeded", message), (("retry-after", str(_RETRY_AFTER_S)),)
         if isinstance(error, EndingError):
-            error = _RefusedError("server_failed", str(error))
-        assert isinstance(error, _RefusedError), error
+            error = InvalidRequestError(str(error), "server_failed")
+        assert isinstance(error, InvalidRequestError), error
         status = status_of(error.code)
-        self.count_refused(status)
+        self.count_error(status)
         return JsonResponse(error_body(error.code, str(error)), status, headers)
 
 
-class Places:
+class Reservation:
     """Capacity of the exchange that one request holds."""
 
     def __init__(self, exchange: RequestExchange) -> None:
         self._exchange, self._num = exchange, 0
 
-    def take(self, num: int) -> None:
-        """Reserve `num` more. Raises NoPlaceError or EndingError, with the held number unchanged."""
+    def add(self, num: int) -> None:
+        """Reserve `num` more sequences. Raises NoCapacityError or EndingError, with the held number unchanged."""
         self._exchange.reserve(num)
         self._num += num
 
@@ -308,14 +298,14 @@ class Places:
 
 
 class Answer:
-    """The response to one request. However it ends, the request is closed in the engine and its capacity freed."""
+    """The response to one request. At its end the request is closed in the engine and its capacity freed."""
 
-    def __init__(self, app: ServerApp, served: ServedRow, places: Places) -> None:
-        self._app, self._served, self._places = app, served, places
+    def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation) -> None:
+        self._app, self._served, self._reservation = app, served, reservation
         self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
+        self._headers = (("x-request-id", self._name.request),)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
         app, loop = self._app, asyncio.get_running_loop()
         requests = [OpenRequest(row, self._served.is_streamed, loop) for row in self._served.rows]
         submitted: list[OpenRequest] = []
@@ -326,8 +316,8 @@ class Answer:
         except EndingError as error:
             for request in submitted:
                 app.exchange.close(request)
-            self._places.free()
-            await app.refusal(error)(scope, receive, send)
+            self._reservation.free()
+            await app.error_response(error)(scope, receive, send)
             return
         work = loop.create_task(self._respond(requests, send))
         gone = loop.create_task(_until_gone(receive))
@@ -338,41 +328,32 @@ class Answer:
         finally:
             for request in requests:
                 app.exchange.close(request)
-            self._places.free()
+            self._reservation.free()
             for task in (work, gone):
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, _GoneError):
+            with contextlib.suppress(asyncio.CancelledError, _DisconnectedError):
                 await work
 
     async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
-        if self._served.is_streamed:
-            is_answered = await self._stream(requests, send)
-        else:
-            is_answered = await self._answer_whole(requests, send)
-        self._app.counts.answered += is_answered
+        respond = self._stream if self._served.is_streamed else self._respond_once
+        self._app.counts.answered += await respond(requests, send)
 
-    async def _answer_whole(self, requests: list[OpenRequest], send: Send) -> bool:
+    async def _respond_once(self, requests: list[OpenRequest], send: Send) -> bool:
         outputs = [await self._app.exchange.newest(request) for request in requests]
         failed = next((output for output in outputs if output.error is not None), None)
-        if failed is None:
-            response = JsonResponse(self._whole_body(outputs), 200, self._headers())
+        if failed is not None:
+            code = failed.error_code or REJECTED
+            self._app.count_error(status_of(code))
+            response = JsonResponse(error_body(code, failed.error or ""), status_of(code), self._headers)
         else:
-            code = failed.error_code or REFUSED
-            self._app.count_refused(status_of(code))
-            response = JsonResponse(error_body(code, failed.error or ""), status_of(code), self._headers())
+            response = JsonResponse(response_body(self._served.rows, outputs, self._name), 200, self._headers)
         for message in response.messages():
             await self._send(send, message)
         return failed is None
 
-    def _whole_body(self, outputs: Sequence[RequestOutput | PooledOutput]) -> JsonObject:
-        if len(outputs) == 1:
-            return response_body(self._served.row, outputs[0], self._name)
-        rows = [row for row in self._served.rows if isinstance(row, EncodedRow)]
-        return joined_body(rows, [each for each in outputs if isinstance(each, RequestOutput)], self._name)
-
     async def _stream(self, requests: list[OpenRequest], send: Send) -> bool:
         headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
-        await self._send(send, response_start(200, (*headers, *self._headers())))
+        await self._send(send, response_start(200, (*headers, *self._headers)))
         writers = self._writers()
         ended: dict[int, RequestOutput] = {}
         waiting = {asyncio.ensure_future(self._app.exchange.newest(each)): i for i, each in enumerate(requests)}
@@ -381,11 +362,11 @@ class Answer:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 # In the order of the prompts.
                 data = b""
-                for index, output in sorted(((waiting.pop(each), each.result()) for each in done), key=_first):
+                for index, output in sorted((waiting.pop(each), each.result()) for each in done):
                     assert isinstance(output, RequestOutput), output
                     if output.error is not None:
-                        code = output.error_code or REFUSED
-                        self._app.count_refused(status_of(code))
+                        code = output.error_code or REJECTED
+                        self._app.count_error(status_of(code))
                         await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
                         return False
                     data += b"".join(map(event, writers[index].chunks(output)))
@@ -407,22 +388,19 @@ class Answer:
         """One writer per prompt, with the index of its first choice."""
         writers, first_index = [], 0
         for row in self._served.rows:
-            assert isinstance(row, EncodedRow), "what is pooled is not streamed"
+            assert isinstance(row, EncodedRow), "pooling rows are not streamed"
             writers.append(ChunkWriter(row, self._name, self._served.includes_usage, first_index))
             first_index += row.sampling.n
         return writers
 
-    def _headers(self) -> tuple[tuple[str, str], ...]:
-        return (("x-request-id", self._name.request),)
-
     async def _send(self, send: Send, message: Message) -> None:
-        """Send, waiting while the client does not read. Raises _GoneError after `reader_s`."""
+        """Send, waiting while the client does not read. Raises _DisconnectedError after `reader_s`."""
         try:
             async with asyncio.timeout(self._app.reader_s):
                 await send(message)
         except TimeoutError:
             self._app.counts.aborted += 1
-            raise _GoneError from None
+            raise _DisconnectedError from None
 
 
 def _routes(app: ServerApp) -> AsgiApp:
@@ -444,22 +422,18 @@ def _routes(app: ServerApp) -> AsgiApp:
     return routed
 
 
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
-
-
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
-async def _say_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+async def _no_response(scope: Scope, receive: Receive, send: Send) -> None:
     """Empty response to a client that has left."""
 
 
-async def _beside(pool: ThreadPoolExecutor, call: Callable[[], _Read], receive: Receive) -> _Read:
-    """Result of `call` in `pool`. Raises _GoneError if the client leaves: a call that has not begun is cancelled, and
-    one that has is waited for, because until its end it holds memory.
+async def _in_pool(pool: ThreadPoolExecutor, call: Callable[[], _Read], receive: Receive) -> _Read:
+    """Result of `call` in `pool`. Raises _DisconnectedError if the client leaves: a call that has not begun is
+    cancelled, and a running one is awaited, because it holds memory until its end.
     """
     loop = asyncio.get_running_loop()
     future = pool.submit(call)
@@ -470,7 +444,7 @@ async def _beside(pool: ThreadPoolExecutor, call: Callable[[], _Read], receive: 
         if not result.done():
             if not future.cancel():
                 await asyncio.wait((result,))
-            raise _GoneError
+            raise _DisconnectedError
         return await result
     finally:
         gone.cancel()

@@ -41,7 +41,7 @@ _MORE_S: Final = 10.0
 """A draining rank is ended this long after the requests' time limit."""
 
 _USAGE: Final = """\
-An OpenAI-shaped API over the engine of all ranks: rank 0 answers clients, the others follow its steps.
+OpenAI-compatible API server over the engine of all ranks: rank 0 answers clients, the others follow its steps.
 
 usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOST] [--port PORT] [--api-key KEY]
                 [--help | --help=all] [--cfg job] [--config-dir DIR] [--version]
@@ -50,19 +50,19 @@ usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOS
   torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
 
   GROUP.KEY=VALUE    sets a key
-  GROUP=NAME         takes a named set of values
+  GROUP=NAME         applies a named set of values
   --host HOST        is serve.host=HOST, and --port PORT serve.port=PORT
-  --api-key KEY      what clients must show (Authorization: Bearer KEY); other users see it in the list of processes, so
-                     the environment's SPMD_WORKER_API_KEY is better; without either a random one is printed once
-  --help             prints this and the keys that people set; --help=all every key
-  --cfg job          prints the configuration that the command line comes to, and exits
+  --api-key KEY      the key that clients send (Authorization: Bearer KEY); other users see it in the process list, so
+                     prefer the environment variable SPMD_WORKER_API_KEY; without either a random key is printed once
+  --help             prints this and the common keys; --help=all every key
+  --cfg job          prints the composed configuration, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
-paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, and of a model that pools /v1/embeddings,
+paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, and for a pooling model /v1/embeddings,
        /v1/score, /v1/rerank (/score, /rerank, /v2/rerank); GET /v1/models, /version, /metrics, and without a key
        /health, /ping
 
-exit codes: 0 it was asked to end and did; 1 it failed; 70 the ranks diverged"""
+exit codes: 0 ended by request; 1 failure; 70 the ranks diverged"""
 
 
 def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = os.environ) -> int:
@@ -103,15 +103,15 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
 
 def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -> int:
     if config.plan or config.job.input or config.job.output:
-        raise ConfigError("plan, job.input and job.output are launch.py's: a server has no rows; leave them out")
+        raise ConfigError("plan, job.input and job.output are for launch.py, a server has no rows: leave them out")
     require_server()
     host, port = config.serve.host, config.serve.port
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
         raise ConfigError(f"{KEY_VARIABLE} or --api-key: a key is printable ASCII without spaces")
     if api_key is None and not is_loopback(host):
         raise ConfigError(
-            f"serve.host={host} can be reached from other machines, which needs a key of your own: set {KEY_VARIABLE}, "
-            f"or give serve.host=127.0.0.1"
+            f"serve.host={host} is reachable from other machines, which requires your own key: set {KEY_VARIABLE}, or "
+            f"use serve.host=127.0.0.1"
         )
     # A download may take hours: before the watchdog starts.
     find_model(config)
@@ -124,7 +124,7 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
     listener = None
     if environment.is_leader:
         # One connection for each request that may wait.
-        check_limits(exchange.most_sequences + MORE_CONNECTIONS)
+        check_limits(exchange.max_sequences + MORE_CONNECTIONS)
         # Before the slow load of the model: the port may be in use.
         listener = Listener(bind(host, port), api_key or secrets.token_urlsafe(24), api_key is None)
     drain = Drain(lambda: exchange.end("the server is ending"), config.serve.drain_s + _MORE_S)

@@ -4,7 +4,7 @@
     engine's thread   wait -> take -> give
 
 Bounded both ways. Down: a request that is not completed holds capacity for each of its sequences, up to
-`most_sequences` in total. Up: a request has one slot, in which the newest cumulative output replaces the last; a slow
+`max_sequences` in total. Up: a request has one slot, in which the newest cumulative output replaces the last; a slow
 reader finds more in it the next time, without cost to the engine.
 """
 
@@ -23,7 +23,7 @@ FAILED: Final = "server_failed"
 """`RequestOutput.error_code` of an error in the engine, not in the request; also of a server that ends."""
 
 
-class NoPlaceError(Exception):
+class NoCapacityError(Exception):
     """Too many requests are not answered yet."""
 
 
@@ -38,16 +38,16 @@ class OpenRequest:
     row: EncodedRow | EncodedPooledRow
     is_streamed: bool
     loop: asyncio.AbstractEventLoop
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    has_output: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | PooledOutput | None = None
     """The newest output, until it is read; under the exchange's lock."""
 
 
 class RequestExchange:
-    """`most_sequences` is the capacity. Any thread may call `end` and `fail`."""
+    """`max_sequences` is the capacity. Any thread may call `end` and `fail`."""
 
-    def __init__(self, most_sequences: int) -> None:
-        self.most_sequences = most_sequences
+    def __init__(self, max_sequences: int) -> None:
+        self.max_sequences = max_sequences
         self.num_sequences = 0
         """Capacity in use."""
         self.metrics: list[Metric] = []
@@ -64,12 +64,12 @@ class RequestExchange:
     # The server's side.
 
     def reserve(self, num_sequences: int = 1) -> None:
-        """Reserve capacity. Raises NoPlaceError or EndingError."""
+        """Reserve capacity. Raises NoCapacityError or EndingError."""
         with self._changed:
             if self.ending:
                 raise EndingError(self.ending)
-            if self.num_sequences + num_sequences > self.most_sequences:
-                raise NoPlaceError
+            if self.num_sequences + num_sequences > self.max_sequences:
+                raise NoCapacityError
             self.num_sequences += num_sequences
 
     def free(self, num_sequences: int) -> None:
@@ -89,11 +89,11 @@ class RequestExchange:
 
     async def newest(self, request: OpenRequest) -> RequestOutput | PooledOutput:
         """Wait for an unread output: all of the request so far."""
-        await request.news.wait()
+        await request.has_output.wait()
         with self._changed:
-            request.news.clear()
+            request.has_output.clear()
             output, request.output = request.output, None
-        assert output is not None, "news without an output"
+        assert output is not None, "set with the output"
         return output
 
     def close(self, request: OpenRequest) -> None:
@@ -108,7 +108,7 @@ class RequestExchange:
     def wait(self, limit_s: float) -> None:
         """Wait until there is something to take, or the server ends, at most `limit_s`."""
         with self._changed:
-            self._changed.wait_for(self._has_news, limit_s)
+            self._changed.wait_for(lambda: self._arrived or self._given_up or self.ending or self._must_look, limit_s)
 
     def look(self) -> None:
         """Wake the engine's thread to check its engine, though there is nothing to take."""
@@ -156,9 +156,6 @@ class RequestExchange:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, limit_s)
 
-    def _has_news(self) -> bool:
-        return bool(self._arrived or self._given_up or self.ending or self._must_look)
-
     def _put(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | PooledOutput]]) -> None:
         woken = [request for request, _ in outputs if request in self._open and request.output is None]
         for request, output in outputs:
@@ -171,7 +168,7 @@ class RequestExchange:
 
 def _wake(requests: list[OpenRequest]) -> None:
     for request in requests:
-        request.news.set()
+        request.has_output.set()
 
 
 def _failed(request: OpenRequest, reason: str) -> RequestOutput:

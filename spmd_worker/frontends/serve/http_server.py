@@ -44,8 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _not_listened_on(host: str, port: int, error: Exception) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else None
     return ConfigError(
-        f"serve.host={host} with serve.port={port} cannot be listened on ({why or error}): give another port, or 0 for "
-        f"any that is free"
+        f"serve.host={host} with serve.port={port} is unavailable ({why or error}): use another port, or 0 for any"
     )
 
 
@@ -113,7 +112,7 @@ class HttpServer:
     def check(self) -> None:
         """Raise RuntimeError if the server has ended without `stop`."""
         if self._is_over and not self._server.should_exit:
-            why = "nobody knows why" if self._error is None else str(self._error) or type(self._error).__name__
+            why = "unknown error" if self._error is None else str(self._error) or type(self._error).__name__
             raise RuntimeError(f"the server's thread has ended: {why}") from self._error
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
@@ -18,10 +19,11 @@ from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
-from spmd_worker.frontends.openai.prompt_values import RowProblem, refuse_unknown_keys, short
-from spmd_worker.frontends.openai.row import EncodedRow, RowError
-from spmd_worker.frontends.openai.row_parser import parse_fields, resolve
+from spmd_worker.frontends.openai.prompt_values import check_keys
+from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_parser import encode_row, parse_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _STREAM_KEYS: Final = ("stream", "stream_options")
@@ -36,14 +38,9 @@ class ServedRow:
     token counts.
     """
 
-    rows: tuple[EncodedRow, ...] | tuple[EncodedPooledRow]
+    rows: tuple[EncodedRow | EncodedPooledRow, ...]
     is_streamed: bool
     includes_usage: bool
-
-    @property
-    def row(self) -> EncodedRow | EncodedPooledRow:
-        """The first row."""
-        return self.rows[0]
 
     @property
     def num_sequences(self) -> int:
@@ -63,71 +60,58 @@ class RequestReader:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
-    def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow | RowError:
-        """Parse the request with this body at `url`. `custom_id` is the header's; `index` is its number here, used only
-        for its name among the engine's requests.
+    def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow:
+        """Parse the request with this body at `url`. `custom_id` is the header's; `index` is the request's number, used
+        only for its name among the engine's requests. Raises InvalidRequestError.
         """
-        try:
-            # A row's body is one level deeper.
-            body = parse_json_object(data, max_nesting=self.limits.max_nesting - 1)
-            is_streamed, includes_usage = _stream_of(body)
-        except JsonError as error:
-            return RowError(index, custom_id, "openai", error.code, f"the body {error}")
-        except RowProblem as problem:
-            return RowError(index, custom_id, "openai", problem.code, str(problem))
+        body = parse_body(data, self.limits)
+        stream = _stream_of(body)
         asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
         prompts = _prompts(url, asked)
         if len(prompts) > MAX_INPUTS:
             message = f"prompt has {len(prompts)} prompts, more than {MAX_INPUTS}: send more requests"
-            return RowError(index, custom_id, "openai", "limit_exceeded", message)
-        if len(prompts) > 1:
-            return self._read_several(index, url, asked, prompts, custom_id, (is_streamed, includes_usage))
-        return self._read_one(index, url, asked, custom_id, is_streamed, includes_usage)
-
-    def _read_several(
-        self, index: int, url: str, asked: dict[str, Any], prompts: list[Any], custom_id: str | None, stream: Any
-    ) -> ServedRow | RowError:
-        """Parse each prompt like a single one, under its own name."""
+            raise InvalidRequestError(message, "limit_exceeded")
+        if len(prompts) < 2:
+            row = self._read_one(index, url, asked, custom_id, is_streamed=stream[0])
+            return ServedRow((row,), *stream)
         name = content_name(url, asked) if custom_id is None else custom_id
-        rows: list[EncodedRow] = []
-        for place, prompt in enumerate(prompts):
-            one = {**asked, "prompt": prompt}
-            served = self._read_one(index, url, one, f"{name}#{place}" if place else name, *stream)
-            if isinstance(served, RowError):
-                return replace(served, message=f"prompt[{place}]: {served.message}")
-            rows += [row for row in served.rows if isinstance(row, EncodedRow)]
+        rows: list[EncodedRow | EncodedPooledRow] = []
+        for number, prompt in enumerate(prompts):
+            # Each like a single one, under its own name.
+            one, own_name = {**asked, "prompt": prompt}, f"{name}#{number}" if number else name
+            try:
+                rows.append(self._read_one(index, url, one, own_name, is_streamed=stream[0]))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt[{number}]: {error}", error.code) from None
         return ServedRow(tuple(rows), *stream)
 
     def _read_one(
-        self,
-        index: int,
-        url: str,
-        asked: dict[str, Any],
-        custom_id: str | None,
-        is_streamed: bool,
-        includes_usage: bool,
-    ) -> ServedRow | RowError:
+        self, index: int, url: str, asked: dict[str, Any], custom_id: str | None, *, is_streamed: bool
+    ) -> EncodedRow | EncodedPooledRow:
         # Content is named only for what can run: rejected bodies may have megabytes.
         fields = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": asked}
         row = parse_fields(index, fields, self.defaults, self.limits)
-        if isinstance(row, RowError):
-            return row
         if row.pooling is not None:
             if is_streamed:
                 message = "vectors and scores cannot be streamed: leave out stream"
-                return RowError(index, custom_id, "openai", "unsupported_value", message)
-            pooled = encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
-            return pooled if isinstance(pooled, RowError) else ServedRow((pooled,), False, False)
+                raise InvalidRequestError(message, "unsupported_value")
+            return encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and asked.get("prompt_logprobs") is None
         if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
-            message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
-            return RowError(index, custom_id, "openai", "unsupported_value", message)
-        encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
-        if isinstance(encoded, RowError):
-            return encoded
-        name = content_name(url, asked) if custom_id is None else custom_id
-        return ServedRow((replace(encoded, custom_id=name),), is_streamed, includes_usage)
+            message = "prompt_logprobs cannot be streamed: leave out stream or prompt_logprobs"
+            raise InvalidRequestError(message, "unsupported_value")
+        encoded = encode_row(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
+        return replace(encoded, custom_id=content_name(url, asked) if custom_id is None else custom_id)
+
+
+def parse_body(data: bytes, limits: RowLimits) -> dict[str, Any]:
+    """The object of a body. Raises InvalidRequestError."""
+    try:
+        # One level less than a line of a file, in which the body is nested.
+        return parse_json_object(data, max_nesting=limits.max_nesting - 1)
+    except JsonError as error:
+        raise InvalidRequestError(f"the body {error}", error.code) from None
 
 
 def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
@@ -145,16 +129,12 @@ def content_name(url: str, body: Mapping[str, Any]) -> str:
 
 
 def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether with usage. Raises RowProblem."""
-    is_streamed, options = body.get("stream"), body.get("stream_options")
-    if not isinstance(is_streamed, bool | None):
-        raise RowProblem("invalid_value", f"stream={short(is_streamed)} must be true or false")
+    """Whether the answer is streamed, and whether with usage. Raises InvalidRequestError."""
+    is_streamed, options = optional_flag(body, "stream"), body.get("stream_options")
     if options is None:
-        return bool(is_streamed), False
+        return is_streamed, False
     if not isinstance(options, dict):
-        raise RowProblem("invalid_value", f"stream_options={short(options)} must be an object")
-    refuse_unknown_keys(options, _STREAM_OPTIONS, " in stream_options")
-    for key, value in options.items():
-        if not isinstance(value, bool | None):
-            raise RowProblem("invalid_value", f"stream_options.{key}={short(value)} must be true or false")
-    return bool(is_streamed), bool(options.get("include_usage"))
+        raise InvalidRequestError(f"stream_options={shown(options)} must be an object")
+    check_keys(options, _STREAM_OPTIONS, " in stream_options")
+    flags = {key: optional_flag(options, key, prefix="stream_options.") for key in _STREAM_OPTIONS}
+    return is_streamed, flags["include_usage"]

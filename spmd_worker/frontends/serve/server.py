@@ -84,7 +84,7 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
     # Without its server the engine would wait for ever.
     has_ended = partial(exchange.end, "the server's thread has ended")
-    server = HttpServer(app.asgi, listener.bound, exchange.most_sequences, config.serve.reader_timeout_s, has_ended)
+    server = HttpServer(app.asgi, listener.bound, exchange.max_sequences, config.serve.reader_timeout_s, has_ended)
     # The watchdog ends this process if the main thread waits for a rank that is gone.
     watchdog.before_exit = partial(_end_clients, exchange)
     server.start()

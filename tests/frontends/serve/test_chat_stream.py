@@ -21,13 +21,14 @@ from tokenizer_folders import write_byte_level
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.openai_stream import AnswerName, ChunkWriter, answer_body
+from spmd_worker.frontends.openai.openai_stream import AnswerName, ChunkWriter, response_body
 from spmd_worker.frontends.openai.row import EncodedRow
-from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
+from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -36,19 +37,19 @@ NAME = AnswerName("r", 0, "m")
 EOS = 1
 
 
-def served_row(tokenizer: Tokenizer, **body: Any) -> ServedRow:
+def served_row(tokenizer: Tokenizer, **body: Any) -> EncodedRow:
     chat_format = chat_format_of("auto", "auto", tokenizer.chat_template_source)
     grammars = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
     limits = RequestLimits(tokenizer.vocab_size, 4096, has_tokenizer=True, grammars=grammars)
     reader = RequestReader(SamplingParams(max_tokens=200), RowLimits(), limits, tokenizer, chat_format)
-    served = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None)
-    assert isinstance(served, ServedRow), served
-    return served
+    (row,) = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None).rows
+    assert isinstance(row, EncodedRow), row
+    return row
 
 
-def outputs_of(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> Iterator[RequestOutput]:
+def outputs_of(tokenizer: Tokenizer, served: EncodedRow, *texts: str) -> Iterator[RequestOutput]:
     """As an engine gives them, token by token: all of every text so far. The first texts end first."""
-    prompt = list(served.row.prompt_token_ids)
+    prompt = list(served.prompt_token_ids)
     samples = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
     decoders = [IncrementalDecoder(tokenizer, prompt) for _ in texts]
     completions = [CompletionOutput(index, "", []) for index in range(len(texts))]
@@ -61,27 +62,27 @@ def outputs_of(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> Iterator
                 text = completions[index].text + decoders[index].append([given[-1]])
             completions[index] = CompletionOutput(index, text, given, finish_reason="stop" if is_end else None)
         is_whole = all(each.finished() for each in completions)
-        yield RequestOutput("0", served.row.prompt, prompt, list(completions), finished=is_whole)
+        yield RequestOutput("0", served.prompt, prompt, list(completions), finished=is_whole)
 
 
-def streamed_and_whole(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> tuple[list[JSON], JSON]:
+def streamed_and_whole(tokenizer: Tokenizer, served: EncodedRow, *texts: str) -> tuple[list[JSON], JSON]:
     outputs = list(outputs_of(tokenizer, served, *texts))
-    writer = ChunkWriter(served.row, NAME, False)
+    writer = ChunkWriter(served, NAME, False)
     chunks = [chunk for output in outputs for chunk in writer.chunks(output)]
     for chunk in chunks:
         CHUNK.validate_python(chunk, strict=True)
-    return chunks, answer_body(served.row, outputs[-1], NAME)
+    return chunks, response_body([served], [outputs[-1]], NAME)
 
 
 def test_requests_own_grammar_begins_behind_the_reasoning(tmp_path: Path):
     for name, is_behind in (("hermes", False), ("hermes with reasoning", True), ("harmony", True)):
         tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path / name, name))
-        form = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}).row.sampling.structured_outputs
+        form = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}).sampling.structured_outputs
         assert form is not None
         assert (form.choice, form.around is not None) == (("yes", "no"), is_behind)
         # Tools that may be called change nothing of it.
         tools = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}, tools=TOOLS)
-        assert tools.row.sampling.structured_outputs == form
+        assert tools.sampling.structured_outputs == form
 
 
 @pytest.mark.finding(number="A1")
@@ -89,7 +90,7 @@ def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path):
     tokenizer = Tokenizer.open(write_byte_level(tmp_path, chat_template=WALKING["SmolVLM"]))
     for text in ("hi", "long " * 90):
         for content in (text, [{"type": "text", "text": text}]):
-            row = served_row(tokenizer, messages=[{"role": "user", "content": content}]).row
+            row = served_row(tokenizer, messages=[{"role": "user", "content": content}])
             assert isinstance(row, EncodedRow), row
             assert row.prompt == f"<|im_start|>User: {text}<end_of_utterance>\nAssistant:"
 
@@ -137,7 +138,7 @@ def test_chunks_of_calls_have_all_ids(tmp_path: Path):
         (choice,) = chunk["choices"]
         shown[choice["index"]] += choice["token_ids"]
         if "prompt_token_ids" in chunk:
-            assert chunk["prompt_token_ids"] == whole["prompt_token_ids"] == list(served.row.prompt_token_ids)
+            assert chunk["prompt_token_ids"] == whole["prompt_token_ids"] == list(served.prompt_token_ids)
             prompts.append(choice["index"])
     assert sorted(prompts) == [0, 1]
     assert [shown[index] for index in (0, 1)] == [choice["token_ids"] for choice in whole["choices"]]
@@ -206,15 +207,15 @@ def test_marked_text_contains_special_tokens_in_order(tmp_path: Path):
     """A stream reads each token once."""
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "mistral with names"))
     served = served_row(tokenizer, tools=TOOLS)
-    assert served.row.reader is not None
+    assert served.reader is not None
     text = CHAT_MODELS["mistral with names"].call
-    marked = served.row.reader.marked_text(served.row.prompt_token_ids, served.row.sampling)
+    marked = served.reader.marked_text(served.prompt_token_ids, served.sampling)
     outputs = list(outputs_of(tokenizer, served, text))
     assert "".join([marked.read(output.outputs[0]) for output in outputs]) == text
     # A stop string holds the end of the text back.
-    sampling = replace(served.row.sampling, stop=("}",))
+    sampling = replace(served.sampling, stop=("}",))
     for shown, expected in (("so", "[THINK]so[/THINK][TOOL_CALLS]"), ("s", "[THINK]s"), ("soad", text[:31])):
-        fresh = served.row.reader.marked_text(served.row.prompt_token_ids, sampling)
+        fresh = served.reader.marked_text(served.prompt_token_ids, sampling)
         cut = replace(outputs[-1].outputs[0], text=shown)
         assert fresh.read(cut) == expected
 
@@ -222,8 +223,8 @@ def test_marked_text_contains_special_tokens_in_order(tmp_path: Path):
 def test_marker_from_other_tokens_is_plain_text(tmp_path: Path):
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "mistral with names"))
     served = served_row(tokenizer, tools=TOOLS)
-    assert served.row.reader is not None
-    sampling = replace(served.row.sampling, stop=("zz",))
+    assert served.reader is not None
+    sampling = replace(served.sampling, stop=("zz",))
     token_id = tokenizer.special_ids(["[THINK]"])["[THINK]"]
     spelled = [*tokenizer.encode("[THI", False), *tokenizer.encode("NK]", False)]
     assert token_id not in spelled
@@ -231,10 +232,10 @@ def test_marker_from_other_tokens_is_plain_text(tmp_path: Path):
     for opening, shown in ((spelled, "[THINK]so "), ([token_id], "so "), ([token_id, *spelled], "[THINK]so ")):
         whole = CompletionOutput(0, shown, [*opening, *end], finish_reason="stop", stop_reason="zz")
         assert tokenizer.decode(whole.token_ids).startswith(shown)
-        marked = served.row.reader.marked_text(served.row.prompt_token_ids, sampling)
+        marked = served.reader.marked_text(served.prompt_token_ids, sampling)
         assert marked.read(whole) == "[THINK]" * (token_id in opening) + shown
         # The same of a stream.
-        marked, given = served.row.reader.marked_text(served.row.prompt_token_ids, sampling), ""
+        marked, given = served.reader.marked_text(served.prompt_token_ids, sampling), ""
         for num_tokens in range(1, len(whole.token_ids)):
             text = tokenizer.decode(whole.token_ids[:num_tokens])[: len(shown)]
             given += marked.read(CompletionOutput(0, text, whole.token_ids[:num_tokens]))

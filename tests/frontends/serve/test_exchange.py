@@ -20,7 +20,7 @@ def test_readers_in_several_loops_are_all_woken():
         exchange.submit(request)
         thread.start()
     asked = [asyncio.run_coroutine_threadsafe(exchange.newest(each), each.loop) for each in requests]
-    wait_until(lambda: all(request.news._waiters for request in requests))
+    wait_until(lambda: all(request.has_output._waiters for request in requests))
     outputs = [RequestOutput(str(number), None, [], finished=True) for number in range(2)]
     exchange.give(list(zip(requests, outputs, strict=True)))
     assert [answer.result(LIMIT_S) for answer in asked] == outputs

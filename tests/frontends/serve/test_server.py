@@ -281,7 +281,7 @@ def test_excess_test_detects_server_queueing_more(
     control,
 ):
     """Negative control."""
-    monkeypatch.setattr(server.exchange, "most_sequences", 17)
+    monkeypatch.setattr(server.exchange, "max_sequences", 17)
     with control("200 == 429"):
         test_excess_waiting_requests_get_429(client, server)
 
@@ -299,7 +299,7 @@ def test_excess_test_detects_rejected_request_keeping_its_slot(
     def reserve_all_the_same(exchange: RequestExchange, num_sequences: int = 1) -> None:
         try:
             reserve(exchange, num_sequences)
-        except app.NoPlaceError:
+        except app.NoCapacityError:
             exchange.num_sequences += num_sequences
             raise
 

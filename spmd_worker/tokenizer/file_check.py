@@ -11,11 +11,14 @@ import base64
 import binascii
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any, Final
 
 from spmd_worker.base import files
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.patterns import is_linear
 
@@ -25,7 +28,7 @@ _MAX_ITEMS: Final = 16_000_000
 """Maximum of the file: parsing takes some hundred bytes each. Merges of 500,000 tokens are 500,000 arrays."""
 _MAX_ID: Final = 1 << 22
 _MAX_TOKEN_CHARACTERS: Final = 8192
-"""The most by which one token lets an answer grow. Models have tokens of a few hundred spaces."""
+"""Maximum text that one token adds to an answer. Models have tokens of a few hundred spaces."""
 _MAX_UNIGRAM_CHARACTERS: Final = 256
 """Encoding examines up to this many characters from each."""
 _MAX_WORD_CHARACTERS: Final = 1000
@@ -35,18 +38,18 @@ _MAX_GROWTH: Final = 64
 _MAX_TEMPLATE: Final = 64
 """Maximum special tokens of a post-processor, and ids of one of them."""
 _MAX_SHOWN: Final = 60
-WAY_OUT: Final = "take the file that the model was published with, or move it away and give prompt_token_ids"
+WAY_OUT: Final = "use the file that the model was published with, or remove it and give prompt_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerForm:
+class CheckedFile:
     """A checked file, and whether all of it may run in this process."""
 
     values: Mapping[str, Any]
     is_known: bool
 
 
-def checked_form(name: str, content: bytes) -> TokenizerForm:
+def check_file(name: str, content: bytes) -> CheckedFile:
     """Check the file `name`. Raises TokenizerError: key, value, rule, way out."""
     if content.count(b"[") + content.count(b"{") > _MAX_ARRAYS or content.count(b",") > _MAX_ITEMS:
         raise TokenizerError(f"{name} has more than {_MAX_ARRAYS} arrays or {_MAX_ITEMS} items: {WAY_OUT}")
@@ -55,8 +58,8 @@ def checked_form(name: str, content: bytes) -> TokenizerForm:
     except files.JsonError as error:
         raise TokenizerError(f"{name} {error}: {WAY_OUT}") from None
     try:
-        return TokenizerForm(values, _check(values))
-    except _FormError as error:
+        return CheckedFile(values, _check(values))
+    except _InvalidError as error:
         raise TokenizerError(f"{name}: {error}: {WAY_OUT}") from None
 
 
@@ -69,30 +72,35 @@ def check_token(name: str, key: str, content: str) -> None:
         )
 
 
-class _FormError(ValueError):
+class _InvalidError(ValueError):
     """Key, value and rule."""
 
 
 def _check(values: Mapping[str, Any]) -> bool:
     model = _object("model", values.get("model"))
     _check_model(model)
-    _check_added(values.get("added_tokens"))
-    for key in ("post_processor", "decoder"):
-        for step in _steps(key, values.get(key)):
-            (_check_processor if key == "post_processor" else _check_decoder)(key, step)
+    for index, token in enumerate(_list("added_tokens", values.get("added_tokens"))):
+        key = f"added_tokens[{index}]"
+        token = _object(key, token)
+        _check_id(f"{key}.id", token.get("id"))
+        _check_token(f"{key}.content", token.get("content"))
+    for step in _steps("post_processor", values.get("post_processor")):
+        _check_processor("post_processor", step)
+    for step in _steps("decoder", values.get("decoder")):
+        _check_decoder("decoder", step)
     are_known = [_is_known(key, _steps(key, values.get(key))) for key in ("normalizer", "pre_tokenizer")]
     return _has_known_model(model) and all(are_known)
 
 
 def _object(key: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise _FormError(f"{key}={_short(value)} must be an object")
+        raise _InvalidError(f"{key}={_short(value)} must be an object")
     return value
 
 
 def _list(key: str, value: Any) -> list[Any]:
     if value is not None and not isinstance(value, list):
-        raise _FormError(f"{key}={_short(value)} must be an array")
+        raise _InvalidError(f"{key}={_short(value)} must be an array")
     return value or []
 
 
@@ -106,7 +114,7 @@ def _steps(key: str, value: Any) -> list[Mapping[str, Any]]:
         return [value]
     steps = [step for part in _list(f"{key}.{nested}", value[nested]) for step in _steps(key, part)]
     if len(steps) > _MAX_STEPS:
-        raise _FormError(f"{key} has {len(steps)} steps, more than {_MAX_STEPS}")
+        raise _InvalidError(f"{key} has {len(steps)} steps, more than {_MAX_STEPS}")
     return steps
 
 
@@ -116,67 +124,58 @@ def _steps(key: str, value: Any) -> list[Mapping[str, Any]]:
 def _check_model(model: Mapping[str, Any]) -> None:
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        tokens = list(vocabulary)
-        _check_ids("model.vocab", list(vocabulary.values()))
+        tokens: Iterable[Any] = vocabulary
+        _check_ids(list(vocabulary.values()))
     else:
         entries = _list("model.vocab", vocabulary)
         for index, entry in enumerate(entries):
-            if not isinstance(entry, list) or len(entry) != 2 or not _is_score(entry[1]):
-                raise _FormError(f"model.vocab[{index}]={_short(entry)} must be a token and its score")
+            if not isinstance(entry, list) or len(entry) != 2 or not _is_number(entry[1]):
+                raise _InvalidError(f"model.vocab[{index}]={_short(entry)} must be a token and its score")
         tokens = [entry[0] for entry in entries]
         unknown = model.get("unk_id")
         if unknown is not None and not (_is_id(unknown) and unknown < len(entries)):
-            raise _FormError(f"model.unk_id={_short(unknown)} must be the index of one of {len(entries)} tokens")
-    if not _are_tokens(tokens):
-        token = next(each for each in tokens if not _are_tokens([each]))
-        raise _FormError(f"model.vocab: {_short(token)} must be a text of at most {_MAX_TOKEN_CHARACTERS}")
+            raise _InvalidError(f"model.unk_id={_short(unknown)} must be the index of one of {len(entries)} tokens")
+    for token in tokens:
+        _check_token("model.vocab: token", token)
     _check_prefix(model)
 
 
-def _are_tokens(tokens: Sequence[Any]) -> bool:
-    # Without a loop in Python: a vocabulary may have 250,000 tokens, and a start reads it.
-    return set(map(type, tokens)) <= {str} and max(map(len, tokens), default=0) <= _MAX_TOKEN_CHARACTERS
-
-
-def _check_ids(key: str, ids: list[Any]) -> None:
-    if not set(map(type, ids)) <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) < _MAX_ID:
-        wrong = next(each for each in ids if not _is_id(each))
-        raise _FormError(f"{key}: the id {_short(wrong)} must be a whole number from 0 to {_MAX_ID - 1}")
+def _check_ids(ids: list[Any]) -> None:
+    for each in filterfalse(_is_id, ids):
+        _check_id("model.vocab: id", each)
     if len(set(ids)) < len(ids):
-        counts: dict[int, int] = {}
-        for each in ids:
-            counts[each] = counts.get(each, 0) + 1
-        twice = next(each for each, count in counts.items() if count > 1)
-        raise _FormError(f"{key}: the id {twice} is of {counts[twice]} tokens and must be of one")
+        ((duplicate, number),) = Counter(ids).most_common(1)
+        raise _InvalidError(f"model.vocab: the id {duplicate} belongs to {number} tokens and must belong to one")
 
 
 def _check_prefix(model: Mapping[str, Any]) -> None:
-    """Check merges: the library cuts the prefix off the second part of each without looking."""
+    """Check merges: the library cuts the prefix off the second part of each without a check."""
     prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
     if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
         return
     for index, merge in enumerate(merges):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2 or not str(parts[1]).startswith(prefix):
-            raise _FormError(f"model.merges[{index}]={_short(merge)} must continue with {_short(prefix)}")
+            raise _InvalidError(
+                f"model.merges[{index}]={_short(merge)} must have a second part that begins with {_short(prefix)}"
+            )
 
 
-def _check_added(tokens: Any) -> None:
-    for index, token in enumerate(_list("added_tokens", tokens)):
-        key = f"added_tokens[{index}]"
-        token = _object(key, token)
-        content = token.get("content")
-        if not _is_id(token.get("id")):
-            raise _FormError(f"{key}.id={_short(token.get('id'))} must be a whole number from 0 to {_MAX_ID - 1}")
-        if not isinstance(content, str) or len(content) > _MAX_TOKEN_CHARACTERS:
-            raise _FormError(f"{key}.content={_short(content)} must be a text of at most {_MAX_TOKEN_CHARACTERS}")
+def _check_token(key: str, value: Any) -> None:
+    if not isinstance(value, str) or len(value) > _MAX_TOKEN_CHARACTERS:
+        raise _InvalidError(f"{key}={_short(value)} must be a string of at most {_MAX_TOKEN_CHARACTERS} characters")
+
+
+def _check_id(key: str, value: Any) -> None:
+    if not _is_id(value):
+        raise _InvalidError(f"{key}={_short(value)} must be an integer from 0 to {_MAX_ID - 1}")
 
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_ID
 
 
-def _is_score(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -195,20 +194,20 @@ def _check_processor(key: str, step: Mapping[str, Any]) -> None:
     if step.get("type") in ("BertProcessing", "ByteLevel", "RobertaProcessing"):
         return
     if step.get("type") != "TemplateProcessing":
-        raise _FormError(f"{key}.type={_short(step.get('type'))} is not known here")
+        raise _InvalidError(f"{key}.type={_short(step.get('type'))} is not supported")
     single, pair = _list(f"{key}.single", step.get("single")), _list(f"{key}.pair", step.get("pair"))
     texts = [[name for kind, name in _names(key, parts) if kind != "SpecialToken"] for parts in (single, pair)]
     if texts[0] != ["A"]:
-        raise _FormError(f"{key}.single={_short(single)} must have the text once, as A")
+        raise _InvalidError(f"{key}.single={_short(single)} must contain sequence A once")
     if texts[1] not in (["A", "B"], ["B", "A"], ["A"], []):
-        raise _FormError(f"{key}.pair={_short(pair)} must have both texts once")
+        raise _InvalidError(f"{key}.pair={_short(pair)} must contain sequences A and B once each")
     special = _object(f"{key}.special_tokens", step.get("special_tokens") or {})
     num_ids = [len(_list(key, _object(key, each).get("ids"))) for each in special.values()]
     if max(len(single), len(pair), *num_ids, 0) > _MAX_TEMPLATE:
-        raise _FormError(f"{key} has more than {_MAX_TEMPLATE} special tokens")
+        raise _InvalidError(f"{key} has more than {_MAX_TEMPLATE} special tokens")
     for kind, name in _names(key, [*single, *pair]):
         if kind == "SpecialToken" and (not isinstance(name, str) or name not in special):
-            raise _FormError(f"{key}: the special token {_short(name)} must be one of special_tokens")
+            raise _InvalidError(f"{key}: the special token {_short(name)} must be one of special_tokens")
 
 
 def _names(key: str, parts: list[Any]) -> list[tuple[str, Any]]:
@@ -223,15 +222,17 @@ def _check_decoder(key: str, step: Mapping[str, Any]) -> None:
     if kind == "Strip":
         # The library panics on a token with fewer characters to strip at the end.
         if step.get("stop") != 0 or not _is_id(step.get("start")):
-            raise _FormError(f"{key}.stop={_short(step.get('stop'))} of Strip must be 0, and start a whole number")
+            raise _InvalidError(f"{key}.stop={_short(step.get('stop'))} of Strip must be 0, and start an integer")
         return
     if kind != "Replace":
-        raise _FormError(f"{key}.type={_short(kind)} is not known here")
+        raise _InvalidError(f"{key}.type={_short(kind)} is not supported")
     pattern, content = _short(step.get("pattern")), _short(step.get("content"))
     if _growth(step) > 1:
-        raise _FormError(f"{key}: Replace of {pattern} by {content} must not let text grow")
+        raise _InvalidError(f"{key}: Replace of {pattern} by {content} must not make text longer")
     if not _is_known_pattern(step.get("pattern")):
-        raise _FormError(f"{key}: Replace of {pattern} must be of a text or an expression of linear time")
+        raise _InvalidError(
+            f"{key}: Replace of {pattern} must have a string or a linear-time regular expression as pattern"
+        )
 
 
 # Normalizers and pre-tokenizers: run in a process with limits if unknown.
@@ -242,35 +243,29 @@ def _is_known(key: str, steps: list[Mapping[str, Any]]) -> bool:
         if step.get("type") == "Precompiled":
             _check_charsmap(f"{key}.precompiled_charsmap", step.get("precompiled_charsmap"))
         if isinstance(pattern := step.get("pattern"), dict) and "" in pattern.values():
-            raise _FormError(f"{key}: {step.get('type')} must have a pattern that is not empty")
+            raise _InvalidError(f"{key}: {step.get('type')} must have a non-empty pattern")
     growth = math.prod(map(_growth, steps))
     if growth > _MAX_GROWTH:
-        raise _FormError(f"{key} makes up to {_short(growth)} characters of one and must make {_MAX_GROWTH} at most")
-    return all(map(_is_known_normalizer if key == "normalizer" else _is_known_pre_tokenizer, steps))
+        raise _InvalidError(f"{key} makes up to {_short(growth)} characters from one, more than {_MAX_GROWTH}")
+    return all(
+        _is_known_pattern(step.get("pattern"))
+        if step.get("type") == _WITH_PATTERN[key]
+        else step.get("type") in _KNOWN[key]
+        for step in steps
+    )
 
 
-def _is_known_normalizer(step: Mapping[str, Any]) -> bool:
-    kind = step.get("type")
-    if kind == "Replace":
-        return _is_known_pattern(step.get("pattern"))
-    return kind in _NORMALIZERS
-
-
-_NORMALIZERS: Final = (
-    *("BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend"),
-    *("Strip", "StripAccents"),
-)
-
-
-def _is_known_pre_tokenizer(step: Mapping[str, Any]) -> bool:
-    kind = step.get("type")
-    return _is_known_pattern(step.get("pattern")) if kind == "Split" else kind in _PRE_TOKENIZERS
-
-
-_PRE_TOKENIZERS: Final = (
-    *("BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation", "UnicodeScripts"),
-    *("Whitespace", "WhitespaceSplit"),
-)
+_KNOWN: Final[Mapping[str, tuple[str, ...]]] = {
+    "normalizer": (
+        *("BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend"),
+        *("Strip", "StripAccents"),
+    ),
+    "pre_tokenizer": (
+        *("BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation"),
+        *("UnicodeScripts", "Whitespace", "WhitespaceSplit"),
+    ),
+}
+_WITH_PATTERN: Final = {"normalizer": "Replace", "pre_tokenizer": "Split"}
 
 
 def _is_known_pattern(pattern: Any) -> bool:
@@ -301,30 +296,30 @@ def _check_charsmap(key: str, value: Any) -> None:
         units = struct.unpack_from(f"<{size // 4}I", content, 4)
         texts = content[4 + size :]
         texts.decode("utf-8")
-        is_whole = size % 4 == 0 and bool(units) and _is_whole(units, texts)
+        is_valid = size % 4 == 0 and bool(units) and _is_double_array(units, texts)
     except (binascii.Error, struct.error, ValueError):
-        is_whole = False
-    if not is_whole:
-        raise _FormError(f"{key}={_short(value)} is damaged")
+        is_valid = False
+    if not is_valid:
+        raise _InvalidError(f"{key}={_short(value)} is not a valid character map")
 
 
-def _is_whole(units: tuple[int, ...], texts: bytes) -> bool:
+def _is_double_array(units: tuple[int, ...], texts: bytes) -> bool:
     """Whether each walk from the root stays in the array, and each leaf points to the beginning of a character."""
     children: dict[int, list[int]] = {}
-    for place, unit in enumerate(units):
+    for index, unit in enumerate(units):
         if unit & 0xFF and not unit >> 31:
-            children.setdefault(place ^ (unit & 0xFF), []).append(place)
+            children.setdefault(index ^ (unit & 0xFF), []).append(index)
     reached, waiting = bytearray(len(units)), [_offset(units[0])]
     while waiting:
         base = waiting.pop()
         if base | 0xFF >= len(units):
             return False
-        for place in children.get(base, ()):
-            unit = units[place]
-            if reached[place]:
+        for index in children.get(base, ()):
+            unit = units[index]
+            if reached[index]:
                 continue
-            reached[place] = 1
-            below = place ^ _offset(unit)
+            reached[index] = 1
+            below = index ^ _offset(unit)
             if below >= len(units):
                 return False
             if unit >> 8 & 1:
@@ -340,5 +335,4 @@ def _offset(unit: int) -> int:
 
 
 def _short(value: Any) -> str:
-    text = repr(value[:_MAX_SHOWN] if isinstance(value, str | list) else value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return shown(value[:_MAX_SHOWN] if isinstance(value, str | list) else value, _MAX_SHOWN)

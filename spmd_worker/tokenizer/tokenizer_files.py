@@ -1,0 +1,230 @@
+"""Reads the tokenizer files of a model folder."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+
+from spmd_worker.base import files
+from spmd_worker.base.errors import TokenizerError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.tokenizer.bert_normalizer import BERT_NORMALIZER, bert_normalizer
+from spmd_worker.tokenizer.chat_templates import DEFAULT, ChatTemplates, named_templates
+from spmd_worker.tokenizer.conversion import converted
+from spmd_worker.tokenizer.encoder import Encoder, opened
+from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
+from spmd_worker.tokenizer.file_check import WAY_OUT, CheckedFile, check_file, check_token
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+_CONFIG_FILE: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+_MODEL_FILE: Final = "config.json"
+_TEMPLATE_FILE: Final = "chat_template.jinja"
+_OLD_TEMPLATE_FILE: Final = "chat_template.json"
+_MORE_TEMPLATES: Final = "additional_chat_templates"
+_TEMPLATE_SUFFIX: Final = ".jinja"
+_FILES: Final = (TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
+
+_MAX_BYTES: Final = 256 * 1024 * 1024
+"""Maximum size of tokenizer.json: vocabularies of a million tokens take 64 MiB."""
+_MAX_ID_DIGITS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Checked contents of a folder's files. `backend` has the vocabulary and the decoder; `fingerprint` is a digest."""
+
+    backend: tokenizers.Tokenizer
+    encoder: Encoder | IsolatedEncoder
+    special_tokens: Mapping[str, str]
+    chat_templates: ChatTemplates
+    fingerprint: str
+    truncation_side: str
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read and check the files. Raises TokenizerError naming the file and the fault."""
+    contents = {name: _read(folder / name) for name in (*_FILES, *_more_templates(folder))}
+    if contents[TOKENIZER_FILE] is None:
+        contents[TOKENIZER_FILE] = converted(folder)
+    content, path = contents[TOKENIZER_FILE], folder / TOKENIZER_FILE
+    if content is None:
+        raise TokenizerError(
+            f"{folder} has no {TOKENIZER_FILE}: text prompts need one (convert other formats with transformers' "
+            f"save_pretrained); rows with prompt_token_ids work without"
+        )
+    config = _json_object(folder / _SPECIAL_TOKENS_FILE, contents[_SPECIAL_TOKENS_FILE])
+    config |= _json_object(folder / _CONFIG_FILE, contents[_CONFIG_FILE])
+    special_tokens = _named_tokens(config)
+    checked = check_file(str(path), content)
+    text = content.decode("utf-8")
+    normalizer = _class_normalizer(folder, checked, config)
+    if normalizer is not None:
+        checked = replace(checked, values={**checked.values, "normalizer": normalizer})
+        text = json.dumps(checked.values)
+    added = _added_tokens(checked.values, config, special_tokens, folder / _CONFIG_FILE)
+    backend, encoder = _open_library(path, text, checked, added)
+    templates = ChatTemplates(_chat_template_sources(folder, contents, config), special_tokens)
+    side = config.get("truncation_side", "right")
+    if side not in ("left", "right"):
+        raise TokenizerError(f"{folder / _CONFIG_FILE}: truncation_side={side!r} must be left or right")
+    digest = blake2b(digest_size=16)
+    for name, each in contents.items():
+        digest.update(f"{name}:{each is not None}:{len(each or b'')}\n".encode())
+        digest.update(each or b"")
+    return TokenizerFiles(backend, encoder, special_tokens, templates, digest.hexdigest(), side)
+
+
+def _read(path: Path) -> bytes | None:
+    """Contents of a file; None if it does not exist."""
+    try:
+        most = _MAX_BYTES if path.name == TOKENIZER_FILE else files.CONFIG_BYTES
+        return files.read_regular_file(path, most) if path.is_file() else None
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def _class_normalizer(folder: Path, checked: CheckedFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The normalizer with which transformers replaces that of tokenizer.json, if it differs; else None."""
+    own = checked.values.get("normalizer")
+    if not isinstance(own, dict) or own.get("type") != BERT_NORMALIZER:
+        return None
+    model = _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE))
+    try:
+        normalizer = bert_normalizer(config, model)
+    except ValueError as error:
+        raise TokenizerError(f"{folder / _CONFIG_FILE}: {error}") from None
+    changed = [] if normalizer is None else [key for key in normalizer if own.get(key) != normalizer[key]]
+    if normalizer is None or not changed:
+        return None
+    logger.warning(
+        "%s: the tokenizer's class and %s override the normalizer's %s, as in transformers",
+        folder / TOKENIZER_FILE,
+        _CONFIG_FILE,
+        ", ".join(f"{key}={json.dumps(normalizer[key])}" for key in changed),
+        extra=SAME_ON_EVERY_RANK,
+    )
+    return normalizer
+
+
+def _open_library(
+    path: Path, text: str, checked: CheckedFile, added: Sequence[Mapping[str, Any]]
+) -> tuple[tokenizers.Tokenizer, Encoder | IsolatedEncoder]:
+    """The vocabulary and decoder, in this process, and the encoder. Raises TokenizerError."""
+    try:
+        if checked.is_known:
+            backend = opened(text, added)
+            encoder: Encoder | IsolatedEncoder = Encoder(backend)
+        else:
+            backend = opened(json.dumps({**checked.values, "normalizer": None, "pre_tokenizer": None}), added)
+            encoder = IsolatedEncoder(text, added)
+            encoder.check()
+            message = "%s has a step that may take more than linear time: texts are encoded in a process with limits"
+            logger.warning(message, path, extra=SAME_ON_EVERY_RANK)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}: {WAY_OUT}") from None
+    if dropout := checked.values["model"].get("dropout"):
+        logger.warning("%s: model.dropout=%s is for training: off here", path, dropout, extra=SAME_ON_EVERY_RANK)
+    return backend, encoder
+
+
+def _json_object(path: Path, content: bytes | None) -> dict[str, Any]:
+    """The object in a file; {} if it does not exist."""
+    if content is None:
+        return {}
+    try:
+        return files.parse_json_object(content, allows_nan=True)
+    except files.JsonError as error:
+        raise TokenizerError(f"{path} {error}") from None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, `unk_token`, ... -> text. A token is written as its text or as {"content": text}."""
+    named = {name: _token_content(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _token_content(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) and content else None
+
+
+def _added_tokens(
+    values: Mapping[str, Any], config: Mapping[str, Any], named: Mapping[str, str], path: Path
+) -> list[dict[str, Any]]:
+    """Tokens that the configuration, `path`, names and tokenizer.json does not, which are added as transformers adds
+    them: the arguments of `AddedToken`. Raises TokenizerError.
+    """
+    tokens: dict[str, dict[str, Any]] = {}
+    for token in _listed_tokens(config):
+        tokens.setdefault(token["content"], token)
+    key = "additional_special_tokens" if config.get("additional_special_tokens") else "extra_special_tokens"
+    extra = config.get(key) or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra
+    if not isinstance(extra, list):
+        # A string is a sequence too: each of its letters would be a token.
+        raise TokenizerError(f"{path}: {key}={str(extra)[:80]!r} must be a list of tokens, or an object of them")
+    for content in (*named.values(), *(_token_content(value) for value in extra)):
+        if content is not None:
+            tokens.setdefault(content, {"content": content, "special": True, "normalized": False})
+    for content in tokens:
+        check_token(str(path), "a token", content)
+    known = {token["content"] for token in values.get("added_tokens") or []}
+    return [token for content, token in tokens.items() if content not in known]
+
+
+def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Tokens of `added_tokens_decoder`, in order of their ids."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return
+    for key in sorted(listed, key=lambda key: int(key) if key.isdecimal() and len(key) <= _MAX_ID_DIGITS else 0):
+        value = listed[key]
+        content = _token_content(value)
+        if content is not None and isinstance(value, dict):
+            flags = {name: value.get(name, False) is True for name in ("lstrip", "rstrip", "single_word", "special")}
+            normalized = value.get("normalized", not flags["special"]) is True
+            yield {"content": content, "normalized": normalized, **flags}
+
+
+def _more_templates(folder: Path) -> list[str]:
+    """File names of additional templates."""
+    try:
+        paths = sorted((folder / _MORE_TEMPLATES).glob(f"*{_TEMPLATE_SUFFIX}"))
+    except OSError as error:
+        raise TokenizerError(f"{folder / _MORE_TEMPLATES} cannot be read: {error}") from None
+    for path in paths:
+        try:
+            path.name.encode("utf-8")
+        except UnicodeEncodeError:
+            raise TokenizerError(f"{str(path)!a}: the name of a template must be UTF-8: rename the file") from None
+    return [f"{_MORE_TEMPLATES}/{path.name}" for path in paths]
+
+
+def _chat_template_sources(
+    folder: Path, contents: Mapping[str, bytes | None], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Name -> text. Separate files take precedence over the configuration, as in transformers."""
+    sources = {}
+    for name, content in contents.items():
+        if name.endswith(_TEMPLATE_SUFFIX) and content is not None:
+            key = DEFAULT if name == _TEMPLATE_FILE else Path(name).name.removesuffix(_TEMPLATE_SUFFIX)
+            try:
+                # With the line ends of reading as text.
+                sources[key] = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+            except UnicodeDecodeError as error:
+                raise TokenizerError(f"{folder / name} cannot be read: {error}") from None
+    if sources:
+        return sources
+    old = _json_object(folder / _OLD_TEMPLATE_FILE, contents[_OLD_TEMPLATE_FILE])
+    return named_templates(folder / _OLD_TEMPLATE_FILE, old.get("chat_template")) or named_templates(
+        folder / _CONFIG_FILE, config.get("chat_template")
+    )
