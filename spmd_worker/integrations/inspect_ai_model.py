@@ -41,13 +41,14 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.openai.row import EncodedRow, RowError
+from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, content_name
 from spmd_worker.llm import LLM
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.outputs import Logprob as TokenLogprob
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +113,15 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
             self._asked[name] += 1
             self._num_asked += 1
             number, custom_id = self._num_asked, f"{name}:{self._asked[name]}"
-        row = self._reader.read(number, _URL, json.dumps(body).encode(), custom_id)
-        if isinstance(row, RowError):
-            if row.code == "prompt_too_long":
-                choice = ChatCompletionChoice(message=_message("", self.model_name), stop_reason="model_length")
-                return ModelOutput(model=self.model_name, choices=[choice], error=row.message)
-            raise ValueError(row.message)
-        assert isinstance(row.row, EncodedRow), "a chat is not pooled"
-        output = await self._answer(row.row)
+        try:
+            (row,) = self._reader.read(number, _URL, json.dumps(body).encode(), custom_id).rows
+        except InvalidRequestError as error:
+            if error.code != "prompt_too_long":
+                raise
+            choice = ChatCompletionChoice(message=_message("", self.model_name), stop_reason="model_length")
+            return ModelOutput(model=self.model_name, choices=[choice], error=str(error))
+        assert isinstance(row, EncodedRow), "a chat is not pooled"
+        output = await self._answer(row)
         if output.error is not None:
             raise RuntimeError(output.error)
         return self._model_output(output)
