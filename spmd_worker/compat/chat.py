@@ -19,7 +19,7 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.content_format import FORMATS
-from spmd_worker.tokenizer.messages import MessageProblem, checked_content, with_parsed_arguments
+from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> Stru
     if request is None:
         return None
     check_takes_tools(request, chat_format)
-    return AnswerGrammar(chat_format, tokenizer.marker_id).form(request, prompt)
+    return AnswerGrammar(chat_format, tokenizer.marker_id).compile(request, prompt)
 
 
 def answer_messages(
@@ -152,9 +152,7 @@ def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
 def _prepared(index: int, message: Any, options: ChatOptions) -> dict[str, Any]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise MessageProblem(
-            "invalid_value", f"{name} is a {type(message).__name__}: give a dict with role and content"
-        )
+        raise InvalidRequestError(f"{name} is a {type(message).__name__}: give a dict with role and content")
     made = with_parsed_arguments(name, message)
     if made.get("content") is not None and not options.keeps_contents:
         made["content"] = checked_content(f"{name}.content", made["content"])

@@ -15,8 +15,9 @@ from spmd_worker.replica.sequence.outputs import (
     TokenLogprobs,
 )
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.token_texts import TokenTexts
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 def request_output(
@@ -151,7 +152,7 @@ def logprobs_with_text(
     positions = [each for each in entries if each is not None]
     if texts is None:
         return positions
-    spelled = texts.spell([list(each) for each in positions], is_last=is_last)
+    spelled = texts.decode([list(each) for each in positions], is_last=is_last)
     return [
         {
             token_id: Logprob(entry.logprob, entry.rank, token_text.text, tuple(token_text.own_bytes))

@@ -10,8 +10,9 @@ from spmd_worker.engine.outputs import completion_output, logprobs_with_text, to
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.token_texts import TokenTexts
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.sequence.sequence import Sequence
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 class CacheSizes(NamedTuple):

@@ -141,7 +141,7 @@ def test_tools_are_error_row_when_template_ignores_them(tmp_path: Path):
     assert row.message.startswith("tools: grammar has ")
     row = chat.row(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
     assert isinstance(row, RowError)
-    assert row.message.startswith("structured_outputs and response_format both say")
+    assert row.message.startswith("structured_outputs and response_format both")
 
 
 @pytest.mark.finding(number="A1")

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd_worker.frontends.batch.output_file import parquet_row
-from spmd_worker.frontends.openai.decimals import SpelledNumbers, read_decimals, shortest_decimals, shortest_text
+from spmd_worker.frontends.openai.decimals import FormattedVectors, read_decimals, shortest_decimals, shortest_text
 
 
 def one_by_one(vector: list[float]) -> list[float]:
@@ -94,8 +94,8 @@ def test_vector_is_extracted_as_json_reads_it():
 def test_marks_are_replaced_unless_row_contains_them():
     vectors = [[0.25, -0.125], [1e-7]]
     for name, fills in (("a", True), ("\0numbers", True), ("\0numbers\0", False)):
-        numbers = SpelledNumbers()
+        numbers = FormattedVectors()
         marked = {"custom_id": name, "data": [numbers.mark(each) for each in vectors], "end": 1}
         filled = numbers.fill(json.dumps(marked).encode())
         assert filled == (json.dumps({**marked, "data": vectors}).encode() if fills else None)
-    assert SpelledNumbers().fill(b"{}") == b"{}"
+    assert FormattedVectors().fill(b"{}") == b"{}"

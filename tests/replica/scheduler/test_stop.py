@@ -12,7 +12,8 @@ from spmd_worker.replica.scheduler.stop import StopChecker, first_match
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 PIECES = ["", "a", "b", "ab", "X", "Y", "XY", "|", "\n", "stop", "☃"]
 HELD_BACK = 99
