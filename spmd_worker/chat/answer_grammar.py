@@ -30,9 +30,7 @@ class AnswerGrammar:
     token_id: Callable[[str], int | None]
 
     def compile(self, request: ChatRequest, prompt: str) -> StructuredOutputsParams | None:
-        """Grammar of the answers to a prompt; None if they are unconstrained. Raises InvalidRequestError if the model's
-        call format is unknown, and ValueError for a grammar that is too long.
-        """
+        """Grammar of the answers to a prompt, None if unconstrained. Raises InvalidRequestError and ValueError."""
         if request.must_call and self.format.tool_calls == NONE:
             raise InvalidRequestError(
                 "tool_choice requires a call, but the model's tool call format is unknown: set model.tool_call_format "
@@ -60,9 +58,7 @@ class AnswerGrammar:
         return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
 
     def after_reasoning(self, params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
-        """A row's own grammar, applied to the content: after reasoning if the model reasons. Raises ValueError for a
-        grammar that is too long.
-        """
+        """A row's own grammar, applied to the content after reasoning. Raises ValueError for a too long grammar."""
         reasoning = self._reasoning(prompt)
         if params.around is not None or (not reasoning and not self.format.is_harmony):
             return params

@@ -42,9 +42,7 @@ _DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str, parse_constan
 
 
 def object_members(text: str, at: int = 0) -> tuple[dict[str, str], int] | None:
-    """Members of the JSON object that begins at `at`, each with its value's own text, and the object's end. None if it
-    is invalid.
-    """
+    """Members of the JSON object at `at` with the text of each value, and the object's end; None if it is invalid."""
     try:
         if text[at : at + 1] != "{":
             return None
@@ -125,9 +123,7 @@ class UpTo:
         return "".join(self._pieces)
 
     def read(self, text: str) -> tuple[str, str] | None:
-        """The text up to the end of the marker, and the text after it; None while there is none. Each character is
-        scanned once, except the few that may begin a marker.
-        """
+        """The text up to the end of the marker, and the text after it; None while there is none. Linear in the text."""
         window = self._tail + text
         self._pieces.append(text)
         start = window.find(self._marker)
@@ -197,9 +193,7 @@ class CallText:
         """Range of the first marker, if that was in a string."""
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, str, str, ToolCall | None] | None:
-        """The text before the marker, the marker, the text after it, and the call; None while there is no marker. The
-        end of the text counts as one.
-        """
+        """The text before the marker or the end, the marker, the text after it, and the call; None before that."""
         self._pieces.append(text)
         for kind, start, end in self._found.read(text, is_end=is_end):
             if kind == "outside":
@@ -238,9 +232,7 @@ class PassOnJson:
 
 
 class PassOn:
-    """Passes a text on up to the first of some markers, and holds back a possible beginning of one. `marker` matches
-    them.
-    """
+    """Passes a text on up to the first match of `marker`, and holds back a possible beginning of one of `markers`."""
 
     def __init__(self, marker: re.Pattern[str], *markers: str) -> None:
         self._marker, self._markers = marker, markers
@@ -267,11 +259,9 @@ class Stripped:
 
     @property
     def spaces(self) -> str:
-        """Spaces after the text passed on so far."""
         return "".join(self._spaces)
 
     def read(self, text: str) -> str:
-        """The text that is certain with the next piece."""
         text = text if self._has_begun else text.lstrip()
         kept = text.rstrip()
         self._has_begun = self._has_begun or bool(kept)
@@ -291,9 +281,7 @@ class Content:
         self._has_text = self._is_behind_call = False
 
     def read(self, parts: Iterable[Part], *, is_end: bool) -> tuple[str, list[ToolCall]]:
-        """The content that has become certain with the next parts, and the calls among them. Spaces at the end are held
-        back: a call may follow them.
-        """
+        """Content and calls that have become certain. Spaces at the end are held back: a call may follow them."""
         found: list[str] = []
         calls: list[ToolCall] = []
         for part in parts:

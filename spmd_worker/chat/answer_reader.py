@@ -55,7 +55,6 @@ class AnswerReader:
         return MarkedText(self.tokenizer, self.format.markers, prompt_token_ids, sampling)
 
     def read(self, text: str) -> ChatAnswer:
-        """Parse a complete text."""
         return AnswerStream(self).read(text, is_end=True)
 
     @property
@@ -101,9 +100,7 @@ class AnswerStream:
 
 
 class MarkedText:
-    """Text of one completion of a request with this prompt, as it grows, with the special tokens that are among
-    `markers`: every output of the completion is passed once.
-    """
+    """Text of one completion as it grows, with those of `markers` that are special tokens; takes every output once."""
 
     def __init__(
         self,
@@ -136,14 +133,16 @@ class MarkedText:
         token_ids = _shown_ids(completion, self._sampling)
         pieces = self._pieces(self._decoder, token_ids[self._num_tokens :])
         self._num_tokens = len(token_ids)
-        if self._sampling.stop:
-            return self._shown(pieces, len(completion.text))
-        return "".join([piece.text for piece in pieces])
+        if not self._sampling.stop:
+            return "".join([piece.text for piece in pieces])
+        # Up to the length outside markers: a stop string ends the text, or may.
+        num_new = len(completion.text) - self._num_characters
+        given, count, self._held = _cut([*self._held, *pieces], num_new)
+        self._num_characters += count
+        return given
 
     def _pieces(self, decoder: IncrementalDecoder, token_ids: Sequence[int]) -> list["_Piece"]:
-        """The new pieces. A marker is identified by its token: a model may write the same text with other tokens, and
-        then it is ordinary text.
-        """
+        """The new pieces. A marker is identified by its token: the same text of other tokens is ordinary text."""
         pieces = []
         for token_id in token_ids:
             text, marker = decoder.append([token_id]), self._markers.get(token_id, "")
@@ -152,12 +151,6 @@ class MarkedText:
         if self._has_ended:
             pieces.append(_Piece(decoder.flush(), is_marker=False))
         return pieces
-
-    def _shown(self, pieces: list["_Piece"], num_characters: int) -> str:
-        """Text up to `num_characters` outside markers: a stop string ends it, or may."""
-        given, count, self._held = _cut([*self._held, *pieces], num_characters - self._num_characters)
-        self._num_characters += count
-        return given
 
 
 class _Piece(NamedTuple):

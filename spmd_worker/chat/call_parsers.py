@@ -35,9 +35,7 @@ class NoCalls:
 
 
 class HermesCalls:
-    """An object with `name` and `arguments` between <tool_call> and </tool_call>, or the end of the text; any number of
-    them, anywhere.
-    """
+    """Objects with `name` and `arguments` between <tool_call> and </tool_call>, or the end of the text."""
 
     def __init__(self) -> None:
         self._content = PassOn(_OPEN_MARKER, _OPEN)

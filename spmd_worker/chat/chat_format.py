@@ -30,14 +30,11 @@ REASONING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""Begin and end marker of reasoning."""
 
 _CALL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
-    NONE: (),
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": (PYTHON_TAG,),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "harmony": (),
 }
 _HARMONY_MARKERS: Final = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
@@ -65,7 +62,7 @@ class ChatFormat:
         """Texts that mark calls and reasoning; some are special tokens of the tokenizer."""
         if self.is_harmony:
             return _HARMONY_MARKERS
-        return (*_CALL_MARKERS[self.tool_calls], *REASONING_MARKERS.get(self.reasoning, ()))
+        return (*_CALL_MARKERS.get(self.tool_calls, ()), *REASONING_MARKERS.get(self.reasoning, ()))
 
 
 def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> ChatFormat:

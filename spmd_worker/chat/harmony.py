@@ -30,9 +30,9 @@ class _Message:
         self._head = head[0]
         recipient = _RECIPIENT.search(f"{head[1]} {head[2]}") if has_calls else None
         self._function = None if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
+        self.is_call = recipient is not None
         self.is_reasoning = recipient is None and head[2].split()[:1] == ["analysis"]
         self.has_text = False
-        """Whether any of it was passed on."""
         self._call = CallText(_END, BODY_ENDS, self._called) if recipient is not None else None
         pass_on = PassOnJson if is_json and not self.is_reasoning else PassOn
         self._text, self._stripped = pass_on(_END, *BODY_ENDS), Stripped()
@@ -52,11 +52,6 @@ class _Message:
     def _called(self, body: str) -> ToolCall | None:
         arguments = object_text(body)
         return None if arguments is None or self._function is None else ToolCall(self._function, arguments)
-
-    @property
-    def is_call(self) -> bool:
-        """Whether it is addressed to a function."""
-        return self._call is not None
 
 
 class HarmonyReader:

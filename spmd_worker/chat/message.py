@@ -21,7 +21,6 @@ class CallIds(NamedTuple):
     tool_call_format: str
 
     def call_id(self, number: int) -> str:
-        """Id of the call with this index."""
         text = json.dumps([self.request, self.sample, number])
         digest = blake2b(text.encode("ascii"), digest_size=_DIGITS // 2).hexdigest()
         return digest[:_MISTRAL_DIGITS] if self.tool_call_format == "mistral" else f"call_{digest}"

@@ -54,22 +54,19 @@ class BoundedProcess:
     def ask(self, request: bytes) -> dict[str, Any]:
         """Send a message of `pack` and wait for the answer. Raises BoundedProcessError."""
         with self._lock:
-            return self._ask(request)
-
-    def _ask(self, request: bytes) -> dict[str, Any]:
-        try:
             try:
-                answer = self._running_child().ask(request)
-            except _IsTooEarlyError:
-                # The next one is started after the signal.
+                try:
+                    answer = self._running_child().ask(request)
+                except _IsTooEarlyError:
+                    # The next one is started after the signal.
+                    _end_all(self._children)
+                    answer = self._running_child().ask(request)
+            except BaseException:
+                # The process has ended, or is halfway through a message.
                 _end_all(self._children)
-                answer = self._running_child().ask(request)
-        except BaseException:
-            # The process has ended, or is halfway through a message.
-            _end_all(self._children)
-            raise
-        if answer.get("is_short_of_memory"):
-            _end_all(self._children)
+                raise
+            if answer.get("is_short_of_memory"):
+                _end_all(self._children)
         if "error" in answer:
             raise BoundedProcessError(str(answer["error"]))
         return answer
@@ -109,7 +106,6 @@ class _Child:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs, and is this process's child."""
         return self._owner == os.getpid() and self.process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, Any]:

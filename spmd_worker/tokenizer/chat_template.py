@@ -35,7 +35,6 @@ _WIDE_FIELD: Final = re.compile(r"[0-9]{6}|%[^a-zA-Z]*\*")
 _FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
 
 _MAX_EXPLAINED: Final = 500
-"""Maximum characters of a template's own error."""
 _WITHOUT_TEXT: Final = (Iterator, BuiltinFunctionType, FunctionType, MethodType)
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message, in the order in which transformers looks for them."""
@@ -115,9 +114,7 @@ def explained(error: BaseException) -> str:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """A message whose reasoning has the keys that templates read, whatever its own key: gpt-oss' reads `thinking`, all
-    others `reasoning_content`. As in transformers.
-    """
+    """A message with its reasoning under `thinking` (gpt-oss) and `reasoning_content` (others), as in transformers."""
     reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -164,7 +161,6 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "namespace": _TemplateNamespace}
 
     def restart(self) -> None:
-        """Reset the budget for a rendering."""
         self._num_steps_left = _MAX_STEPS
         self._num_characters_left = _MAX_WORK_CHARACTERS
 

@@ -15,13 +15,10 @@ DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """Used for conversations with tools, if it exists."""
 _MAX_PROCESSES: Final = 4
-"""Maximum number of templates that have a process each."""
 
 
 class ChatTemplates:
-    """Templates of one tokenizer. `sources`: name -> text; a template without a name is the default. `variables` are
-    the special tokens by name.
-    """
+    """Templates of one tokenizer. `sources`: name -> text; `variables` are the special tokens by name."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         self.sources = dict(sources)
@@ -55,9 +52,7 @@ class ChatTemplates:
 
 
 def named_templates(path: Path, value: Any) -> dict[str, str]:
-    """Name -> text of a `chat_template` in the JSON file `path`: one text, or a list of objects with name and template.
-    Raises TokenizerError.
-    """
+    """Name -> text of a `chat_template`: a text, or a list of objects with name and template. Raises TokenizerError."""
     if value is None:
         return {}
     if isinstance(value, str):

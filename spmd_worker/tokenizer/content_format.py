@@ -149,9 +149,7 @@ def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[
 
 
 def _shown(text: str | None) -> set[str] | None:
-    """The marks in a text; None for one that shows a part as Python or JSON writes it, which no template intends, and
-    without a text.
-    """
+    """The marks in a text; None without a text, or if it shows a part as Python or JSON writes it."""
     if text is None or _MARKS_OF_PARTS.search(text) is not None:
         return None
     return {mark.lower() for mark in _MARKS.findall(text)}
@@ -172,7 +170,6 @@ def _converted(messages: Sequence[Message], formats: Mapping[str, str]) -> list[
 
 
 def _is_text(content: Any) -> bool:
-    """Whether it is a string, or parts that each have a text."""
     if isinstance(content, str):
         return True
     is_list = isinstance(content, list) and bool(content)

@@ -33,9 +33,7 @@ def older_files(folder: Path) -> tuple[str, ...]:
 
 
 def converted(folder: Path) -> bytes | None:
-    """Text of a tokenizer.json equivalent to the older files of `folder`; None for a folder without any. Raises
-    TokenizerError where it cannot be made, with the command that makes it elsewhere.
-    """
+    """tokenizer.json made from the older files of `folder`; None if there are none. Raises TokenizerError."""
     names = older_files(folder)
     if not names:
         return None

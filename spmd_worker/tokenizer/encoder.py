@@ -14,7 +14,6 @@ _PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
 _LONG_TEXT: Final = 10_000
 """Characters: shorter texts take less time than another thread would notice."""
 _MAX_EXPLAINED: Final = 300
-"""Maximum characters of the library's own message."""
 
 
 class Encoder:
@@ -24,7 +23,6 @@ class Encoder:
         self._backend = backend
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text."""
         with library_errors("the text cannot be encoded"):
             if _releases_gil(text):
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
@@ -33,7 +31,6 @@ class Encoder:
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
-        """`Tokenizer.encode_inside`."""
         with library_errors("the text cannot be encoded"):
             encodings = [self._pieces(text) for text in ([first] if second is None else [first, second])]
             num_special = int(self._backend.num_special_tokens_to_add(second is not None))
@@ -83,9 +80,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def switch_off_sampling(backend: tokenizers.Tokenizer) -> None:
-    """Switch off dropout of BPE and sampling of Unigram, which regularise training: they make each encoding of a text
-    random.
-    """
+    """Switch off BPE's dropout and Unigram's sampling: they make each encoding of a text random."""
     for name in ("dropout", "alpha", "nbest_size"):
         if getattr(backend.model, name, None) is not None:
             setattr(backend.model, name, None)

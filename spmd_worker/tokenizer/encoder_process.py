@@ -15,7 +15,6 @@ from spmd_worker.tokenizer.encoder import Encoder, opened
 CPU_S: Final = 5
 MEMORY_BYTES: Final = 512 * 1024 * 1024
 _MEMORY_PER_BYTE: Final = 16
-"""Additional memory per byte of the file."""
 
 
 class IsolatedEncoder:
@@ -39,7 +38,6 @@ class IsolatedEncoder:
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
-        """`Tokenizer.encode_inside`."""
         answer = self._ask(
             {"first": first, "second": second, "max_tokens": max_tokens, "truncation_side": truncation_side}
         )

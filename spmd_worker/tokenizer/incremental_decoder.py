@@ -6,7 +6,6 @@ from typing import Final
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _REPLACEMENT: Final = "\ufffd"
-"""Decoded text of an incomplete or invalid UTF-8 sequence."""
 
 _NUM_CONTEXT_TOKENS: Final = 8
 """Tokens decoded before new ones. Six suffice: three bytes to synchronise with UTF-8, three of an open character."""
@@ -64,9 +63,7 @@ class IncrementalDecoder:
         return "".join(pieces)
 
     def held(self) -> str:
-        """The held-back text, as it decodes now; "" while that is invalid, and for a run longer than any text that is
-        searched for.
-        """
+        """The held-back text as it decodes now; "" while that is invalid, or longer than any stop string."""
         num_held = len(self._window) - self._num_tokens_read
         if not 0 < num_held <= _MAX_RUN_SHOWN:
             return ""

@@ -37,9 +37,7 @@ def checked_content(name: str, value: Any) -> str | list[dict[str, Any]]:
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its tool calls as objects: in OpenAI's format they are JSON, which a template
-    would encode once more. Raises InvalidRequestError for invalid JSON.
-    """
+    """A message with its tool calls' JSON arguments as objects, for templates. Raises InvalidRequestError."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return dict(message)

@@ -209,9 +209,7 @@ def _has_letter(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], le
 
 
 def _covers_all(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> bool:
-    """Whether every character becomes its own token or a part of one: no run of them is one unknown token, and none is
-    dropped.
-    """
+    """Whether every character becomes a token or part of one: none is dropped or joined with others as unknown."""
     if not isinstance(model, tokenizers.models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if model.byte_fallback and all(f"<0x{value:02X}>" in vocabulary for value in range(256)):

@@ -32,9 +32,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Token texts of one sequence, whose context is `prompt_token_ids`. An alternative of a token has the text that it
-    would add instead.
-    """
+    """Token texts of one sequence after `prompt_token_ids`. An alternative has the text that it would add instead."""
 
     __slots__ = ("_is_at_start", "_lead", "_num_given", "_pending", "_run", "_skips_special", "_tokenizer")
 
@@ -48,9 +46,7 @@ class TokenTexts:
         self._read_prompt(prompt_token_ids)
 
     def decode(self, positions: Sequence[Sequence[int]], *, is_last: bool) -> list[list[TokenText]]:
-        """Texts of the next positions: of each position's token and of its alternatives. `is_last`: nothing follows
-        them.
-        """
+        """Texts of each position's token and of its alternatives. `is_last`: nothing follows the positions."""
         rests = self._rests(positions, is_last)
         return [self._decode(ids, *rest) for ids, rest in zip(positions, rests, strict=True)]
 
@@ -107,9 +103,7 @@ class TokenTexts:
         return max(len(self._run) - self._num_given, 0) if tail or _REPLACEMENT in text else 0
 
     def _rests(self, positions: Sequence[Sequence[int]], is_last: bool) -> list[tuple[bytes, bool]]:
-        """Fallback bytes that directly follow each position, and whether anything but such a byte, or nothing, is known
-        to follow them.
-        """
+        """Fallback bytes that follow each position, and whether they are known to end there."""
         found: list[tuple[bytes, bool]] = []
         rest, ends = b"", is_last
         for ids in reversed(positions):

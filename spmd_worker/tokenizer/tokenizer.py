@@ -69,9 +69,7 @@ class Tokenizer:
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
-        """The tokenizer, or None for a folder without tokenizer.json; older files are converted, and None with a
-        warning if that fails. Raises TokenizerError when tokenizer.json is broken.
-        """
+        """`open`; None for a folder without a tokenizer, or, with a warning, if its older files cannot be converted."""
         folder = Path(model_folder)
         if (folder / TOKENIZER_FILE).is_file():
             return Tokenizer.open(folder)
@@ -93,12 +91,10 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-sequence token; None when the folder names none."""
         return self._named_id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token; None when the folder names none. A model may have several."""
         return self._named_id("eos_token")
 
     @property
@@ -107,9 +103,7 @@ class Tokenizer:
 
     @property
     def chat_template_source(self) -> str | None:
-        """The template of the model folder; of several, that for conversations with tools, else the default; None
-        without either.
-        """
+        """The folder's template, that for tools if there are several; None without any."""
         sources = self.chat_templates.sources
         return sources.get(TOOL_USE, sources.get(DEFAULT))
 
@@ -124,9 +118,7 @@ class Tokenizer:
         return self._encoder.encode(text, add_special_tokens)
 
     def min_num_tokens(self, text: str) -> int:
-        """Lower bound of `len(encode(text, add_special_tokens=False))`, without encoding and at a thousandth of its
-        cost, to reject texts with too many tokens. 0 if no bound is known. Never raises.
-        """
+        """Lower bound of `len(encode(text, add_special_tokens=False))`, fast; 0 if unknown. Never raises."""
         return self._bound.min_num_tokens(text)
 
     def encode_inside(
@@ -144,14 +136,11 @@ class Tokenizer:
         return self._encoder.encode_inside(first, second, max_tokens, self._files.truncation_side)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token (a model's padding) add no text, invalid UTF-8 becomes U+FFFD. Raises
-        TokenizerError where the tokenizer fails on them.
-        """
+        """Text of token ids; ids without a token add none, invalid UTF-8 becomes U+FFFD. Raises TokenizerError."""
         with library_errors("the ids cannot be decoded"):
             return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it; None for an invalid id."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:

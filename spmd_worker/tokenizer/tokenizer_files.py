@@ -14,7 +14,6 @@ import tokenizers
 from spmd_worker.base import files
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
-from spmd_worker.tokenizer.bert_normalizer import BERT_NORMALIZER, bert_normalizer
 from spmd_worker.tokenizer.chat_templates import DEFAULT, ChatTemplates, named_templates
 from spmd_worker.tokenizer.conversion import converted
 from spmd_worker.tokenizer.encoder import Encoder, opened
@@ -36,6 +35,11 @@ _FILES: Final = (TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_F
 _MAX_BYTES: Final = 256 * 1024 * 1024
 """Maximum size of tokenizer.json: vocabularies of a million tokens take 64 MiB."""
 _MAX_ID_DIGITS: Final = 10
+
+_BERT_CLASSES: Final = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
+_BERT_MODELS: Final = ("bert",)
+"""Supported model types to which AutoTokenizer assigns such a class if none is named."""
+_BERT_NORMALIZER: Final = "BertNormalizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +99,11 @@ def _read(path: Path) -> bytes | None:
 def _class_normalizer(folder: Path, checked: CheckedFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The normalizer with which transformers replaces that of tokenizer.json, if it differs; else None."""
     own = checked.values.get("normalizer")
-    if not isinstance(own, dict) or own.get("type") != BERT_NORMALIZER:
+    if not isinstance(own, dict) or own.get("type") != _BERT_NORMALIZER:
         return None
     model = _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE))
     try:
-        normalizer = bert_normalizer(config, model)
+        normalizer = _bert_normalizer(config, model)
     except ValueError as error:
         raise TokenizerError(f"{folder / _CONFIG_FILE}: {error}") from None
     changed = [] if normalizer is None else [key for key in normalizer if own.get(key) != normalizer[key]]
@@ -113,6 +117,29 @@ def _class_normalizer(folder: Path, checked: CheckedFile, config: Mapping[str, A
         extra=SAME_ON_EVERY_RANK,
     )
     return normalizer
+
+
+def _bert_normalizer(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The normalizer of BERT's tokenizer classes, by their settings; None for other classes. Raises ValueError."""
+    named = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    is_bert = (
+        named.removesuffix("Fast") in _BERT_CLASSES
+        if isinstance(named, str)
+        else model.get("model_type") in _BERT_MODELS
+    )
+    if not is_bert:
+        return None
+    for key, value in settings.items():
+        allowed = {"do_lower_case": bool, "tokenize_chinese_chars": bool, "strip_accents": bool | None}.get(key)
+        if allowed is not None and not isinstance(value, allowed):
+            raise ValueError(f"{key}={str(value)[:80]!r} must be true or false")
+    return {
+        "type": _BERT_NORMALIZER,
+        "clean_text": True,
+        "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
+        "strip_accents": settings.get("strip_accents"),
+        "lowercase": settings.get("do_lower_case", True),
+    }
 
 
 def _open_library(
@@ -182,7 +209,6 @@ def _added_tokens(
 
 
 def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Tokens of `added_tokens_decoder`, in order of their ids."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
@@ -196,7 +222,6 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _more_templates(folder: Path) -> list[str]:
-    """File names of additional templates."""
     try:
         paths = sorted((folder / _MORE_TEMPLATES).glob(f"*{_TEMPLATE_SUFFIX}"))
     except OSError as error:

@@ -93,7 +93,7 @@ def test_missing_transformers_error_names_the_conversion_command(
     with pytest.raises(TokenizerError) as caught:
         Tokenizer.open(folder)
     message = str(caught.value)
-    assert message.startswith(f"{folder} has vocab.json and merges.txt and no tokenizer.json, and transformers, which")
+    assert message.startswith(f"{folder} has vocab.json and merges.txt but no tokenizer.json, and transformers")
     assert f"T.from_pretrained('{folder}').save_pretrained('{folder}')" in message
     with caplog.at_level(logging.WARNING):
         assert Tokenizer.open_if_present(folder) is None

@@ -18,9 +18,7 @@ _ENGINE_KEY = "structured_outputs: "
 def constrained_sampling(
     row: Row, prompt: str | None, tokenizer: Tokenizer | None, chat_format: ChatFormat
 ) -> SamplingParams:
-    """The row's parameters, with the grammar that its answer must match. `prompt` is the row's text, None for token
-    ids. Raises InvalidRequestError.
-    """
+    """The row's parameters with its answer's grammar; `prompt` is None for token ids. Raises InvalidRequestError."""
     request, own = row.request, row.sampling.structured_outputs
     key = "structured_outputs" if request is None or own is not None else _key(request)
     with invalid_request(f"{key}: "):
@@ -44,7 +42,6 @@ def error_message(row: Row, error: RequestError) -> str:
 
 
 def _key(request: ChatRequest) -> str:
-    """Key that requested the grammar."""
     return "tools" if request.must_call else "response_format"
 
 

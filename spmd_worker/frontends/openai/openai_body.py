@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from spmd_worker.chat.message import chat_message
-from spmd_worker.frontends.openai.chat_message import call_ids, chat_answer, ended
+from spmd_worker.chat.answer_reader import ChatAnswer
+from spmd_worker.chat.chat_format import NONE
+from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.frontends.openai.row import Echo, EncodedRow
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
@@ -46,9 +47,7 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
 
 
 def _in_text(positions: list[TokenLogprobs], text: str) -> list[TokenLogprobs]:
-    """A prompt's positions, aligned to its text: special tokens in it count though others are skipped, and one that the
-    tokenizer prepended (BOS) adds nothing.
-    """
+    """A prompt's positions, aligned to its text; a token that the tokenizer prepended (BOS) adds nothing."""
     found: list[TokenLogprobs] = []
     offset = 0
     for position in positions:
@@ -107,9 +106,23 @@ def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: E
 
 
 def _complete_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
-    answer = chat_answer(row, completion)
+    answer = ChatAnswer(completion.text)
+    if row.reader is not None:
+        answer = row.reader.read(row.reader.marked_text(row.prompt_token_ids, row.sampling).read(completion))
     message = chat_message(answer, call_ids(row, completion.index))
     return chat_choice(ended(row, completion, len(answer.tool_calls)), {"message": message}, row)
+
+
+def call_ids(row: EncodedRow, sample: int) -> CallIds:
+    """Ids of a sample's tool calls."""
+    name = row.index if row.custom_id is None else row.custom_id
+    return CallIds(name, sample, NONE if row.reader is None else row.reader.format.tool_calls)
+
+
+def ended(row: EncodedRow, completion: CompletionOutput, num_calls: int) -> CompletionOutput:
+    """The completion with OpenAI's reason for its end: `tool_calls`, except for a function that the row has named."""
+    is_called = completion.finish_reason == "stop" and num_calls and row.reader and not row.reader.is_named
+    return replace(completion, finish_reason="tool_calls") if is_called else completion
 
 
 def logprob_records(position: TokenLogprobs) -> list[JsonObject]:

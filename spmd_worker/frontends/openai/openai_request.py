@@ -146,7 +146,6 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
 
 
 def _response_format(body: Mapping[str, Any]) -> ChatRequest | None:
-    """Grammar of a completion; None for free text."""
     schema = response_schema(body.get("response_format"))
     if schema is None:
         return None

@@ -11,15 +11,16 @@ from typing import Any, Final
 
 from spmd_worker.chat.answer_reader import AnswerReader, AnswerStream, MarkedText
 from spmd_worker.chat.message import call_records
-from spmd_worker.frontends.openai.chat_message import call_ids, ended
 from spmd_worker.frontends.openai.openai_body import (
     JsonObject,
+    call_ids,
     chat_body,
     chat_choice,
     completion_body,
     completion_choice,
     drop_first_logprob,
     echoed,
+    ended,
     num_characters,
     total_usage,
 )
@@ -68,9 +69,7 @@ def event(record: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class AnswerName:
-    """Identity of an answer. `request` is unique; `created` is in seconds since the epoch; `model` is for requests that
-    named none.
-    """
+    """Identity of an answer: unique id, seconds since the epoch, and the model of requests that named none."""
 
     request: str
     created: int
@@ -226,9 +225,7 @@ class ChunkWriter:
 
 
 def _ready_logprobs(completion: CompletionOutput, sent: _Sent, *, is_text: bool) -> list[TokenLogprobs] | None:
-    """New log-probabilities of tokens that are in the text so far: held-back ones may be cut off by a stop string.
-    `is_text`: there is a text.
-    """
+    """New log-probabilities of tokens in the text so far: a stop string may still remove held-back ones."""
     if completion.logprobs is None:
         return None
     new, num_left = completion.logprobs[sent.num_logprobs :], len(completion.text) - sent.offset

@@ -17,9 +17,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: the ids and the parameters of each of its texts. `are_pairs`: each text is a pair. `measure`
-    compares the vectors of a row that scores.
-    """
+    """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score."""
 
     row: Row
     params: PoolingParams
@@ -46,7 +44,6 @@ class PooledOutput:
 
     @property
     def error_code(self) -> str | None:
-        """Code of the row's error."""
         return None if self.failed is None else self.failed.error_code
 
 

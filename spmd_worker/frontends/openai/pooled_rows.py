@@ -47,7 +47,6 @@ class PooledRows:
         return len(self._rows)
 
     def has(self, request_id: RequestId) -> bool:
-        """Whether the request belongs to one of these rows."""
         return request_id in self._rows
 
     def admit(self, row: Row) -> RowAnswer | None:

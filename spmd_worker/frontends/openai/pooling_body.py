@@ -18,7 +18,6 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import similarity
 
 FormatVector = Callable[[Sequence[float]], Any]
-"""Formats a vector as numbers for a record."""
 
 
 def pooled_record(row: Row, output: RequestOutput, format_vector: FormatVector = shortest_decimals) -> JsonObject:
@@ -41,9 +40,7 @@ def pooling_body(
     default_model: str,
     format_vector: FormatVector = shortest_decimals,
 ) -> JsonObject:
-    """Body of the response to an OpenAI row, from the outputs of its texts. `default_model` is for rows that name no
-    model.
-    """
+    """Body of the response to an OpenAI row; `default_model` is for rows that name no model."""
     row, inputs = encoded.row, encoded.row.pooling
     assert inputs is not None
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)

@@ -89,7 +89,6 @@ def _params(given: Mapping[str, Any], task: str) -> PoolingParams:
 
 
 def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:
-    """One text, or token ids, or a list of either."""
     if not isinstance(value, list) or (value and not isinstance(value[0], str | list)):
         return (_one(name, value),)
     _check_number(name, value)

@@ -96,9 +96,7 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
 
 
 def _message(index: int, value: Any) -> dict[str, Any]:
-    """A message with its content as text or text parts and the arguments of its tool calls as objects; keys with null
-    are dropped, as chat templates expect.
-    """
+    """A message in the format of chat templates, without keys that are null."""
     name = f"messages[{index}]"
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{name}={shown(value)} must be an object with role and content")

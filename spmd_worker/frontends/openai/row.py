@@ -15,7 +15,6 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank"]
-"""Kinds of OpenAI pooling rows."""
 
 RowKind = Literal["plain", "completion", "chat", "pooled", "embedding", "score", "rerank"]
 """Format of the output row: the project's own, an OpenAI completion or chat completion; the same for pooling rows."""
@@ -89,9 +88,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt's text before a completion. `first_token` is the text of its first token, which has no
-    log-probability. `is_alone`: nothing follows it.
-    """
+    """The prompt's text before a completion; `is_alone`: nothing follows it. The first token has no log-probability."""
 
     text: str
     first_token: TokenText

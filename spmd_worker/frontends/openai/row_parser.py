@@ -47,7 +47,6 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
-"""Keys of rows of all formats."""
 
 
 _DEFAULT_LIMITS: Final = RowLimits()

@@ -77,9 +77,7 @@ def _plain_output(completion: CompletionOutput) -> JsonObject:
 
 
 def json_line(record: Any) -> bytes:
-    """JSON with a line end, in readable UTF-8; a lone surrogate has no UTF-8, so its line is written with
-    escapes only.
-    """
+    """JSON with a line end, in UTF-8; with escapes only if it contains a lone surrogate."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_BREAKS)
     try:
         return text.encode("utf-8") + b"\n"

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BODY_S: Final = 60.0
-"""Time limit for the body of a request to arrive."""
 _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _RETRY_AFTER_S: Final = 1
@@ -82,8 +81,7 @@ class ServerCounts:
 
     answered: int = 0
     aborted: int = 0
-    refused: dict[int, int] = field(default_factory=dict)
-    """Number by HTTP status."""
+    errors_by_status: dict[int, int] = field(default_factory=dict)
 
 
 class ServerApp:
@@ -131,9 +129,7 @@ class ServerApp:
     async def _with_capacity(
         self, request: "Request", respond: Callable[["Request", "Reservation"], Awaitable[AsgiApp]]
     ) -> AsgiApp:
-        """Call `respond` with capacity for one sequence, which bounds the bodies in memory; it frees the capacity, or
-        raises. An error becomes its response.
-        """
+        """Call `respond` with capacity for one sequence, which it frees unless it raises. Errors become responses."""
         reservation = Reservation(self.exchange)
         try:
             reservation.add(1)
@@ -185,7 +181,6 @@ class ServerApp:
         return JsonResponse({"status": "ending", "reason": ending}, 503) if ending else JsonResponse({"status": "ok"})
 
     async def metrics(self, request: "Request") -> AsgiApp:
-        """Prometheus metrics of the engine and of the server."""
         counts, exchange = self.counts, self.exchange
         own: list[Metric] = [
             Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
@@ -194,14 +189,13 @@ class ServerApp:
             Counter("spmd_worker_serve_aborted", counts.aborted),
             *(
                 Counter("spmd_worker_serve_refused", number, {"status": str(status)})
-                for status, number in sorted(counts.refused.items())
+                for status, number in sorted(counts.errors_by_status.items())
             ),
         ]
         return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
 
     def count_error(self, status: int) -> None:
-        """Count a request that got an error of this HTTP status."""
-        self.counts.refused[status] = self.counts.refused.get(status, 0) + 1
+        self.counts.errors_by_status[status] = self.counts.errors_by_status.get(status, 0) + 1
 
     async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
         """Answer an unknown path or method."""

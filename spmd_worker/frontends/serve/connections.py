@@ -9,11 +9,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any, Final
-
-import uvicorn
-
-from spmd_worker.frontends.serve.http_protocol import HttpConnection
+from typing import Final
 
 logger = logging.getLogger(__name__)
 
@@ -21,26 +17,23 @@ BACKLOG: Final = 1024
 _AT_A_TIME: Final = 32
 """Most connections accepted per callback: this many descriptors above `most` are in use for a moment."""
 _PAUSE_S: Final = 0.5
-_SAID_S: Final = 60.0
-"""Interval between two log lines about the same."""
+_LOG_INTERVAL_S: Final = 60.0
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connections:
-    """Connections of one bound socket, at most `most`. One more replaces the one that has been idle for longest; if
-    none is idle, it waits in the system's queue.
-    """
+    """Connections of one socket. Beyond `most` a new one replaces the longest idle; if none is idle, it waits."""
 
-    def __init__(self, bound: socket.socket, most: int, make: Callable[["Connections"], HttpConnection]) -> None:
+    def __init__(self, bound: socket.socket, most: int, make: Callable[["Connections"], asyncio.Protocol]) -> None:
         self._bound, self._most, self._make = bound, most, make
         self._loop = asyncio.get_running_loop()
-        self._open: dict[HttpConnection, None] = {}
-        self._idle: dict[HttpConnection, None] = {}
+        self._open: dict[asyncio.Transport, None] = {}
+        self._idle: dict[asyncio.Transport, None] = {}
         """Idle connections, in the order in which they became idle."""
         self._joining: set[asyncio.Task[object]] = set()
         self._is_listening = False
         self._has_stopped = False
-        self._said_s = float("-inf")
+        self._logged_s = float("-inf")
 
     def start(self) -> None:
         """Accept from now on. Raises OSError."""
@@ -53,33 +46,29 @@ class Connections:
         self._has_stopped = True
         self._pause()
 
-    # Implements `ConnectionList`.
-
-    def opened(self, connection: HttpConnection) -> None:
+    def opened(self, connection: asyncio.Transport) -> None:
         """Add a connection, idle until its first request."""
         self._open[connection] = self._idle[connection] = None
         self._listen()
 
-    def idle(self, connection: HttpConnection) -> None:
-        """Mark as idle, last in the order."""
+    def idle(self, connection: asyncio.Transport) -> None:
         self.busy(connection)
         if connection in self._open:
             self._idle[connection] = None
             self._listen()
 
-    def busy(self, connection: HttpConnection) -> None:
+    def busy(self, connection: asyncio.Transport) -> None:
         """Mark as busy: not to be closed for another."""
         self._idle.pop(connection, None)
 
-    def closed(self, connection: HttpConnection) -> None:
-        """Remove a connection, which frees a descriptor."""
+    def closed(self, connection: asyncio.Transport) -> None:
         self._open.pop(connection, None)
         self._idle.pop(connection, None)
         self._listen()
 
     def _accept(self) -> None:
         for _ in range(_AT_A_TIME):
-            if len(self._open) + len(self._joining) >= self._most and not self._make_room():
+            if len(self._open) + len(self._joining) >= self._most and not self._close_idle():
                 # A connection that closes or becomes idle resumes accepting.
                 self._pause()
                 return
@@ -105,22 +94,22 @@ class Connections:
             # Retrieve the exception: the client left before it was connected.
             task.exception()
 
-    def _make_room(self) -> bool:
+    def _close_idle(self) -> bool:
         """End the connection that has been idle for longest; returns whether there was one."""
         oldest = next(iter(self._idle), None)
         if oldest is None:
             return False
         self._open.pop(oldest)
         self._idle.pop(oldest)
-        oldest.end()
+        oldest.abort()
         return True
 
     def _wait(self, error: OSError) -> None:
         """Retry a little later: there are no descriptors, or the network has a fault."""
         is_short = error.errno in _SHORTAGES
         now_s = self._loop.time()
-        if now_s - self._said_s >= _SAID_S:
-            self._said_s = now_s
+        if now_s - self._logged_s >= _LOG_INTERVAL_S:
+            self._logged_s = now_s
             logger.warning(
                 "no connection can be accepted (%s): %d are open%s",
                 error.strerror,
@@ -128,7 +117,7 @@ class Connections:
                 "; raise the limit of open files (ulimit -n)" if is_short else "",
             )
         for _ in range(_AT_A_TIME if is_short else 0):
-            self._make_room()
+            self._close_idle()
         self._pause()
         self._loop.call_later(_PAUSE_S, self._listen)
 
@@ -141,28 +130,3 @@ class Connections:
         if self._is_listening:
             self._is_listening = False
             self._loop.remove_reader(self._bound.fileno())
-
-
-class AcceptingServer(uvicorn.Server):
-    """uvicorn's server over `Connections`."""
-
-    def __init__(self, config: uvicorn.Config, bound: socket.socket, most_connections: int) -> None:
-        super().__init__(config)
-        self._bound, self._most_connections = bound, most_connections
-        self._connections: Connections | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises OSError."""
-        await super().startup(sockets=[])
-        self._connections = Connections(self._bound, self._most_connections, self._new_connection)
-        self._connections.start()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes the socket."""
-        if self._connections is not None:
-            self._connections.stop()
-        await super().shutdown(sockets)
-
-    def _new_connection(self, connections: Connections) -> HttpConnection:
-        state: dict[str, Any] = self.lifespan.state
-        return HttpConnection(connections, self.config, self.server_state, state)

@@ -36,9 +36,7 @@ class EngineLoop:
         engine.executor.register_failure_callback(exchange.look)
 
     def run(self) -> None:
-        """Run until the exchange ends and its requests are answered; then the other ranks leave `follow`. Raises what a
-        step raises, with every open request answered by an error.
-        """
+        """Run until the exchange has ended and its requests are answered. Raises a step's error, which answers them."""
         try:
             self._run()
             # Requests that arrived at the moment of the end.

@@ -49,7 +49,6 @@ class RequestExchange:
     def __init__(self, max_sequences: int) -> None:
         self.max_sequences = max_sequences
         self.num_sequences = 0
-        """Capacity in use."""
         self.metrics: list[Metric] = []
         """The engine's, after its last step."""
         self.ending = ""
@@ -73,7 +72,6 @@ class RequestExchange:
             self.num_sequences += num_sequences
 
     def free(self, num_sequences: int) -> None:
-        """Free reserved capacity."""
         with self._changed:
             self.num_sequences -= num_sequences
             self._changed.notify_all()
@@ -117,9 +115,7 @@ class RequestExchange:
             self._changed.notify_all()
 
     def take(self) -> tuple[list[OpenRequest], list[OpenRequest], bool]:
-        """Requests since the last call that have arrived, those whose responses have ended (each request comes in
-        both), and whether `look` was called.
-        """
+        """Requests that arrived and requests that were closed since the last call, and whether `look` was called."""
         with self._changed:
             must_look, self._must_look = self._must_look, False
             arrived, self._arrived = self._arrived, []

@@ -7,61 +7,46 @@ lingering   its response is complete and its request is not: further bytes are r
 """
 
 import asyncio
+import socket
 import sys
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from spmd_worker.frontends.openai.openai_stream import error_body
 from spmd_worker.frontends.openai.row_writer import json_line
+from spmd_worker.frontends.serve.connections import Connections
 
 HEADER_BYTES: Final = 32 * 1024
-"""Most bytes of a request's line and headers."""
 HEADER_S: Final = 30.0
 """Time limit for a request's complete header, from the connection or the last response on."""
 LINGER_S: Final = 30.0
-"""Time limit of a lingering connection."""
 
-_WORDS: Final = {
+_MESSAGES: Final = {
     400: ("invalid_http", "the request is not valid HTTP/1.1"),
     431: ("headers_too_large", f"the request's line and headers are more than {HEADER_BYTES} bytes"),
     501: ("invalid_http", "the request has a Transfer-Encoding that is not supported: use chunked, or Content-Length"),
 }
 
 
-class ConnectionList(Protocol):
-    """Listener for all connections of a server."""
-
-    def opened(self, connection: "HttpConnection") -> None:
-        """A connection was opened, idle."""
-
-    def idle(self, connection: "HttpConnection") -> None:
-        """It may be closed when another needs its descriptor."""
-
-    def busy(self, connection: "HttpConnection") -> None:
-        """It must not be closed."""
-
-    def closed(self, connection: "HttpConnection") -> None:
-        """Its descriptor is free, or about to be."""
-
-
 class HttpConnection(H11Protocol):
-    """`list_` is notified of its state."""
+    """Reports its state to `connections`."""
 
-    def __init__(self, list_: ConnectionList, *arguments: Any, **more: Any) -> None:
+    _socket: asyncio.Transport
+
+    def __init__(self, connections: Connections, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.conn = _StrictConnection(h11.SERVER, HEADER_BYTES)
-        self._list = list_
+        self._connections = connections
         self._deadline: asyncio.TimerHandle | None = None
-        self._socket: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Start idle."""
         self._socket = transport
         lingering: Any = _LingeringTransport(transport, self)
         super().connection_made(lingering)
-        self._list.opened(self)
+        self._connections.opened(self._socket)
         self._arm(HEADER_S)
 
     def data_received(self, data: bytes) -> None:
@@ -73,17 +58,17 @@ class HttpConnection(H11Protocol):
         """Mark as busy once a header is complete."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._list.busy(self)
+            self._connections.busy(self._socket)
 
     def eof_received(self) -> None:
         """End a lingering connection: its client has sent everything."""
         if self.transport.is_closing():
-            self.end()
+            self._socket.abort()
 
     def on_response_complete(self) -> None:
         """Mark as idle before the next request, which may have arrived already, begins."""
         if not self.transport.is_closing():
-            self._list.idle(self)
+            self._connections.idle(self._socket)
             self._arm(HEADER_S)
         super().on_response_complete()
 
@@ -91,11 +76,11 @@ class HttpConnection(H11Protocol):
         """Answer a request that h11 rejected, in OpenAI's format, and close."""
         problem = sys.exception()
         hint = problem.error_status_hint if isinstance(problem, h11.RemoteProtocolError) else 400
-        status = hint if hint in _WORDS else 400
-        code, words = _WORDS[status]
+        status = hint if hint in _MESSAGES else 400
+        code, message = _MESSAGES[status]
         # h11's own texts are about its states; ours name the rule.
-        words = str(problem) if isinstance(problem, _RefusedRequestError) else words
-        body = json_line(error_body(code, words))
+        message = str(problem) if isinstance(problem, _StrictnessError) else message
+        body = json_line(error_body(code, message))
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             # A response has begun: the client cannot get an error.
             self.transport.close()
@@ -106,26 +91,20 @@ class HttpConnection(H11Protocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client, or a time limit, has ended it."""
         if self._deadline is not None:
             self._deadline.cancel()
-        self._list.closed(self)
+        self._connections.closed(self._socket)
         super().connection_lost(exc)
 
     def linger(self) -> None:
         """Stop sending; for a while drop what arrives."""
-        self._list.idle(self)
+        self._connections.idle(self._socket)
         self._arm(LINGER_S)
 
     @property
     def is_amid_request(self) -> bool:
         """Whether more of a request may come."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
-
-    def end(self) -> None:
-        """Abort the connection."""
-        if self._socket is not None:
-            self._socket.abort()
 
     def _arm(self, limit_s: float) -> None:
         if self._deadline is not None:
@@ -134,7 +113,7 @@ class HttpConnection(H11Protocol):
 
     def _end_if_idle(self) -> None:
         if self.transport.is_closing():
-            self.end()
+            self._socket.abort()
         elif self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
@@ -142,8 +121,8 @@ class HttpConnection(H11Protocol):
 class _LingeringTransport:
     """A transport that closes only its own direction while its client may still send."""
 
-    def __init__(self, socket: asyncio.Transport, connection: HttpConnection) -> None:
-        self._socket, self._connection = socket, connection
+    def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
+        self._socket, self._connection = transport, connection
         self._lingers = False
 
     def __getattr__(self, name: str) -> Any:
@@ -162,7 +141,7 @@ class _LingeringTransport:
         self._connection.linger()
 
 
-class _RefusedRequestError(h11.RemoteProtocolError):
+class _StrictnessError(h11.RemoteProtocolError):
     """A request that h11 accepts and this server rejects."""
 
 
@@ -171,17 +150,37 @@ class _StrictConnection(h11.Connection):
 
     def next_event(self) -> Any:
         event = super().next_event()
-        if isinstance(event, h11.Request):
-            _check(event)
+        if not isinstance(event, h11.Request):
+            return event
+        names = [name for name, _ in event.headers]
+        if b"transfer-encoding" in names and b"content-length" in names:
+            raise _StrictnessError("the request has Content-Length and Transfer-Encoding: send one of them", 400)
+        if b"transfer-encoding" in names and event.http_version < b"1.1":
+            raise _StrictnessError("the request is HTTP/1.0, which has no Transfer-Encoding: use Content-Length", 400)
+        # Size on the wire: `name: value` and a line end each.
+        if len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers) > HEADER_BYTES:
+            raise _StrictnessError(_MESSAGES[431][1], 431)
         return event
 
 
-def _check(request: h11.Request) -> None:
-    names = [name for name, _ in request.headers]
-    if b"transfer-encoding" in names and b"content-length" in names:
-        raise _RefusedRequestError("the request has Content-Length and Transfer-Encoding: send one of them", 400)
-    if b"transfer-encoding" in names and request.http_version < b"1.1":
-        raise _RefusedRequestError("the request is HTTP/1.0, which has no Transfer-Encoding: use Content-Length", 400)
-    # Size on the wire: `name: value` and a line end each.
-    if len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers) > HEADER_BYTES:
-        raise _RefusedRequestError(_WORDS[431][1], 431)
+class AcceptingServer(uvicorn.Server):
+    """uvicorn's server over `Connections`."""
+
+    def __init__(self, config: uvicorn.Config, bound: socket.socket, max_connections: int) -> None:
+        super().__init__(config)
+        self._bound, self._max_connections = bound, max_connections
+        self._connections: Connections | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._connections = Connections(self._bound, self._max_connections, self._new_connection)
+        self._connections.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._connections is not None:
+            self._connections.stop()
+        await super().shutdown(sockets)
+
+    def _new_connection(self, connections: Connections) -> HttpConnection:
+        state: dict[str, Any] = self.lifespan.state
+        return HttpConnection(connections, self.config, self.server_state, state)

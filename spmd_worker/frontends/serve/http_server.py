@@ -13,7 +13,6 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.serve.responses import AsgiApp
 
 _IDLE_S: Final = 5
-"""Time after which an idle connection that was used is closed."""
 MORE_CONNECTIONS: Final = 64
 """Connections in addition to one per open request: health checks, and idle ones that can be closed for others."""
 _FLUSH_S: Final = 2
@@ -37,11 +36,11 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except (OSError, UnicodeError) as error:
         bound.close()
-        raise _not_listened_on(host, port, error) from None
+        raise _unavailable(host, port, error) from None
     return bound
 
 
-def _not_listened_on(host: str, port: int, error: Exception) -> ConfigError:
+def _unavailable(host: str, port: int, error: Exception) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else None
     return ConfigError(
         f"serve.host={host} with serve.port={port} is unavailable ({why or error}): use another port, or 0 for any"
@@ -71,8 +70,7 @@ class HttpServer:
     ) -> None:
         import uvicorn
 
-        from spmd_worker.frontends.serve.connections import AcceptingServer
-        from spmd_worker.frontends.serve.http_protocol import HttpConnection
+        from spmd_worker.frontends.serve.http_protocol import AcceptingServer, HttpConnection
 
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Else data left in buffers would keep a connection. Accepted ones inherit it.
@@ -106,7 +104,7 @@ class HttpServer:
         except OSError as error:
             # Another socket bound to the same address listened first.
             host, port = self._socket.getsockname()[:2]
-            raise _not_listened_on(host, port, error) from None
+            raise _unavailable(host, port, error) from None
         self._thread.start()
 
     def check(self) -> None:

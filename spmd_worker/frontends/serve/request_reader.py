@@ -34,9 +34,7 @@ _UNNAMED: Final = "request"
 
 @dataclass(frozen=True, slots=True)
 class ServedRow:
-    """A request that can run: a row, or one for each prompt of a completion. `includes_usage`: its stream ends with the
-    token counts.
-    """
+    """A request that can run: one row, or one for each prompt. `includes_usage`: its stream ends with the usage."""
 
     rows: tuple[EncodedRow | EncodedPooledRow, ...]
     is_streamed: bool
@@ -61,9 +59,7 @@ class RequestReader:
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
     def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow:
-        """Parse the request with this body at `url`. `custom_id` is the header's; `index` is the request's number, used
-        only for its name among the engine's requests. Raises InvalidRequestError.
-        """
+        """Parse a body; `custom_id` is the header's, `index` the request's number. Raises InvalidRequestError."""
         body = parse_body(data, self.limits)
         stream = _stream_of(body)
         asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}

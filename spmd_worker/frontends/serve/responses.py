@@ -22,11 +22,9 @@ class PlainResponse:
         self.headers = (("content-type", content_type.decode()), ("content-length", str(len(body))), *headers)
 
     def messages(self) -> list[Message]:
-        """Messages to send."""
         return [response_start(self.status, self.headers), response_part(self.body, more_body=False)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
         for message in self.messages():
             await send(message)
 
