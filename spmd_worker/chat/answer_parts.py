@@ -82,10 +82,7 @@ def object_text(text: str) -> str | None:
 
 
 def call_at(text: str, at: int = 0, *, needs_arguments: bool = False) -> tuple[ToolCall, int] | None:
-    """The call written as an object with `name` and `arguments` (or `parameters`) at `at`, and its end.
-
-    Without either of the two the call has no arguments, or is invalid (`needs_arguments`).
-    """
+    """The call written as an object with `name` and `arguments` (or `parameters`) at `at`, and its end."""
     found = object_members(text, at)
     if found is None:
         return None
@@ -179,9 +176,8 @@ _STATES: Final = (
 
 
 class CallText:
-    """Buffers the JSON of a call up to the marker after it: the first outside its strings, or the first of all if the
-    text before it turns out to be invalid JSON. `marker` matches `markers`; `parse` returns the call of a complete
-    text.
+    """Buffers the JSON of a call up to the marker after it: the first outside its strings, or in invalid JSON the
+    first. `marker` matches `markers`; `parse` returns the call of a complete text.
     """
 
     def __init__(

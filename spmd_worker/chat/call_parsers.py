@@ -1,7 +1,4 @@
-"""Tool-call parsers for the formats of Hermes and Qwen, Llama 3 and Mistral.
-
-The formats are from published chat templates and model cards; each parser is a `CallReader` of `answer_parts.py`.
-"""
+"""Tool-call parsers for the formats of Hermes and Qwen, Llama 3 and Mistral, from their published chat templates."""
 
 import re
 from typing import Final
@@ -60,8 +57,7 @@ class HermesCalls:
 
 class Llama3Calls:
     """The entire text is one object with `name` and `parameters`, or several separated by `;`, after <|python_tag|>,
-    which is optional where answers are not in JSON anyway. An object whose name is no function of the request is no
-    call.
+    which is optional unless content is JSON too. The name must be one of the request's functions.
     """
 
     def __init__(self, request: ChatRequest) -> None:

@@ -16,10 +16,8 @@ class _State(Enum):
 
 
 class ReasoningReader:
-    """Parser of one answer, whose text comes in pieces (`answer_parts.py`).
-
-    `is_open`: the prompt's end has opened the reasoning. Without an end marker all is reasoning. Only the text's
-    beginning counts: a marker after the first words is content.
+    """Parser of one answer, whose text comes in pieces. `is_open`: the prompt's end has opened the reasoning. Without
+    an end marker all is reasoning. A begin marker after the first words is content.
     """
 
     def __init__(self, markers: tuple[str, str], *, is_open: bool) -> None:

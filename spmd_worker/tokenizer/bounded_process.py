@@ -1,7 +1,7 @@
 """A small process for untrusted work, whose memory and computing time the kernel limits.
 
-Parts of a model folder (a chat template, a tokenizer with components that no known model has) may compute for ever or
-use all memory. Here that ends as one request's error, after `cpu_s` or with `memory_bytes` at most, whatever it does.
+Parts of a model folder (a chat template, a tokenizer with unknown components) may compute for ever or use all memory.
+That ends as one request's error, after `cpu_s` or at `memory_bytes`.
 The process is started for the first request and again when it has ended, and ends with its owner, whose end of the pipe
 it reads. It ignores signals for the owner's process group: a signal that ends a job must not become the error of a row.
 

@@ -58,9 +58,9 @@ def adapt_contents(
 ) -> list[Message]:
     """The conversation with its contents in the candidate formats that lose least of them.
 
-    `render` is called once if the template accepts the contents unchanged, and 18 times at most, 34 if it always
-    raises. With `cache`, which is of one template, a conversation that differs from an earlier one only in its texts is
-    not tried again; `context` is the template's other input.
+    `render` is called once if the template accepts the contents unchanged, else up to 34 times. With `cache`, which is
+    of one template, a conversation that differs from an earlier one only in its texts is not tried again; `context` is
+    the template's other input.
     """
     formats = _CANDIDATES[content_format]
     masked, marks = _masked(messages)

@@ -1,7 +1,5 @@
-"""Encodes in a process with limits (`bounded_process.py`) for a tokenizer with components that no known model has.
-
-Matching its regular expressions may never end, and its normalizers may let a text grow without bound: then that text
-fails.
+"""Encodes in a process with limits (`bounded_process.py`) for a tokenizer with unknown components, whose regular
+expressions may never end and whose normalizers may let a text grow without bound: then that text fails.
 """
 
 import sys

@@ -85,9 +85,9 @@ def _check(values: Mapping[str, Any]) -> bool:
         _check_id(f"{key}.id", token.get("id"))
         _check_token(f"{key}.content", token.get("content"))
     for step in _steps("post_processor", values.get("post_processor")):
-        _check_processor("post_processor", step)
+        _check_processor(step)
     for step in _steps("decoder", values.get("decoder")):
-        _check_decoder("decoder", step)
+        _check_decoder(step)
     are_known = [_is_known(key, _steps(key, values.get(key))) for key in ("normalizer", "pre_tokenizer")]
     return _has_known_model(model) and all(are_known)
 
@@ -125,11 +125,16 @@ def _check_model(model: Mapping[str, Any]) -> None:
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         tokens: Iterable[Any] = vocabulary
-        _check_ids(list(vocabulary.values()))
+        ids = list(vocabulary.values())
+        for each in filterfalse(_is_id, ids):
+            _check_id("model.vocab: id", each)
+        if len(set(ids)) < len(ids):
+            ((duplicate, number),) = Counter(ids).most_common(1)
+            raise _InvalidError(f"model.vocab: the id {duplicate} belongs to {number} tokens and must belong to one")
     else:
         entries = _list("model.vocab", vocabulary)
         for index, entry in enumerate(entries):
-            if not isinstance(entry, list) or len(entry) != 2 or not _is_number(entry[1]):
+            if not isinstance(entry, list) or len(entry) != 2 or not _is_score(entry[1]):
                 raise _InvalidError(f"model.vocab[{index}]={_short(entry)} must be a token and its score")
         tokens = [entry[0] for entry in entries]
         unknown = model.get("unk_id")
@@ -138,14 +143,6 @@ def _check_model(model: Mapping[str, Any]) -> None:
     for token in tokens:
         _check_token("model.vocab: token", token)
     _check_prefix(model)
-
-
-def _check_ids(ids: list[Any]) -> None:
-    for each in filterfalse(_is_id, ids):
-        _check_id("model.vocab: id", each)
-    if len(set(ids)) < len(ids):
-        ((duplicate, number),) = Counter(ids).most_common(1)
-        raise _InvalidError(f"model.vocab: the id {duplicate} belongs to {number} tokens and must belong to one")
 
 
 def _check_prefix(model: Mapping[str, Any]) -> None:
@@ -175,7 +172,7 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_ID
 
 
-def _is_number(value: Any) -> bool:
+def _is_score(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -190,48 +187,49 @@ def _has_known_model(model: Mapping[str, Any]) -> bool:
 # Post-processors and decoders: rejected if unknown.
 
 
-def _check_processor(key: str, step: Mapping[str, Any]) -> None:
+def _check_processor(step: Mapping[str, Any]) -> None:
     if step.get("type") in ("BertProcessing", "ByteLevel", "RobertaProcessing"):
         return
     if step.get("type") != "TemplateProcessing":
-        raise _InvalidError(f"{key}.type={_short(step.get('type'))} is not supported")
-    single, pair = _list(f"{key}.single", step.get("single")), _list(f"{key}.pair", step.get("pair"))
-    texts = [[name for kind, name in _names(key, parts) if kind != "SpecialToken"] for parts in (single, pair)]
+        raise _InvalidError(f"post_processor.type={_short(step.get('type'))} is not supported")
+    single, pair = _list("post_processor.single", step.get("single")), _list("post_processor.pair", step.get("pair"))
+    texts = [[name for kind, name in _names(parts) if kind != "SpecialToken"] for parts in (single, pair)]
     if texts[0] != ["A"]:
-        raise _InvalidError(f"{key}.single={_short(single)} must contain sequence A once")
+        raise _InvalidError(f"post_processor.single={_short(single)} must contain sequence A once")
     if texts[1] not in (["A", "B"], ["B", "A"], ["A"], []):
-        raise _InvalidError(f"{key}.pair={_short(pair)} must contain sequences A and B once each")
-    special = _object(f"{key}.special_tokens", step.get("special_tokens") or {})
-    num_ids = [len(_list(key, _object(key, each).get("ids"))) for each in special.values()]
+        raise _InvalidError(f"post_processor.pair={_short(pair)} must contain sequences A and B once each")
+    special = _object("post_processor.special_tokens", step.get("special_tokens") or {})
+    num_ids = [len(_list("post_processor", _object("post_processor", each).get("ids"))) for each in special.values()]
     if max(len(single), len(pair), *num_ids, 0) > _MAX_TEMPLATE:
-        raise _InvalidError(f"{key} has more than {_MAX_TEMPLATE} special tokens")
-    for kind, name in _names(key, [*single, *pair]):
+        raise _InvalidError(f"post_processor has more than {_MAX_TEMPLATE} special tokens")
+    for kind, name in _names([*single, *pair]):
         if kind == "SpecialToken" and (not isinstance(name, str) or name not in special):
-            raise _InvalidError(f"{key}: the special token {_short(name)} must be one of special_tokens")
+            raise _InvalidError(f"post_processor: the special token {_short(name)} must be one of special_tokens")
 
 
-def _names(key: str, parts: list[Any]) -> list[tuple[str, Any]]:
+def _names(parts: list[Any]) -> list[tuple[str, Any]]:
     """Kind and id of each part."""
+    key = "post_processor"
     return [(kind, _object(key, value).get("id")) for part in parts for kind, value in _object(key, part).items()]
 
 
-def _check_decoder(key: str, step: Mapping[str, Any]) -> None:
+def _check_decoder(step: Mapping[str, Any]) -> None:
     kind = step.get("type")
     if kind in ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece", "CTC"):
         return
     if kind == "Strip":
         # The library panics on a token with fewer characters to strip at the end.
         if step.get("stop") != 0 or not _is_id(step.get("start")):
-            raise _InvalidError(f"{key}.stop={_short(step.get('stop'))} of Strip must be 0, and start an integer")
+            raise _InvalidError(f"decoder.stop={_short(step.get('stop'))} of Strip must be 0, and start an integer")
         return
     if kind != "Replace":
-        raise _InvalidError(f"{key}.type={_short(kind)} is not supported")
+        raise _InvalidError(f"decoder.type={_short(kind)} is not supported")
     pattern, content = _short(step.get("pattern")), _short(step.get("content"))
     if _growth(step) > 1:
-        raise _InvalidError(f"{key}: Replace of {pattern} by {content} must not make text longer")
+        raise _InvalidError(f"decoder: Replace of {pattern} by {content} must not make text longer")
     if not _is_known_pattern(step.get("pattern")):
         raise _InvalidError(
-            f"{key}: Replace of {pattern} must have a string or a linear-time regular expression as pattern"
+            f"decoder: Replace of {pattern} must have a string or a linear-time regular expression as pattern"
         )
 
 

@@ -1,8 +1,7 @@
 """Renders chat templates in a small process of its own (`bounded_process.py`).
 
-A template comes with a model folder and is not trusted. The limits of `chat_template.py` end mistakes with an
-explanation; anything that escapes them ends here, as one row's error, after `CPU_S` or with `MEMORY_BYTES` at most. The
-process imports Jinja and nothing else of size.
+The limits of `chat_template.py` end mistakes with an explanation; a template that escapes them ends here, as one row's
+error, after `CPU_S` or at `MEMORY_BYTES`. The process imports Jinja and nothing else of size.
 """
 
 import sys
@@ -21,8 +20,7 @@ LARGE_BYTES: Final = 64 * 1024
 
 class IsolatedTemplate:
     """One template; `variables` are the special tokens by name (`bos_token`, ...). Not shared with forked processes:
-    each starts a process of its own. Threads take turns, except for large conversations, which take long: those have a
-    process of their own, for which small ones do not wait.
+    each starts a process of its own. Threads take turns; large conversations have a second process.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:

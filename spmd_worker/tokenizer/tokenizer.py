@@ -124,13 +124,11 @@ class Tokenizer:
     def encode_inside(
         self, first: str, second: str | None = None, max_tokens: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Token ids of a text, or of two that are encoded as a pair, and the number of ids of the first text: those of
-        type 0, which are all if the tokenizer does not distinguish types. None where types are not all 0 and then all
-        1.
+        """Token ids of a text or of a pair, and the number of ids of the first text: those of type 0, None where types
+        are not all 0 and then all 1.
 
-        Beyond `max_tokens` the ends of the texts (their beginnings, with `truncation_side` left) are cut, never special
-        tokens: of a pair, until both have one length, or the shorter is complete. Raises ValueError for text that is
-        not Unicode, and where special tokens alone are more.
+        Beyond `max_tokens` the ends of the texts (their beginnings, with `truncation_side` left) are truncated, of a
+        pair the longer one first, and never special tokens. Raises ValueError as `encode`, and if these alone are more.
         """
         _check_unicode(first + (second or ""))
         return self._encoder.encode_inside(first, second, max_tokens, self._files.truncation_side)

@@ -25,12 +25,13 @@ def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> 
     """Body of a /v1/completions response."""
     output = echoed(row, output)
     choices = [completion_choice(completion) for completion in output.outputs]
-    for choice, completion in zip(choices, output.outputs, strict=True):
+    body = _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
+    for choice in choices:
         if row.echo is not None:
             drop_first_logprob(choice)
         if row.returns_token_ids:
-            choice["token_ids"], choice["prompt_token_ids"] = list(completion.token_ids), list(row.prompt_token_ids)
-    return _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
+            choice["prompt_token_ids"] = list(row.prompt_token_ids)
+    return body
 
 
 def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
@@ -90,8 +91,6 @@ def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonOb
     body = _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
     if row.returns_token_ids:
         body["prompt_token_ids"] = list(row.prompt_token_ids)
-        for choice, completion in zip(choices, output.outputs, strict=True):
-            choice["token_ids"] = list(completion.token_ids)
     return body
 
 
@@ -134,10 +133,7 @@ def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
 
 
 def usage(output: RequestOutput) -> dict[str, int]:
-    """Token counts of a request; `completion_tokens` is the sum over the completions it returns.
-
-    Unlike OpenAI, does not count tokens of samples that `best_of` ran and did not return.
-    """
+    """Token counts of a request; unlike OpenAI's, without samples that `best_of` ran and did not return."""
     num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
     return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
 
@@ -166,6 +162,9 @@ def _body(
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprob_records(output)
+    if row.returns_token_ids:
+        for choice, completion in zip(choices, output.outputs, strict=True):
+            choice["token_ids"] = list(completion.token_ids)
     return body
 
 

@@ -146,22 +146,19 @@ class ChunkWriter:
             if choice is not None:
                 chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
                 if self.row.returns_token_ids:
-                    self._add_token_ids(chunk, completion.token_ids[num_tokens:], self._sent[completion.index])
+                    # Like vLLM's chunks: the prompt's once.
+                    sent, (own,) = self._sent[completion.index], chunk["choices"]
+                    own["token_ids"] = completion.token_ids[num_tokens:]
+                    if not sent.has_prompt_ids:
+                        sent.has_prompt_ids = True
+                        holder = chunk if self.row.kind == "chat" else own
+                        holder["prompt_token_ids"] = list(self.row.prompt_token_ids)
                 found.append(chunk)
         return found
 
     def last_chunk(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         """Last chunk, with the usage of all prompts."""
         return self._chunk([]) | {"usage": _sum_usage([total_usage(echoed(self.row, output)) for output in outputs])}
-
-    def _add_token_ids(self, chunk: JsonObject, token_ids: list[int], sent: _Sent) -> None:
-        """Add ids like vLLM's chunks: the prompt's once."""
-        (choice,) = chunk["choices"]
-        choice["token_ids"] = list(token_ids)
-        if not sent.has_prompt_ids:
-            sent.has_prompt_ids = True
-            prompt = chunk if self.row.kind == "chat" else choice
-            prompt["prompt_token_ids"] = list(self.row.prompt_token_ids)
 
     def _choice(self, completion: CompletionOutput) -> JsonObject | None:
         """Choice of the new part; None if nothing is new."""

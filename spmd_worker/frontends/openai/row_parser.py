@@ -1,7 +1,4 @@
-"""Parses a line into a Row, and encodes a Row; any error becomes a RowError, never an exception.
-
-The OpenAI format is parsed in `openai_request.py`.
-"""
+"""Parses a line into a Row, and encodes a Row; any error becomes a RowError, never an exception."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

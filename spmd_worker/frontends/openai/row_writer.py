@@ -12,7 +12,7 @@ from spmd_worker.frontends.openai.openai_body import (
     usage,
 )
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, row_error
-from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
+from spmd_worker.replica.sequence.outputs import RequestOutput
 
 REJECTED: Final = "request_refused"
 """Code of an error without one of its own."""
@@ -51,29 +51,22 @@ def format_error(row: RowError) -> bytes:
 
 
 def _plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
+    outputs: list[JsonObject] = []
+    for completion in output.outputs:
+        names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
+        outputs.append({name: getattr(completion, name) for name in names})
+        if completion.logprobs is not None:
+            outputs[-1]["logprobs"] = [logprob_records(position) for position in completion.logprobs]
     result: JsonObject = {
         "custom_id": row.custom_id,
         "index": row.index,
-        "outputs": [_plain_output(completion) for completion in output.outputs],
+        "outputs": outputs,
         "usage": usage(output),
         "error": None,
     }
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = prompt_logprob_records(output)
     return result
-
-
-def _plain_output(completion: CompletionOutput) -> JsonObject:
-    record: JsonObject = {
-        "index": completion.index,
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    if completion.logprobs is not None:
-        record["logprobs"] = [logprob_records(position) for position in completion.logprobs]
-    return record
 
 
 def json_line(record: Any) -> bytes:

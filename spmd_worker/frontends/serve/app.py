@@ -1,11 +1,7 @@
 """The ASGI application: OpenAI's paths, authentication, limits, and clients that disconnect.
 
-    POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /ping, /version, /metrics
-    POST /v1/embeddings, /v1/score, /v1/rerank    for a pooling model; /score, /rerank and /v2/rerank too
-    POST /tokenize, /detokenize
-
 Everything but /health and /ping needs the key. A request holds capacity from its headers on, which bounds the bodies in
-memory, few of them large. Knows the engine only through the exchange.
+memory, few of them large.
 """
 
 import asyncio
@@ -129,7 +125,7 @@ class ServerApp:
     async def _with_capacity(
         self, request: "Request", respond: Callable[["Request", "Reservation"], Awaitable[AsgiApp]]
     ) -> AsgiApp:
-        """Call `respond` with capacity for one sequence, which it frees unless it raises. Errors become responses."""
+        """Call `respond` with capacity for one sequence, which `respond` frees unless it raises; errors are answered."""
         reservation = Reservation(self.exchange)
         try:
             reservation.add(1)

@@ -1,9 +1,4 @@
-"""The server's command: an OpenAI-compatible API on rank 0, over the engine of all ranks.
-
-    torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
-
-Exit codes: 0 ended by request (SIGTERM, Ctrl-C); 1 it failed; 70 the ranks diverged.
-"""
+"""The server's command: an OpenAI-compatible API on rank 0, over the engine of all ranks."""
 
 import argparse
 import os

@@ -28,8 +28,8 @@ class EngineLoop:
         self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
         self._requests: dict[RequestId, OpenRequest] = {}
         # A pooling row has one per text, in their order.
-        self._numbers: dict[OpenRequest, list[RequestId]] = {}
-        self._pooled: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
+        self._ids: dict[OpenRequest, list[RequestId]] = {}
+        self._outputs: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
         self._patience_s = max_step_interval_s(engine.config.executor.timeout_s)
         # A worker process that ends is noticed by the next step.
@@ -72,58 +72,58 @@ class EngineLoop:
         arrived, closed, must_look = self._exchange.take()
         for request in arrived:
             self._admit(request)
-        numbers = [number for request in closed for number in self._numbers.get(request, ())]
-        if numbers:
-            self._engine.requests.abort(numbers)
+        ids = [request_id for request in closed for request_id in self._ids.get(request, ())]
+        if ids:
+            self._engine.requests.abort(ids)
         return must_look
 
     def _admit(self, request: OpenRequest) -> None:
         row = request.row
         if isinstance(row, EncodedPooledRow):
-            self._numbers[request], self._pooled[request] = admit_pooled(self._engine, row), {}
-            self._requests |= dict.fromkeys(self._numbers[request], request)
-            return
-        try:
-            number = self._engine.requests.admit(
-                row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
-            )
-        except ValueError as error:
-            # Errors that only the engine detects, such as a bad word that is not a token.
-            refused = RequestOutput("", row.prompt, list(row.prompt_token_ids), finished=True, error=str(error))
-            self._exchange.give([(request, refused)])
-            return
-        self._requests[number], self._numbers[request] = request, [number]
-        if request.is_streamed:
-            self._partials[number] = PartialOutputs(RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer)
+            ids = admit_pooled(self._engine, row)
+        else:
+            try:
+                request_id = self._engine.requests.admit(
+                    row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
+                )
+            except ValueError as error:
+                # Errors that only the engine detects, such as a bad word that is not a token.
+                rejected = RequestOutput("", row.prompt, list(row.prompt_token_ids), finished=True, error=str(error))
+                self._exchange.give([(request, rejected)])
+                return
+            ids = [request_id]
+            if request.is_streamed:
+                self._partials[request_id] = PartialOutputs(
+                    RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer
+                )
+        self._ids[request], self._outputs[request] = ids, {}
+        self._requests |= dict.fromkeys(ids, request)
 
     def _step(self) -> None:
         steps = [self._ended(output) for output in self._engine.step()]
         outputs = [ended for ended in steps if ended is not None]
         groups = self._engine.scheduler.queues.groups
-        for number, partial in self._partials.items():
-            request, group = self._requests[number], groups.get(number)
+        for request_id, partial in self._partials.items():
+            request, group = self._requests[request_id], groups.get(request_id)
             # A reader that has not read the last one gets everything in the next.
-            if request.output is None and group is not None:
-                part = partial.partial(group, None)
-                if part is not None:
-                    outputs.append((request, part))
+            part = None if request.output is not None or group is None else partial.partial(group, None)
+            if part is not None:
+                outputs.append((request, part))
         self._exchange.give(outputs)
         self._publish()
 
     def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | PooledOutput] | None:
         """Output of a request; None while other texts of it are not pooled."""
-        number = RequestId(int(output.request_id))
-        request = self._requests.pop(number)
-        self._partials.pop(number, None)
-        found = self._pooled.get(request)
-        if found is None:
-            del self._numbers[request]
-            return request, output
-        found[number] = output
-        if len(found) < len(self._numbers[request]):
+        request_id = RequestId(int(output.request_id))
+        request = self._requests.pop(request_id)
+        self._partials.pop(request_id, None)
+        outputs = self._outputs[request]
+        outputs[request_id] = output
+        if len(outputs) < len(self._ids[request]):
             return None
-        del self._pooled[request]
-        return request, PooledOutput(tuple([found[each] for each in self._numbers.pop(request)]))
+        del self._outputs[request]
+        ordered = tuple([outputs[each] for each in self._ids.pop(request)])
+        return request, PooledOutput(ordered) if isinstance(request.row, EncodedPooledRow) else output
 
     def _end_all(self, reason: str) -> None:
         if not self._exchange.has_failed:
