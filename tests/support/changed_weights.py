@@ -24,7 +24,7 @@ _GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=
 
 
 def change_of(name: str) -> float:
-    """What the weights of this name are multiplied with in the second; bfloat16 does not round with it."""
+    """Factor of the weights of this name in the second model; exact in bfloat16."""
     return (-0.5, 2.0, -1.0)[len(name) % 3]
 
 

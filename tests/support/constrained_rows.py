@@ -58,7 +58,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     "lark": ({"grammar": 'start: "<" item{1,4} ">"\nitem: /[a-c]/ ","'}, matches("<([a-c],){1,4}>")),
     "ebnf": ({"grammar": 'root ::= "x" digit digit "!"\ndigit ::= [0-9]'}, matches("x[0-9]{2}!")),
 }
-"""Of each kind: the form, and whether a text has it."""
+"""Kind -> the constraint, and a check of a text."""
 
 NUM_ROWS = 16
 
@@ -115,7 +115,7 @@ def rows() -> tuple[list[dict[str, list[int]]], list[SamplingParams], list[str |
 
 
 def check(outputs: list[RequestOutput], names: list[str | None]) -> None:
-    """Every answer has its row's form, and ended by itself."""
+    """Check that every answer matches its row's constraint, and ended by itself."""
     for output, name in zip(outputs, names, strict=True):
         assert output.error is None, (name, output.error)
         for each in output.outputs:
@@ -124,7 +124,7 @@ def check(outputs: list[RequestOutput], names: list[str | None]) -> None:
 
 
 def answers(outputs: list[RequestOutput]) -> list[Any]:
-    """What must be the same however rows are scheduled."""
+    """The values of answers that scheduling must not change."""
     return [
         [
             (each.token_ids, each.text, each.finish_reason, [[*entry.items()] for entry in each.logprobs or []])

@@ -8,7 +8,7 @@ from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 
 
 class Ended(BaseException):
-    """As a process is that is killed: nothing of ours catches it."""
+    """Stands for a killed process: no handler of ours catches it."""
 
 
 def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:

@@ -121,13 +121,13 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 OLDER_DENSE_ROPES: Final = ("olmo3_stretched", "stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
 SMALL_TABLES: Final = ("olmo", "opt", "opt_350m")
 DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
-"""What names begin with, and do not in some files."""
+"""Prefix of names, which some files omit."""
 MASKS: Final = {
     "GPT2": ("h.{}.attn.bias",),
     "GPTBigCode": ("transformer.h.{}.attn.bias",),
     "GPTNeoX": ("gpt_neox.layers.{}.attention.bias", "gpt_neox.layers.{}.attention.masked_bias"),
 }
-"""What older files have and no model reads."""
+"""Tensors of older files that no model reads."""
 WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
 
 _SEEN_IN_LAYOUTS: Final = (
@@ -144,7 +144,7 @@ VARIANTS: Final = (
 )
 """All of these is in the stress tier, but for what notices a row's entries and what files leave out."""
 SIMILAR: Final = (*VARIANTS, *NESTED_IN_LAYOUTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
-"""Of these their logits are in the tier of layouts too."""
+"""Models whose logits are tested in the layout tier too."""
 CAME_LAST: Final = (
     *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),
     *("stablelm_12b", "phi_norms", "opt_350m", "llava", *SIMILAR),

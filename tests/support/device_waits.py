@@ -1,4 +1,4 @@
-"""What would have the host wait for a CUDA device, counted on the meta device, whose tensors have no values.
+"""Counts operations that make the host wait for a CUDA device, on the meta device, whose tensors have no values.
 
 `DeviceWaits` looks at each operation. A read-back is a copy to the host, a number taken out of a tensor, or an
 operation whose result is as large as values say; what it reads is zero, so that the code goes on and the next one is

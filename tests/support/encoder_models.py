@@ -201,7 +201,7 @@ def logits_of(name: str, prompt: list[int], num_first_tokens: int | None = None)
 
 
 def expected(name: str, prompt: list[int]) -> Tensor:
-    """By transformers, and what comes behind by hand."""
+    """Reference vectors: the model by transformers, the rest by hand."""
     if name in WITH_SCORES:
         return logits_of(name, prompt)
     states = hidden_states(name, prompt)
@@ -213,7 +213,7 @@ def expected(name: str, prompt: list[int]) -> Tensor:
 
 
 def error(ours: list[float], theirs: Tensor) -> float:
-    """As a share of the largest number, where that is above 1."""
+    """Difference relative to the largest number, where that is above 1."""
     assert len(ours) == len(theirs)
     return float((torch.tensor(ours) - theirs).abs().max() / theirs.abs().max().clamp(min=1))
 

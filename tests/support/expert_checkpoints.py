@@ -166,7 +166,7 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def stir(model: PreTrainedModel) -> None:
-    """As `family_checkpoints.stir`; experts are stacked here, and routers far from undecided."""
+    """`family_checkpoints.stir` for stacked experts; routers get clear decisions."""
     generator = torch.Generator().manual_seed(7)
     buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
     for name, value in sorted([*model.named_parameters(), *buffers]):

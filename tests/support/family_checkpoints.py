@@ -239,7 +239,7 @@ def _write_with_images(folder: Path, family: str, text: dict[str, Any], beside: 
 
 
 def _thin_with_images(full: Path, folder: Path, name: str) -> None:
-    """As the hub's: few keys in `text_config`, or for Qwen2.5-VL and PaddleOCR-VL none, all beside it."""
+    """Keys placed as in the hub's files: few in `text_config`, or none for Qwen2.5-VL and PaddleOCR-VL."""
     shutil.copytree(full, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())

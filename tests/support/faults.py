@@ -1,4 +1,4 @@
-"""What goes wrong in one rank of a job: a script for torchrun, which runs `launch.py` with a fault planted.
+"""Faults of one rank of a job: a script for torchrun that runs `launch.py` with an injected fault.
 
     faults.py FAULT VICTIM MOMENT FOLDER ARGUMENT...
 
@@ -24,11 +24,11 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.worker import Worker
 
 SURE_S = 2.5
-"""From this moment on a strike waits until every rank is watched: imports end at different times."""
+"""A fault waits until every rank is watched: imports end at different times."""
 
 
 def has_heard_all(watchdog: Watchdog) -> bool:
-    """Whether there is a heartbeat of each rank, or nobody watches."""
+    """Whether every rank has a heartbeat, or there is no watchdog."""
     exchange = watchdog._exchange
     return not exchange._thread.is_alive() or all(each.last_heartbeat is not None for each in exchange.statuses())
 
@@ -46,7 +46,7 @@ class Strike:
             path.write_text(str(time.monotonic()))
 
     def send(self, number: signal.Signals) -> None:
-        """To this process, from a thread beside the watchdog's."""
+        """Send a signal to this process, from a thread of its own."""
         right = Watchdog.start
 
         def send_later(watchdog: Watchdog) -> None:

@@ -85,7 +85,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server, which is the parent of all that it forks."""
+        """Process id of the server, the parent of all that it forks."""
         return self._process.pid
 
     def fork(
@@ -107,7 +107,7 @@ class ForkServer:
         return ForkedProcess(self, pid)
 
     def wait_until_ready(self) -> None:
-        """Until it has imported everything, and forks at once."""
+        """Wait until the server has imported everything."""
         if not self._wait_until(lambda: self._is_ready, START_S):
             raise ForkServerError(f"the fork server is not ready after {START_S} s")
 
@@ -122,7 +122,7 @@ class ForkServer:
         self._process.wait(START_S)
 
     def _wait_until(self, is_known: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether it is known within that time."""
+        """Whether the exit code is known within that time."""
         deadline_s = time.monotonic() + timeout_s
         with self._news:
             while not is_known():
@@ -181,7 +181,7 @@ def send_order(
 
 
 class ForkedProcess:
-    """What tests use of `subprocess.Popen`, for a process that the server has forked."""
+    """`subprocess.Popen`'s methods that tests use, for a process that the server has forked."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
@@ -221,7 +221,7 @@ def fork_server(hash_seed: int = 0) -> ForkServer:
 
 
 def serve(connection: socket.socket) -> dict[str, Any]:
-    """Until the other end is closed. Returns in each forked process, with its order."""
+    """Serve until the other end is closed. Returns in each forked process, with its order."""
     import gc
 
     import_everything()
@@ -262,7 +262,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
 
 
 def import_everything() -> None:
-    """What ranks import, and no more: what a test's model of reference needs stays out."""
+    """Import the modules of ranks, without those of reference models."""
     import importlib
     import pkgutil
 
@@ -288,7 +288,7 @@ def check_that_forks_are_safe() -> None:
 
 
 def leave_libraries() -> None:
-    """At the end of a process torch takes back each operator that it has defined in Python: 40 ms for nobody."""
+    """Skip torch's removal of operators defined in Python at the end of a process, which takes 40 ms."""
     import weakref
 
     for finalizer in list(weakref.finalize._registry):
@@ -332,7 +332,7 @@ def show_environment() -> None:
 
 
 def set_num_threads() -> None:
-    """Of OpenMP, which read the variable in the server."""
+    """Set the number of OpenMP threads, which read the variable in the server."""
     import torch
 
     wanted = os.environ.get("OMP_NUM_THREADS", "")

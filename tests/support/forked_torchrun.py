@@ -25,7 +25,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Adopted(subprocess.Popen[bytes]):
-    """What torchrun uses of `subprocess.Popen`, for a child of this process that another has forked."""
+    """`subprocess.Popen`'s methods that torchrun uses, for a child of this process that another has forked."""
 
     def __init__(self, command: Sequence[str], pid: int) -> None:
         self.args, self.pid, self.returncode = command, pid, None
@@ -67,7 +67,7 @@ class Nursery:
 
 
 def serve_ranks(connection: socket.socket, launcher: int) -> dict[str, Any]:
-    """Until the launcher ends. Returns in each rank, once the launcher is its parent, with its order."""
+    """Serve until the launcher ends. Returns in each rank, once the launcher is its parent, with its order."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         # They are meant for torchrun, in whose session this is.
         signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from spmd_worker.executor import worker_handle
 
 
 class ForkedWorker(ForkedProcess):
-    """With the ends of its pipes, as Popen has them."""
+    """A forked process with the ends of its pipes, like Popen's."""
 
     stdout: IO[bytes]
     stderr: IO[bytes]
@@ -28,7 +28,7 @@ class ForkedWorker(ForkedProcess):
 def fork_worker(
     command: Sequence[str], env: Mapping[str, str], stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int]
 ) -> ForkedWorker:
-    """What `subprocess.Popen` is called with in worker_handle.py: `python -P -m MODULE OPTION VALUE...`."""
+    """Arguments of `subprocess.Popen` in worker_handle.py: `python -P -m MODULE OPTION VALUE...`."""
     assert (stdin, stdout, stderr) == (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
     words = list(command[command.index("-m") :])
     descriptor, driver = words.index("--descriptor") + 1, words.index("--driver-pid") + 1

@@ -23,7 +23,7 @@ from spmd_worker.executor import worker_handle
 
 
 class ForkOfThis:
-    """What a fork server's maker uses of `subprocess.Popen`, for one that is this process once more."""
+    """`subprocess.Popen`'s methods that a fork server's owner uses, for a fork of this process."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
         (descriptor,) = pass_fds
@@ -40,7 +40,7 @@ class ForkOfThis:
 
 
 def fork_workers() -> None:
-    """From here on this process's workers are forked."""
+    """Fork this process's workers from here on."""
     fork_server.subprocess = SimpleNamespace(Popen=ForkOfThis, DEVNULL=subprocess.DEVNULL)
     fork_server.fork_server()
     fork_server.subprocess = subprocess

@@ -27,7 +27,7 @@ from spmd_worker.engine.engine import Engine
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, OSError)
 NOT_IN_WORDS = (RecursionError, UnicodeError)
-"""Of those above, what only says that something went wrong inside."""
+"""Those of the above that only report an internal error."""
 PROMPT = [70, 71, 72, 73]
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
@@ -40,13 +40,13 @@ class Odd:
 
 
 class Chance(random.Random):
-    """Of one rank: values are its own. `shape`, which all ranks have alike, draws how many there are."""
+    """Arguments of one rank: its own values. `shape`, equal on all ranks, draws their number."""
 
     shape = random.Random()
 
 
 def odd_values(chance: random.Random) -> list[Any]:
-    """What a caller may hand in by mistake."""
+    """Values that a caller may pass by mistake."""
     return [
         *(None, True, False, 0, 1, -1, 2, 7, 10**6, 2**31, 2**63, -(2**63) - 1, 10**30),
         *(0.0, 0.5, -1.0, 1e308, float("nan"), float("inf"), 1 + 2j),
@@ -85,7 +85,7 @@ Call = Callable[[LLM, Chance], Any]
 
 
 def method(name: str, good: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None) -> Call:
-    """Of the LLM, or of its engine (`llm_engine.NAME`). Arguments are those that are `good`, or odd, or too few."""
+    """A call of the LLM or of its engine (`llm_engine.NAME`), with `good`, odd or missing arguments."""
 
     def call(llm: LLM, chance: Chance) -> Any:
         target: Any = llm
@@ -160,7 +160,7 @@ CALLS: dict[str, Call] = {
 
 
 def bring_back(llm: LLM) -> None:
-    """By the calls that end what others have begun."""
+    """Undo the state that other calls have left."""
     engine = llm.llm_engine
     for name in ("stop_profile", "finish_weight_update", "wake_up"):
         try:
@@ -181,13 +181,13 @@ def bring_back(llm: LLM) -> None:
 
 
 def step_to_the_end(engine: Engine) -> None:
-    """Until no request is unanswered."""
+    """Step until every request is answered."""
     while engine.has_unfinished_requests():
         engine.step()
 
 
 def run_sequence(llm: LLM, number: int, seen: Counter[str], most_s: list[float]) -> list[str]:
-    """What went wrong, in words. `number` draws the calls; `most_s` has the longest refusal.
+    """Description of the failure. `number` draws the calls; `most_s` has the longest rejection.
 
     With FUZZ_APART set every rank makes the same calls with arguments of its own.
     """
@@ -220,7 +220,7 @@ def run_sequence(llm: LLM, number: int, seen: Counter[str], most_s: list[float])
 
 
 def note(text: str) -> None:
-    """With FUZZ_LOG, for a look at one sequence."""
+    """Log the calls of one sequence, with FUZZ_LOG."""
     if os.environ.get("FUZZ_LOG"):
         os.write(2, f"rank {os.environ.get('RANK', 0)}: {text}\n".encode("utf-8", "replace"))
 
@@ -233,7 +233,7 @@ def is_callers_own(error: Exception) -> bool:
 
 
 def answer(llm: LLM) -> list[int]:
-    """Of the fixed prompt."""
+    """Answer to the fixed prompt."""
     return list(llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
 
 

@@ -1,4 +1,4 @@
-"""What a process has that could grow: resident memory, descriptors, threads, children, shared memory, files.
+"""A process's resources that could grow: resident memory, descriptors, threads, children, shared memory, files.
 
     seen = Growth(lambda: llm.generate(prompts))
     seen.repeat(1000)
@@ -27,7 +27,7 @@ _LEAVE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """At one moment."""
+    """Resources at one moment."""
 
     resident_bytes: int
     descriptors: int
@@ -38,7 +38,7 @@ class Size:
 
 
 def size(folders: Sequence[Path] = ()) -> Size:
-    """With garbage collected and free memory given back to the system. `folders` are counted with all they hold."""
+    """Measure after garbage collection and a trim of free memory. `folders` are counted with their contents."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -54,7 +54,7 @@ def size(folders: Sequence[Path] = ()) -> Size:
 
 
 class Growth:
-    """Of what `action` leaves behind, each time it is called."""
+    """Growth caused by each call of `action`."""
 
     def __init__(self, action: Callable[[], object], folders: Sequence[Path] = ()) -> None:
         self._action, self._folders = action, folders
@@ -78,7 +78,7 @@ class Growth:
         return not self.troubles(sys.maxsize)
 
     def figures(self) -> dict[str, Any]:
-        """In words that a line of a report can take."""
+        """One line of a report."""
         assert self.middle is not None, "repeat comes first"
         assert self.end is not None, "repeat comes first"
         before, after = asdict(self.middle), asdict(self.end)
@@ -89,7 +89,7 @@ class Growth:
         }
 
     def troubles(self, max_bytes: int) -> list[str]:
-        """What has grown: memory by more than `max_bytes` in all, anything else at all."""
+        """Resources that have grown: memory by more than `max_bytes`, others at all."""
         figures = self.figures()
         return [
             f"{name} grew by {figures[name]} in {self.num_counted} repetitions"
@@ -99,7 +99,7 @@ class Growth:
 
 
 def report(growth: Growth, max_bytes: int) -> int:
-    """For a script: one line of JSON, and an exit code."""
+    """Print one line of JSON; returns the exit code of a script."""
     troubles = growth.troubles(max_bytes)
     line = json.dumps({**growth.figures(), "rank": int(os.environ.get("RANK", "0")), "troubles": troubles})
     os.write(1, f"{line}\n".encode())

@@ -78,7 +78,7 @@ class Guarded:
             pytest.fail(text, pytrace=False)
 
     def report_after(self, test: str) -> str:
-        """As `report_of`, when the test is over and no longer to be failed from within."""
+        """`report_of` after the test's end, when it cannot be failed from within."""
         watched, self._test = self._test, ""
         text = self.report_of(test)
         if not text:
@@ -86,7 +86,7 @@ class Guarded:
         return text
 
     def report_of(self, test: str) -> str:
-        """What the guard has written about a test that has hung; empty for every other."""
+        """The guard's report on a test that hung; empty for others."""
         for _ in range(100):
             # Not through pathlib, which tests patch.
             with open(self.report.name, errors="replace") as report:
@@ -139,7 +139,7 @@ def pytest_unconfigure(config) -> None:
 
 
 def watch(tests: int, report: Path, stacks: Path) -> None:
-    """Until the process that runs tests has gone."""
+    """Watch until the process that runs tests has ended."""
     import select
 
     pending, deadline_s, test = b"", None, ""
@@ -209,7 +209,7 @@ def stacks_of_tests(tests: int, stacks: Path) -> str:
 
 
 def descendants_of(ancestor: int) -> list[int]:
-    """In the order of /proc, which is that of their numbers."""
+    """Thread ids in the order of /proc."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         fields = proc_text(folder / "stat").rpartition(")")[2].split()

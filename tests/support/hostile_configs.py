@@ -61,7 +61,7 @@ _MISSING: Final = {
     "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},
 }
-"""What the models have, and not by the class's defaults."""
+"""Keys whose values in the models differ from the class's defaults."""
 _LONG: Final = "x" * 1_000_000
 WRONG: Final[tuple[Any, ...]] = (
     *(None, True, False, 0, 1, 2, 3, 7, -1, -(10**9), 10**6, 2**31 - 1, 2**31 - 2, 2**63, 10**400, 0.0, 0.5, -0.5),
@@ -113,7 +113,7 @@ class Broken:
 
 @cache
 def _real(architecture: str) -> dict[str, Any]:
-    """As transformers writes it for the class's defaults."""
+    """config.json as transformers writes it for the class's defaults."""
     config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES}[architecture]).to_dict()
     # What no model reads.
     for key in ("vision_config", "perceiver_config", "vq_config", "id2label", "label2id", "transformers_version"):
@@ -177,7 +177,7 @@ def _change(config: dict[str, Any], path: Path, random: Random) -> None:
 
 
 def _nearly(value: Any, random: Random) -> Any:
-    """Of the right type."""
+    """A value of the right type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

@@ -146,7 +146,7 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
 """Family, `text_config`, and what is beside it."""
 
 NESTED_IN_LAYOUTS: Final = ("glm4v", "mllama")
-"""Of these the logits are in the tier of layouts; all else is in the stress tier."""
+"""Models whose logits are tested in the layout tier; the others are in the stress tier."""
 AS_IN_MEMORY: Final = (
     *("idefics2", "video_llama_3", "lighton_ocr", "janus", "deepseek_vl", "exaone4_5"),
     *("glm4v", "glm46v", "glm_ocr"),

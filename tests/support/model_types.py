@@ -1,4 +1,4 @@
-"""What transformers calls each family of the table: `model_type` of its configuration, by architecture."""
+"""transformers' `model_type` of each architecture of the family table."""
 
 from typing import Final
 

@@ -65,13 +65,13 @@ def _portable() -> tuple[str, ...]:
 
 
 ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-"""By torch's own word. On x86 it takes AVX-512 or avx_ne_convert."""
+"""Whether torch supports it: on x86 with AVX-512 or avx_ne_convert."""
 needs_onednn_bfloat16 = pytest.mark.skipif(
     not ONEDNN_PACKS_BFLOAT16, reason="torch's oneDNN packs no bfloat16 without AVX-512 or avx_ne_convert"
 )
 HAS_AMX = native().has_amx
 WITH_AMX = NATIVE if HAS_AMX else EMULATED
-"""In which the unit's kernels run on this machine, by the processor or emulated."""
+"""Data types in which the AMX kernels run on this machine, natively or emulated."""
 # Where the processor has no unit, the native library is the one without it.
 INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else (NATIVE, EMULATED, *_portable())
 needs_avx512 = pytest.mark.skipif(
@@ -105,6 +105,6 @@ def library_for(instruction_set: str) -> NativeLibrary:
 
 
 def use(instruction_set: str) -> None:
-    """From now on models of this process compute with this library."""
+    """Make models of this process compute with this library."""
     for module in ("ops.attention.cpu", "ops.kernels.cpu.native"):
         importlib.import_module(f"spmd_worker.{module}").native_library = lambda: library_for(instruction_set)

@@ -22,7 +22,7 @@ sys.addaudithook(_count)
 
 
 class OpenedFiles:
-    """What a worker's process has opened, for `collective_rpc`."""
+    """Files that a worker's process has opened, for `collective_rpc`."""
 
     def opened_files(self) -> dict[str, int]:
         return dict(COUNTS)

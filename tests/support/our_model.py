@@ -62,7 +62,7 @@ def prompt_logits(
 def is_noticed(
     folders: Iterable[Path], logits_of: Callable[[Path], list[Tensor]], is_right: Callable[[list[Tensor]], bool]
 ) -> bool:
-    """Whether a change of how files are read shows: a folder is refused, ends in an error, or has other logits."""
+    """Whether a change of reading files is detected: a folder is rejected, raises, or has other logits."""
     for folder in folders:
         try:
             logits = logits_of(folder)

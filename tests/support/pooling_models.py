@@ -145,12 +145,12 @@ def pooling_folder(name: str) -> Path:
 
 
 def change_of(name: str) -> float:
-    """What the weights of this name are multiplied with in a changed model."""
+    """Factor of the weights of this name in a changed model."""
     return (-0.5, 1.25, 0.75)[len(name) % 3]
 
 
 def changed_tensors(name: str) -> dict[str, torch.Tensor]:
-    """Every weight of the folder of this name, another one."""
+    """Change every weight of the folder of this name."""
     tensors = load_file(pooling_folder(name) / "model.safetensors")
     return {key: tensor * change_of(key) for key, tensor in tensors.items()}
 
@@ -178,7 +178,7 @@ def hidden_states(name: str, prompt: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def reference_vector(name: str, prompt: list[int], dimensions: int | None = None) -> torch.Tensor:
-    """What sentence-transformers' modules make of it, by hand."""
+    """sentence-transformers' modules, computed by hand."""
     states = hidden_states(name, prompt)
     x = {"cls": states[0], "mean": states.mean(0), "dense": states.mean(0)}.get(name, states[-1])
     if name == "dense":
@@ -202,7 +202,7 @@ def reference_logits_of_labels(name: str, prompt: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def reference_difference(name: str, prompt: list[int], no: int, yes: int) -> torch.Tensor:
-    """How much likelier a token is than another, as Qwen3-Reranker's model card computes it."""
+    """Score of two tokens, as Qwen3-Reranker's model card computes it."""
     model = AutoModelForCausalLM.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
     logits = model(torch.tensor([prompt])).logits[0, -1]
     return logits[yes] - logits[no]

@@ -1,4 +1,4 @@
-"""What files may hold after a machine has lost power, worked out from a recording of what was done to them.
+"""Possible contents of files after a power loss, derived from a recording of the operations on them.
 
     disk = Disk(snapshot(folder))
     for operation in read_recording(log.read_bytes(), folder):
@@ -22,10 +22,10 @@ SECTORS = (512, 4096)
 """A disk writes one of these whole or not at all."""
 MOST_CUTS = 4
 MOST_WRITES = 3
-"""Of one file that are lost or kept one by one: those before them go together."""
+"""Last writes of one file that are lost or kept one by one; earlier ones are kept together."""
 
 Tree = dict[str, bytes | None]
-"""By path below the folder what a file holds; None for a folder."""
+"""Path below the folder -> contents of a file; None for a folder."""
 
 
 class Operation(NamedTuple):
@@ -103,7 +103,7 @@ class Disk:
             self._change(operation.path, None)
 
     def node_at(self, path: str) -> Node | None:
-        """As programs see it now."""
+        """The folder as programs see it now."""
         node = self.nodes[0]
         for name in Path(path).parts:
             if name not in node.names:
@@ -116,7 +116,7 @@ class Disk:
         return self.nodes[self._inodes[inode]]
 
     def content(self, path: str) -> bytes | None:
-        """As programs see it now; None where there is no such file."""
+        """A file as programs see it now; None if it is missing."""
         node = self.node_at(path)
         return None if node is None or node.is_folder else written(node.content, node.writes.values())
 
@@ -267,7 +267,7 @@ def crashes(disk: Disk, chance: random.Random, num_drawn: int) -> Iterator[tuple
 
 
 def read_recording(log: bytes, folder: Path) -> list[Operation]:
-    """What tests/support/recorded_io.c has written down of a folder."""
+    """Operations on a folder recorded by tests/support/recorded_io.c."""
     operations, place = [], 0
     while place < len(log):
         end = log.index(b"\n", place)
@@ -284,7 +284,7 @@ def read_recording(log: bytes, folder: Path) -> list[Operation]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes | None]]:
-    """By path below the folder each file's and folder's inode, and what a file holds."""
+    """Path below the folder -> inode, and contents of a file."""
     paths = [folder, *sorted(folder.rglob("*"))]
     return {
         "" if path == folder else str(path.relative_to(folder)): (

@@ -41,7 +41,7 @@ def drawn_value(drawn: random.Random, depth: int = 1) -> Any:
 
 
 def drawn_regex(drawn: random.Random, depth: int = 3) -> str:
-    """In the syntax that `re` and Rust's regular expressions share, meaning the same in both."""
+    """A pattern that means the same to `re` and to Rust's regular expressions."""
     if depth == 0 or drawn.random() < 0.25:
         return _atom(drawn)
     kind = drawn.randrange(4)

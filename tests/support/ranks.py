@@ -70,7 +70,7 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class CompletedRanks:
-    """How a run ended. `returncode` is a launcher's: 1 whatever a failed rank exited with. `exit_codes` are the ranks'
+    """Result of a run. `returncode` is a launcher's: 1 for any failed rank. `exit_codes` are the ranks'
     own, where they were forked; those of signals are negative.
     """
 
@@ -96,14 +96,14 @@ class RanksLeftBehind(AssertionError):
 
 
 class Launched(Protocol):
-    """What was started: a command, or forked ranks."""
+    """A started command, or forked ranks."""
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Whether all of it has, after `timeout_s` at the latest."""
+        """Whether all processes have ended within `timeout_s`."""
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        """Of ranks, once they have ended."""
+        """Exit codes of the ranks, after their end."""
 
     @property
     def returncode(self) -> int:
@@ -142,7 +142,7 @@ def torchrun(nproc: int) -> list[str]:
 
 
 def forked_torchrun(nproc: int) -> list[str]:
-    """As `torchrun`, for the fork server."""
+    """`torchrun` for the fork server."""
     return ["-m", "forked_torchrun", *_torchrun_arguments(nproc)]
 
 

@@ -83,7 +83,7 @@ def _older_rope(config: dict[str, Any]) -> None:
 
 
 def _older_rope_type(config: dict[str, Any]) -> None:
-    """As Llama 3.1 came: `rope_scaling` beside `rope_theta`, but with the key `rope_type`."""
+    """Llama 3.1's keys: `rope_scaling` next to `rope_theta`, but with `rope_type`."""
     _older_rope(config)
     config["rope_scaling"]["rope_type"] = config["rope_scaling"].pop("type")
 
@@ -224,7 +224,7 @@ def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int, *, stops: bool = False) -> list[int]:
-    """What `generate` appends to one prompt, alone, with its own cache; until the end of sequence if it `stops`."""
+    """The ids that `generate` appends to one prompt, alone, with its own cache; up to the end of sequence if it `stops`."""
     forget_rotary_state(model)
     output = model.generate(
         torch.tensor([prompt]),

@@ -68,7 +68,7 @@ class Client:
 
 
 def read_events(response: http.client.HTTPResponse) -> list[str]:
-    """What is behind `data: `, of each event until the end."""
+    """Data of each event of a stream."""
     lines = response.read().decode().split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines), lines
@@ -76,7 +76,7 @@ def read_events(response: http.client.HTTPResponse) -> list[str]:
 
 
 def joined(chunks: list[JSON]) -> JSON:
-    """The body that a stream's chunks come to, as OpenAI describes them."""
+    """The body made of a stream's chunks, as OpenAI describes them."""
     choices: dict[int, JSON] = {}
     body = {**chunks[0], "object": chunks[0]["object"].removesuffix(".chunk")}
     for chunk in chunks:
@@ -99,7 +99,7 @@ def joined(chunks: list[JSON]) -> JSON:
 
 
 def join_delta(known: JSON, delta: JSON) -> None:
-    """One more piece of a message; a call comes in one piece."""
+    """Append a piece of a message; a call comes in one piece."""
     message = known.setdefault("message", {"role": delta.get("role"), "content": None})
     for name in ("content", "reasoning_content"):
         if delta.get(name) is not None:
@@ -111,7 +111,7 @@ def join_delta(known: JSON, delta: JSON) -> None:
 
 
 def without_names(body: JSON) -> JSON:
-    """What is compared: a body without what says nothing of the answer."""
+    """A body without id and creation time, for comparisons."""
     return {name: value for name, value in body.items() if name not in ("id", "created")}
 
 
@@ -141,17 +141,17 @@ class ServedHere:
         self.thread.start()
 
     def allow(self, num_steps: int | None) -> None:
-        """So many steps more and no others; None: as many as it likes."""
+        """Allow this number of further steps; None: any."""
         with self._steps:
             self._num_allowed = num_steps
             self._steps.notify_all()
 
     def wait_for_steps(self) -> None:
-        """Until those that are allowed have been taken."""
+        """Wait until the allowed steps have run."""
         wait_until(lambda: self._num_allowed == 0)
 
     def wait_for_steps_or_rest(self) -> None:
-        """The same, or until the engine has nothing to do: then it steps once in a long while."""
+        """Wait for the allowed steps, or until the engine is idle, when it steps rarely."""
         wait_until(lambda: self._num_allowed == 0 or not self.engine.has_unfinished_requests())
 
     @property
@@ -235,7 +235,7 @@ class ServedRanks:
 
 @contextmanager
 def served_ranks(folder: Path, num_ranks: int, *overrides: str, script: Path | None = None) -> Iterator[ServedRanks]:
-    """For the length of a test, or of a file's."""
+    """Context of a server, for a test or a module."""
     server = ServedRanks(folder, num_ranks, *overrides, script=script)
     try:
         yield server

@@ -35,7 +35,7 @@ EOS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 0, 40, 24, 4
 
 @dataclass(frozen=True)
 class Ways:
-    """What a sequence's beginning may be found by, and where it may go when it is preempted."""
+    """Ways to find a sequence's prefix, and to offload it on preemption."""
 
     caching: bool = False
     preemption: str = "recompute"
@@ -66,7 +66,7 @@ WAYS = (
 
 
 Look = Callable[[StepPlan, tuple[ScheduledSequence, ...]], None]
-"""At a step, once the mirror has applied its plan."""
+"""Check at a step, after the mirror has applied its plan."""
 
 
 @dataclass
@@ -131,8 +131,8 @@ class History:
         follower.check_integrity()
 
     def _compare(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
-        """Every sequence with blocks that was scheduled once is in the mirror, whole; nothing that ended is left."""
-        held = mirror_state(self.mirror)
+        """Check that the mirror has exactly the unfinished sequences with blocks, complete."""
+        held = self.mirror.state()
         scheduler = self.schedulers[1]
         alive = {each.key: each for group in scheduler.queues.groups.values() for each in group.sequences}
         for each in scheduled:
@@ -177,7 +177,7 @@ class History:
             assert not sequence.is_known, sequence.key
 
     def _count(self, plan: StepPlan) -> None:
-        """What the plan had, so that a test can say what its histories reached."""
+        """Features of a plan, so that a test can report the coverage of its histories."""
         rows = [data for group in plan.groups for data in group.sequences]
         deltas = [data for data in rows if isinstance(data, SequenceDataDelta)]
         for name, number in (

@@ -176,7 +176,7 @@ def _other(value: Any) -> Any:
 
 
 def sampled_by(plan: StepPlan) -> list[SequenceKey]:
-    """Whose the ids are that a plan samples, in order."""
+    """Sequences of the ids that a plan samples, in order."""
     found = list(plan.continuing)
     for group in plan.groups:
         for data in group.sequences:

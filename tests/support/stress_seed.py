@@ -1,4 +1,4 @@
-"""What the stress tier draws from: TESTS_SEED, a number, which scripts/test.sh --stress names.
+"""Seed of the stress tier: TESTS_SEED, which scripts/test.sh --stress prints.
 
 The same number draws the same kills, moments, states and calls; another draws others.
 """

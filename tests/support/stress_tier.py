@@ -1,4 +1,4 @@
-"""How the stress tier runs: which of its tests begin first, how long one may take, and what it says at its end.
+"""Order, time limits and report of the stress tier.
 
 `scripts/test.sh --stress` makes two runs: all tests but the timed ones, three at a time and each by itself wherever a
 process is free; then the timed ones, one after the other. Each says the figures that its tests printed and how long
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 1200
-"""Of one test. What would take longer is several tests."""
+"""Time limit of one test."""
 LONGEST = (
     "scenarios/test_power_loss.py",
     "scenarios/test_thousand_kills.py",
@@ -37,12 +37,12 @@ _FIGURE = re.compile(r"[A-Z]{3,}( [A-Z]+)* \S")
 
 
 def is_stress_run(config: pytest.Config) -> bool:
-    """Whether the tests that are asked for are those of the tier."""
+    """Whether the requested tests are those of the tier."""
     return config.option.markexpr.startswith("stress")
 
 
 def place_of(path: Path, tests: Path) -> int:
-    """Where a file's stress tests come: the longest first."""
+    """Sort key of a file's stress tests: the longest first."""
     name = path.relative_to(tests).as_posix() if path.is_relative_to(tests) else ""
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
@@ -71,7 +71,7 @@ def seconds_of_files(reports: list[pytest.TestReport]) -> list[tuple[float, int,
 
 
 def say(reporter: pytest.TerminalReporter) -> None:
-    """At the end of a run of the tier."""
+    """Report at the end of a run of the tier."""
     stats = reporter.stats.values()
     reports = [report for each in stats for report in each if isinstance(report, pytest.TestReport)]
     if figures := figures_of(reports):

@@ -74,7 +74,7 @@ def test_hanging_ranks_are_located_and_the_run_continues(tmp_path: Path):
 
 @pytest.mark.matrix
 def test_hang_inside_interpreter_is_named_and_run_continues(tmp_path: Path):
-    """As a deadlock of the interpreter did: no Python runs any more, no limit of Python's is heard."""
+    """A deadlock of the interpreter runs no Python any more, so that no limit of Python's ends it."""
     code, output = run_tests(tmp_path, INTERPRETER_IS_HELD)
     assert code == 1, output
     assert "test_planted.py::test_that_holds_the_interpreter has hung" in output

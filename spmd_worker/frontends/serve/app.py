@@ -125,7 +125,7 @@ class ServerApp:
     async def _with_capacity(
         self, request: "Request", respond: Callable[["Request", "Reservation"], Awaitable[AsgiApp]]
     ) -> AsgiApp:
-        """Call `respond` with capacity for one sequence, which `respond` frees unless it raises; errors are answered."""
+        """Call `respond` with capacity for one sequence, which it frees unless it raises; errors are answered."""
         reservation = Reservation(self.exchange)
         try:
             reservation.add(1)
