@@ -224,7 +224,7 @@ def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int, *, stops: bool = False) -> list[int]:
-    """The ids that `generate` appends to one prompt, alone, with its own cache; up to the end of sequence if it `stops`."""
+    """Ids that `generate` appends to one prompt, alone, with its own cache; up to the end of sequence if it `stops`."""
     forget_rotary_state(model)
     output = model.generate(
         torch.tensor([prompt]),

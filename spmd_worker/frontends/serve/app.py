@@ -326,7 +326,8 @@ class Answer:
 
     async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
         respond = self._stream if self._served.is_streamed else self._respond_once
-        self._app.counts.answered += await respond(requests, send)
+        is_answered = await respond(requests, send)
+        self._app.counts.answered += is_answered
 
     async def _respond_once(self, requests: list[OpenRequest], send: Send) -> bool:
         outputs = [await self._app.exchange.newest(request) for request in requests]

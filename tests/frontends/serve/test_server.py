@@ -177,9 +177,9 @@ def test_samples_beyond_max_num_seqs_are_answered(client: Client):
 def test_unsupported_path_is_reported(client: Client, server: ServedHere):
     check_error(client.ask("/v1/embeddings", {"input": "a"}), 400, "wrong_runner", "set model.runner=pooling")
     nothing = client.ask("/v1/nothing", {})
-    check_error(nothing, 404, "not_found", "POST /v1/nothing: no such path: use one of")
-    check_error(client.ask("/nothing", method="GET"), 404, "not_found", "GET /nothing: no such path")
-    check_error(client.ask(TEXT, method="GET"), 405, "method_not_allowed", "no such method")
+    check_error(nothing, 404, "not_found", "POST /v1/nothing: unknown path")
+    check_error(client.ask("/nothing", method="GET"), 404, "not_found", "GET /nothing: unknown path")
+    check_error(client.ask(TEXT, method="GET"), 405, "method_not_allowed", "unsupported method")
     check_error(client.ask("/v1/models/other", method="GET"), 404, "not_found", "there is no model 'other'")
     check_error(client.ask(TEXT, {"prompt": "a"}, {"X-Custom-Id": "a" * 513}), 400, "invalid_value", "X-Custom-Id")
     (model,) = client.ask("/v1/models", method="GET")[1]["data"]
@@ -535,10 +535,10 @@ def test_ending_server_gives_error_when_time_is_up():
 
 
 ALONE = [
-    (["--host", "0.0.0.0"], "serve.host=0.0.0.0 can be reached from other machines, which needs a key of your own"),
-    (["serve.host=127.0.0.1.example.org"], "serve.host=127.0.0.1.example.org can be reached from other machines"),
+    (["--host", "0.0.0.0"], "serve.host=0.0.0.0 is reachable from other machines"),
+    (["serve.host=127.0.0.1.example.org"], "serve.host=127.0.0.1.example.org is reachable from other machines"),
     (["--port", "70000"], "serve.port=70000 must be from 0 (any that is free) to 65535"),
-    (["job.input=rows.jsonl"], "plan, job.input and job.output are launch.py's: a server has no rows"),
+    (["job.input=rows.jsonl"], "plan, job.input and job.output are for launch.py"),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --host HOST, --port PORT, --api-key KEY, --help"),
     (["serve.max_queue=1"], "serve.max_queue=1: there is no key serve.max_queue; did you mean serve.max_queued?"),
@@ -561,4 +561,4 @@ def test_help_lists_options_and_busy_port_is_reported(capsys: pytest.CaptureFixt
     assert "# The server (`python -m spmd_worker.serve`), on rank 0" in text
     port = server.client.port
     assert command.main([f"serve.port={port}"], {}) == 1
-    assert f"serve.port={port} cannot be listened on" in capsys.readouterr().err
+    assert f"serve.port={port} is unavailable" in capsys.readouterr().err
