@@ -130,7 +130,10 @@ class MarkedText:
             new = completion.text[self._num_characters :]
             self._num_characters += len(new)
             return new
-        token_ids = _shown_ids(completion, self._sampling)
+        # Without the token that ended it, as in its text.
+        ends_by_id = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+        is_hidden = ends_by_id and not self._sampling.include_stop_str_in_output
+        token_ids = completion.token_ids[:-1] if is_hidden else completion.token_ids
         pieces = self._pieces(self._decoder, token_ids[self._num_tokens :])
         self._num_tokens = len(token_ids)
         if not self._sampling.stop:
@@ -158,13 +161,6 @@ class _Piece(NamedTuple):
 
     text: str
     is_marker: bool
-
-
-def _shown_ids(completion: CompletionOutput, sampling: SamplingParams) -> list[int]:
-    """Token ids without the one that ended it, as in its text."""
-    ends_by_id = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-    is_hidden = ends_by_id and not sampling.include_stop_str_in_output
-    return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
 def _cut(pieces: list[_Piece], length: int) -> tuple[str, int, list[_Piece]]:

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     # Before anything that takes its time: a rank must not outlive its launcher.
     end_with_launcher()
     hold_collections()
-    # A long prompt is encoded beside the steps (`Tokenizer.encode`).
+    # A long prompt is encoded alongside the steps (`Tokenizer.encode`).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from spmd_worker.frontends.serve.command import main

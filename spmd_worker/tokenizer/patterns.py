@@ -20,6 +20,9 @@ _ATOM: Final = re.compile(
     r"(?P<quantifier>\+\+|\?\+|\*\+|\+|\?|\*|\{\d{1,2}(?:,\d{0,2})?\})?"
 )
 
+_TOKEN: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
+"""An escape, a class or a character."""
+
 _CONTRACTIONS: Final = (
     *("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"),
     *("'(?i:[sdmt]|ll|ve|re)", "'(?:[sdmt]|ll|ve|re)", "(?i:[sdmt]|ll|ve|re)"),
@@ -54,22 +57,14 @@ def is_linear(pattern: str) -> bool:
 
 def _alternatives(pattern: str) -> list[str]:
     """Alternatives between the bars that are outside groups and classes."""
-    found, depth, is_class, begin, index = [], 0, False, 0, 0
-    while index < len(pattern):
-        each = pattern[index]
-        if each == "\\":
-            index += 1
-        elif is_class:
-            is_class = each != "]"
-        elif each == "[":
-            is_class = True
-        elif each in "()":
-            depth += 1 if each == "(" else -1
-        elif each == "|" and depth == 0:
-            found.append(pattern[begin:index])
-            begin = index + 1
-        index += 1
-    return [*found, pattern[begin:]]
+    found, depth = [""], 0
+    for token in _TOKEN.findall(pattern):
+        depth += (token == "(") - (token == ")")
+        if token == "|" and depth == 0:
+            found.append("")
+        else:
+            found[-1] += token
+    return found
 
 
 def _cannot_fail(alternative: str) -> bool:

@@ -24,7 +24,6 @@ class IsolatedTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self.source = source
         start = {"source": source, "variables": dict(variables)}
         self._process, self._for_large = (BoundedProcess(__name__, start, CPU_S, MEMORY_BYTES) for _ in range(2))
 

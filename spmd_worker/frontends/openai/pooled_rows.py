@@ -8,8 +8,14 @@ from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_dec
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, encode_pooled
 from spmd_worker.frontends.openai.pooling_body import FormatVector, pooled_record, pooling_body
 from spmd_worker.frontends.openai.row import Row, row_error
-from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
-from spmd_worker.frontends.openai.row_writer import error_code_of, format_error, json_line, response_line
+from spmd_worker.frontends.openai.row_writer import (
+    RowAnswer,
+    error_code_of,
+    error_result,
+    format_error,
+    json_line,
+    response_line,
+)
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId

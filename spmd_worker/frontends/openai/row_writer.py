@@ -1,6 +1,7 @@
 """Formats output rows: an answer or an error becomes a line."""
 
 import json
+from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.frontends.openai.openai_body import (
@@ -76,3 +77,20 @@ def json_line(record: Any) -> bytes:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:
         return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """A row's output line and counts. `error_code` is None for a row that ran."""
+
+    index: int
+    line: bytes
+    error_code: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+def error_result(row: RowError) -> RowAnswer:
+    """Answer of a row that does not run."""
+    return RowAnswer(row.index, format_error(row), row.code)

@@ -5,6 +5,7 @@ memory, few of them large.
 """
 
 import asyncio
+import collections
 import contextlib
 import hmac
 import logging
@@ -12,13 +13,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from spmd_worker.base.version import version
 from spmd_worker.compat.metrics import Counter, Gauge, Metric
+from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.openai_request import URLS
 from spmd_worker.frontends.openai.openai_stream import (
     DONE,
@@ -29,6 +30,7 @@ from spmd_worker.frontends.openai.openai_stream import (
     response_body,
     status_of,
 )
+from spmd_worker.frontends.openai.pooled_row import PooledOutput
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve.exchange import EndingError, NoCapacityError, OpenRequest, RequestExchange
@@ -71,15 +73,6 @@ class _DisconnectedError(Exception):
     """The client has left, or reads too slowly."""
 
 
-@dataclass(slots=True)
-class ServerCounts:
-    """Counters of the server; used in the server's thread."""
-
-    answered: int = 0
-    aborted: int = 0
-    errors_by_status: dict[int, int] = field(default_factory=dict)
-
-
 class ServerApp:
     """`asgi` is the application. `reader_s` is the time that a client may leave sent data unread."""
 
@@ -87,7 +80,8 @@ class ServerApp:
         self, exchange: RequestExchange, reader: RequestReader, model_name: str, api_key: str, reader_s: float
     ) -> None:
         self.exchange, self.reader, self.model_name, self.reader_s = exchange, reader, model_name, reader_s
-        self.counts = ServerCounts()
+        self.num_answered = self.num_aborted = 0
+        self._errors: dict[int, int] = collections.Counter()
         self._api_key = api_key.encode()
         self._indices = count()
         self._started_s = int(time.time())
@@ -102,7 +96,7 @@ class ServerApp:
         if scope["type"] != "http":
             return
         if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
-            self.count_error(401)
+            self._errors[401] += 1
             message = "give the server's key: Authorization: Bearer KEY"
             response = JsonResponse(error_body("invalid_api_key", message), 401, (("www-authenticate", "Bearer"),))
             await response(scope, receive, send)
@@ -135,7 +129,7 @@ class ServerApp:
             if isinstance(error, InvalidRequestError | NoCapacityError | EndingError):
                 return self.error_response(error)
             if isinstance(error, _DisconnectedError):
-                self.counts.aborted += 1
+                self.num_aborted += 1
                 return _no_response
             raise
 
@@ -177,21 +171,18 @@ class ServerApp:
         return JsonResponse({"status": "ending", "reason": ending}, 503) if ending else JsonResponse({"status": "ok"})
 
     async def metrics(self, request: "Request") -> AsgiApp:
-        counts, exchange = self.counts, self.exchange
+        exchange = self.exchange
         own: list[Metric] = [
             Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
             Gauge("spmd_worker_serve_most_sequences", exchange.max_sequences),
-            Counter("spmd_worker_serve_answered", counts.answered),
-            Counter("spmd_worker_serve_aborted", counts.aborted),
+            Counter("spmd_worker_serve_answered", self.num_answered),
+            Counter("spmd_worker_serve_aborted", self.num_aborted),
             *(
                 Counter("spmd_worker_serve_refused", number, {"status": str(status)})
-                for status, number in sorted(counts.errors_by_status.items())
+                for status, number in sorted(self._errors.items())
             ),
         ]
         return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
-
-    def count_error(self, status: int) -> None:
-        self.counts.errors_by_status[status] = self.counts.errors_by_status.get(status, 0) + 1
 
     async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
         """Answer an unknown path or method."""
@@ -254,7 +245,7 @@ class ServerApp:
             if not message.get("more_body", False):
                 return bytes(data)
 
-    def error_response(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> AsgiApp:
+    def error_response(self, error: Exception, headers: tuple[tuple[str, str], ...] = ()) -> JsonResponse:
         """Response to a rejected request: by its own fault, for lack of capacity, or at the server's end."""
         if isinstance(error, NoCapacityError):
             message = f"{self.exchange.num_sequences} sequences are not answered yet: retry later (serve.max_queued)"
@@ -265,9 +256,12 @@ class ServerApp:
         if isinstance(error, EndingError):
             error = InvalidRequestError(str(error), "server_failed")
         assert isinstance(error, InvalidRequestError), error
-        status = status_of(error.code)
-        self.count_error(status)
-        return JsonResponse(error_body(error.code, str(error)), status, headers)
+        return JsonResponse(self.error_record(error), status_of(error.code), headers)
+
+    def error_record(self, error: InvalidRequestError) -> JsonObject:
+        """Body of an error, which is counted."""
+        self._errors[status_of(error.code)] += 1
+        return error_body(error.code, str(error))
 
 
 class Reservation:
@@ -314,7 +308,7 @@ class Answer:
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                app.counts.aborted += 1
+                app.num_aborted += 1
         finally:
             for request in requests:
                 app.exchange.close(request)
@@ -327,15 +321,13 @@ class Answer:
     async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
         respond = self._stream if self._served.is_streamed else self._respond_once
         is_answered = await respond(requests, send)
-        self._app.counts.answered += is_answered
+        self._app.num_answered += is_answered
 
     async def _respond_once(self, requests: list[OpenRequest], send: Send) -> bool:
         outputs = [await self._app.exchange.newest(request) for request in requests]
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:
-            code = failed.error_code or REJECTED
-            self._app.count_error(status_of(code))
-            response = JsonResponse(error_body(code, failed.error or ""), status_of(code), self._headers)
+            response = self._app.error_response(_failure(failed), self._headers)
         else:
             response = JsonResponse(response_body(self._served.rows, outputs, self._name), 200, self._headers)
         for message in response.messages():
@@ -356,9 +348,8 @@ class Answer:
                 for index, output in sorted((waiting.pop(each), each.result()) for each in done):
                     assert isinstance(output, RequestOutput), output
                     if output.error is not None:
-                        code = output.error_code or REJECTED
-                        self._app.count_error(status_of(code))
-                        await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
+                        data = event(self._app.error_record(_failure(output)))
+                        await self._send(send, response_part(data, more_body=False))
                         return False
                     data += b"".join(map(event, writers[index].chunks(output)))
                     if output.finished:
@@ -390,7 +381,7 @@ class Answer:
             async with asyncio.timeout(self._app.reader_s):
                 await send(message)
         except TimeoutError:
-            self._app.counts.aborted += 1
+            self._app.num_aborted += 1
             raise _DisconnectedError from None
 
 
@@ -411,6 +402,10 @@ def _routes(app: ServerApp) -> AsgiApp:
     handlers: Any = {404: app.no_such, 405: app.no_such, 500: app.broken}
     routed: AsgiApp = Starlette(routes=routes, exception_handlers=handlers)
     return routed
+
+
+def _failure(output: RequestOutput | PooledOutput) -> InvalidRequestError:
+    return InvalidRequestError(output.error or "", output.error_code or REJECTED)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -85,10 +85,19 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     # Without its server the engine would wait for ever.
     has_ended = partial(exchange.end, "the server's thread has ended")
     server = HttpServer(app.asgi, listener.bound, exchange.max_sequences, config.serve.reader_timeout_s, has_ended)
+
+    def end_clients() -> None:
+        exchange.fail("the server has failed: another rank is gone or hangs; the server's log names it")
+        exchange.wait_until_closed(_FLUSH_S)
+
     # The watchdog ends this process if the main thread waits for a rank that is gone.
-    watchdog.before_exit = partial(_end_clients, exchange)
+    watchdog.before_exit = end_clients
     server.start()
-    _announce(listener, model_name)
+    logger.info("serving %s at %s", model_name, listener.url)
+    if listener.is_new_key:
+        # Never logged.
+        text = f"API key for clients of {listener.url} (set SPMD_WORKER_API_KEY to choose it):"
+        print(text, listener.api_key, file=sys.stderr, flush=True)
     try:
         loop.run()
         server.check()
@@ -96,16 +105,3 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
         exchange.wait_until_closed(_FLUSH_S)
         server.stop()
         app.close()
-
-
-def _end_clients(exchange: RequestExchange) -> None:
-    exchange.fail("the server has failed: another rank is gone, or does not move; its log says which")
-    exchange.wait_until_closed(_FLUSH_S)
-
-
-def _announce(listener: Listener, model_name: str) -> None:
-    """Log the server's address, and print a generated key; the key is never logged."""
-    logger.info("serving %s at %s", model_name, listener.url)
-    if listener.is_new_key:
-        text = f"clients of {listener.url} show this key (SPMD_WORKER_API_KEY gives one of your own):"
-        print(text, listener.api_key, file=sys.stderr, flush=True)
