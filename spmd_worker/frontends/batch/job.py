@@ -65,7 +65,7 @@ from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
 from spmd_worker.frontends.openai.row import RowError
-from spmd_worker.frontends.openai.row_answer import error_result
+from spmd_worker.frontends.openai.row_writer import error_result
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES

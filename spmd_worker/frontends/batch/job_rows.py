@@ -13,8 +13,8 @@ from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, row_key
 from spmd_worker.frontends.openai.row import Row, RowError
-from spmd_worker.frontends.openai.row_answer import RowAnswer
 from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
+from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _MAX_SKIPPED_ROWS: Final = 1000

@@ -16,7 +16,7 @@ from typing import Any, Final
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.data_parallel.store import put_bytes, take_bytes
 from spmd_worker.frontends.batch.row_window import NumberedLine
-from spmd_worker.frontends.openai.row_answer import RowAnswer
+from spmd_worker.frontends.openai.row_writer import RowAnswer
 
 _END: Final = "end"
 

@@ -4,9 +4,8 @@ from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.pooled_rows import PooledRows
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
-from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
 from spmd_worker.frontends.openai.row_parser import resolve
-from spmd_worker.frontends.openai.row_writer import error_code_of, format_result
+from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_result
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId
 

@@ -19,7 +19,6 @@ from spmd_worker.frontends.batch.row_exchange import RowClaimer, RowSender
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.openai.row import Row
-from spmd_worker.frontends.openai.row_answer import RowAnswer, error_result
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 

@@ -23,7 +23,7 @@ from spmd_worker.frontends.batch.run_dir.journal import (
     RowJournal,
     read_journal,
 )
-from spmd_worker.frontends.openai.row_answer import RowAnswer
+from spmd_worker.frontends.openai.row_writer import RowAnswer
 
 RECORD_BYTES = journal_module._RECORD_BYTES
 HEADER_BYTES = len(journal_module._HEADER)

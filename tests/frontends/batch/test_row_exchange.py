@@ -14,7 +14,7 @@ from spmd_worker.frontends.batch.row_exchange import (
     unpack_rows,
 )
 from spmd_worker.frontends.batch.row_window import NumberedLine
-from spmd_worker.frontends.openai.row_answer import RowAnswer
+from spmd_worker.frontends.openai.row_writer import RowAnswer
 
 ANSWERS = [
     RowAnswer(3, b'{"a": "\xc3\xa9"}\n', None, 5, 2, 7),
