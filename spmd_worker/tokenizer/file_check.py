@@ -134,7 +134,12 @@ def _check_model(model: Mapping[str, Any]) -> None:
     else:
         entries = _list("model.vocab", vocabulary)
         for index, entry in enumerate(entries):
-            if not isinstance(entry, list) or len(entry) != 2 or not _is_score(entry[1]):
+            if (
+                not isinstance(entry, list)
+                or len(entry) != 2
+                or type(entry[1]) not in (int, float)
+                or not math.isfinite(entry[1])
+            ):
                 raise _InvalidError(f"model.vocab[{index}]={_short(entry)} must be a token and its score")
         tokens = [entry[0] for entry in entries]
         unknown = model.get("unk_id")
@@ -170,10 +175,6 @@ def _check_id(key: str, value: Any) -> None:
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_ID
-
-
-def _is_score(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _has_known_model(model: Mapping[str, Any]) -> bool:

@@ -163,7 +163,14 @@ def encode_row(
     engine.check_runner(None)
     if row.request is not None:
         check_takes_tools(row.request, chat_format)
-    text, token_ids = encode(row.prompt, tokenizer, _length_check(row, tokenizer, engine, limits))
+
+    def check_text(text: str) -> None:
+        if tokenizer is not None:
+            is_cut = row.sampling.truncate_prompt_tokens is not None
+            most = None if is_cut else limits.max_prompt_tokens
+            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
+
+    text, token_ids = encode(row.prompt, tokenizer, check_text)
     token_ids = tuple(engine.truncate(token_ids, row.sampling))
     sampling = constrained_sampling(row, text, tokenizer, chat_format)
     try:
@@ -209,18 +216,6 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
     texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
     ((first,),) = texts.decode([token_ids[:1]], is_last=len(token_ids) == 1)
     return Echo(text, first, row.echo == "prompt")
-
-
-def _length_check(
-    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits
-) -> Callable[[str], None]:
-    def check(text: str) -> None:
-        if tokenizer is not None:
-            is_cut = row.sampling.truncate_prompt_tokens is not None
-            most = None if is_cut else limits.max_prompt_tokens
-            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
-
-    return check
 
 
 def encode(
