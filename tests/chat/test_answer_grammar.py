@@ -42,7 +42,7 @@ class Model:
         return AnswerGrammar(self.format, self.tokenizer.marker_id).compile(request, prompt)
 
     def may_be(self, text: str, prompt: str = "", **body: Any) -> bool:
-        """Whether the text, and then the end, may be an answer."""
+        """True if the text, and then the end, matches the grammar."""
         form = self.form(prompt, **body)
         assert form is not None
         return self.has_form(text, form)
@@ -51,7 +51,7 @@ class Model:
         return self.takes([text], form)
 
     def takes(self, texts: Sequence[str], form: StructuredOutputsParams) -> bool:
-        """Whether texts in a row may be an answer of which each is written with tokens of its own."""
+        """True if the texts, each of separate tokens, match the grammar."""
         self._compiler.check(form)
         state = self._compiler.start(form)
         state.advance([*(i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)), 1])

@@ -226,7 +226,7 @@ PIECES = [
 
 
 def check_cuts(chat_reader: AnswerReader, text: str, cuts: Sequence[int]) -> None:
-    """What an answer comes to, and what of it is certain at each moment, does not depend on how it is cut."""
+    """The parsed answer, and the certain part of it, do not depend on how the text is cut."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     found = as_it_comes(chat_reader, [text[start:end] for start, end in pairwise(places)])
     assert found[-1] == chat_reader.read(text), (text, places)
@@ -268,7 +268,7 @@ def test_streaming_check_detects_pieces_read_in_isolation(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many characters patterns were searched in."""
+    """Number of characters that patterns were searched in."""
     count = [0]
 
     class Counting:
@@ -293,7 +293,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_long_answer_is_searched_once(searched: list[int]):
-    """In each format, as content, reasoning and an open call: what is searched grows as the text does."""
+    """Work is linear in the text in each format, for content, reasoning and an open call."""
     for chat_format, beginning in (
         *((HERMES, ""), (HERMES, "<think>"), (HERMES, '<tool_call>{"name": "')),
         *((LLAMA, "{"), (MISTRAL, ""), (MISTRAL, "[TOOL_CALLS]"), (HARMONY, "")),
@@ -310,7 +310,7 @@ def test_long_answer_is_searched_once(searched: list[int]):
 
 @pytest.mark.finding(number="A3")
 def test_unterminated_calls_are_searched_three_times_at_most(searched: list[int]):
-    """Where one's string goes on through the next ones, these are read again."""
+    """A string that goes on through later calls makes these be read again."""
     pieces = ('{"a": "', '\\"', '"" ""', "", '{"a": "b"}', '{"name": "add')
     for inner in pieces:
         for first in pieces:

@@ -142,7 +142,7 @@ VARIANTS: Final = (
     *("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "vipllava", "idefics3"),
     *(name for name in NESTED if name not in NESTED_IN_LAYOUTS),
 )
-"""All of these is in the stress tier, but for what notices a row's entries and what files leave out."""
+"""Stress tier, except tests of a row's entries and of keys that files omit."""
 SIMILAR: Final = (*VARIANTS, *NESTED_IN_LAYOUTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
 """Models whose logits are tested in the layout tier too."""
 CAME_LAST: Final = (

@@ -28,7 +28,7 @@ class DeviceWaits(TorchDispatchMode):
         self.read_backs: list[str] = []
         self.uploads: list[str] = []
         self.num_bytes_up = 0
-        """That were copied from the host, whether it waited or not."""
+        """Copies from the host, waited for or not."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types

@@ -38,7 +38,7 @@ SECOND = ("qwen3_moe_sparse_step", "qwen2_moe_window", "glm4v_moe", "gpt_oss_lim
 
 
 def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """All cases, but for these in the tier of layouts, and those of `later` in the stress tier."""
+    """All cases; these are in the layout tier, those of `later` in the stress tier."""
     marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in marks.items()]

@@ -100,7 +100,7 @@ class Guarded:
 
 
 GUARDED: list[Guarded] = []
-"""One, once a test has run."""
+"""The guard of this process, after its first test."""
 
 
 def pytest_timeout_set_timer(item, settings) -> bool:

@@ -124,7 +124,7 @@ def _real(architecture: str) -> dict[str, Any]:
 
 
 def real(architecture: str, random: Random) -> dict[str, Any]:
-    """One of its forms."""
+    """A variant of the value."""
     config = deepcopy(_real(architecture))
     text = config.get("text_config", config)
     rope = text.get("rope_parameters") or {}
@@ -137,7 +137,7 @@ def real(architecture: str, random: Random) -> dict[str, Any]:
 
 
 def broken(architectures: list[str], random: Random) -> Broken:
-    """One of the architectures, with one to three changes."""
+    """An architecture's config with one to three changes."""
     config = real(random.choice(architectures), random)
     paths = [path for path in _paths(config) if path[0] not in ("architectures", "model_type")]
     # What nests is drawn as often as what does not.

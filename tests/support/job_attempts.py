@@ -89,7 +89,7 @@ class Attempt:
         self._started = started
 
     def running(self) -> list[int]:
-        """All of its processes."""
+        """All processes of the attempt."""
         return ranks.processes_of(self._token)
 
     @property
@@ -102,7 +102,7 @@ class Attempt:
         return self._started.has_ended(seconds)
 
     def wait_for_steps(self, num_steps: int) -> None:
-        """Until the job has made so many, by its own account: they are written at once."""
+        """Wait until the job has written this number of steps."""
         path = self._folder / "out.jsonl.run" / "steps.csv"
 
         def is_there() -> bool:
@@ -112,7 +112,7 @@ class Attempt:
         wait_until(is_there)
 
     def kill(self, victim: int | None) -> None:
-        """All processes at once, or one rank; then wait for the end of all."""
+        """Kill all processes or one rank, and wait for the end of all."""
         self.send(signal.SIGKILL, victim)
         self.close()
 

@@ -47,7 +47,7 @@ def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def with_windows(model_config: ModelConfig, *windows: int) -> ModelConfig:
-    """One window a layer."""
+    """A window for each layer."""
     layers = zip(model_config.layers, windows, strict=True)
     return replace(model_config, layers=tuple(replace(layer, window=window) for layer, window in layers))
 
@@ -64,5 +64,5 @@ def with_norms(model_config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def windows_of(model_config: ModelConfig) -> tuple[int, ...]:
-    """One a layer."""
+    """A layer type for each layer."""
     return tuple(layer.window for layer in model_config.layers)

@@ -7,5 +7,5 @@ from spmd_worker import RequestOutput
 
 
 def without_times(output: RequestOutput) -> dict[str, Any]:
-    """All that is the same in every run."""
+    """The fields that are equal in every run."""
     return asdict(replace(output, metrics=None))

@@ -86,7 +86,7 @@ class Disk:
                 folder.names[name] = folder.certain_names[name] = number
 
     def apply(self, operation: Operation) -> None:
-        """One more was done."""
+        """Apply one call."""
         kind = operation.kind
         if kind == "sync":
             self._sync(self.nodes[self._inodes[operation.inode]])

@@ -164,7 +164,7 @@ class History:
             self._compare_stale(alive[key], state)
 
     def _compare_stale(self, sequence: Sequence, state: SequenceState) -> None:
-        """Who is swapped out goes on from its tokens; all else of who was preempted is told anew."""
+        """Check that a swapped-out sequence continues from its tokens, and a preempted one is sent again."""
         if sequence.status is SequenceStatus.SWAPPED:
             output_token_ids, _, num_computed_tokens = state
             assert sequence.is_known, sequence.key
@@ -212,7 +212,7 @@ class History:
         return tuple(events)
 
     def _finish_transfers(self) -> tuple[Event, ...]:
-        """Those that every rank has finished, one step or several after they began."""
+        """Transfers that every rank has finished, one or more steps after they began."""
         if not self.transfers or self.chance.random() < 0.4:
             return ()
         finished, self.transfers = tuple(self.transfers), []

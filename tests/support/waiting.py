@@ -16,7 +16,7 @@ class NotInTime(AssertionError):
 
 
 def wait_until(is_so: Callable[[], object], limit_s: float = LIMIT_S, poll_s: float = 0.01) -> None:
-    """Until `is_so` gives something true. Raises NotInTime after `limit_s`."""
+    """Wait until `is_so` returns true. Raises NotInTime after `limit_s`."""
     deadline_s = monotonic() + limit_s
     while not is_so():
         if monotonic() > deadline_s:

@@ -75,7 +75,7 @@ _LENGTHS: Final = (
     "(9 ** 99999) * (9 ** 99999)",
     "10 ** 9999 ** 2",
 )
-"""What is long, where it is made at all."""
+"""Templates whose results are long."""
 _STATEMENTS: Final = (
     _repeated("'a'", 40, "ns.x ~ ns.x"),
     _repeated("'a'", 40, "ns.x + ns.x"),

@@ -15,7 +15,7 @@ Values = dict[str, Any]
 
 
 def write_wordpiece(folder: Path) -> Path:
-    """As BERT has."""
+    """BERT's post-processor."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdehlortuw", *(f"##{each}" for each in "abcdehlortuw"), "hello"]
     backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()

@@ -199,7 +199,7 @@ BOMBS = {
 
 
 FEW_STEPS = 100_000
-"""Of what a rendering may take, for the sake of quick tests. As many as it may really take are counted in "loops"."""
+"""Lower limits for quick tests; "loops" uses the real ones."""
 
 
 @pytest.mark.parametrize("name", sorted(BOMBS))

@@ -38,7 +38,7 @@ def in_strings(talk: list[tuple[str, list[str]]]) -> Messages:
 
 @pytest.fixture
 def open_both(tmp_path: Path) -> Callable[[str], tuple[Callable[[Messages], str], Callable[[Messages], str]]]:
-    """Of a template: what is rendered here, and by transformers."""
+    """Renderers of a template: ours, and transformers'."""
 
     def opened(template: str) -> tuple[Callable[[Messages], str], Callable[[Messages], str]]:
         folder = write_byte_level(tmp_path, chat_template=template)

@@ -24,7 +24,7 @@ TEXTS = ["hello world, this is a text", "naïve café 你好 😀\n\n  12345", "
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As Qwen2 came at first: vocab.json and merges.txt."""
+    """Qwen2's first files: vocab.json and merges.txt."""
     write_byte_level(tmp_path, chat_template=CHATML, tokenizer_class="Qwen2Tokenizer")
     model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
@@ -207,7 +207,7 @@ def test_sentencepiece_ids_equal_the_model_and_transformers(
 def test_conversion_that_differs_from_the_model_is_rejected(
     kind: str, settings: dict[str, Any], tokenizer_class: str, words: str, tmp_path: Path
 ):
-    """It goes by the class, and gave other ids without a word: of a unigram model as Llama's two texts of five."""
+    """The converter follows the class, and silently gave other ids: two of five texts of a unigram model."""
     write_model(tmp_path, train(kind, **settings), tokenizer_class)
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json") as caught:
         Tokenizer.open(tmp_path)

@@ -59,7 +59,7 @@ REFUSED = {
 
 
 def use(folder: Path) -> list[str]:
-    """What is said of a folder: why it is refused, or why texts are."""
+    """Error of a folder, or of its texts."""
     try:
         tokenizer = Tokenizer.open(folder)
     except TokenizerError as error:
@@ -114,7 +114,7 @@ def test_template_file_name_must_be_utf8(tmp_path: Path):
 
 @pytest.mark.finding(number="B3")
 def test_unknown_tokenizer_is_encoded_in_a_process(tmp_path: Path):
-    """One text that takes for ever is an error, and the next is encoded as the library encodes it."""
+    """A text that never ends is an error; the next one is encoded as by the library."""
     folder = write_named(tmp_path, "catastrophic expression")
     tokenizer = Tokenizer.open(folder)
     assert tokenizer.is_isolated
@@ -184,7 +184,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokenizer_of_a_family_is_known(name: str):
-    """As transformers builds it."""
+    """The tokenizer as transformers builds it."""
     backend = getattr(transformers, name)().backend_tokenizer
     assert check_file(name, backend.to_str().encode()).is_known
 
@@ -267,7 +267,7 @@ def test_dropout_is_off_in_the_encoder_process(tmp_path: Path):
 
 
 def answers_of(folder: Path, change: dict[str, Any], prompts: list[str]) -> list[dict[str, Any]]:
-    """Of a job over the demo model, whose tokenizer.json is changed."""
+    """Answers of a job with a changed tokenizer.json."""
     shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", folder / "model")
     path = folder / "model" / "tokenizer.json"
     values = json.loads(path.read_text())

@@ -18,7 +18,7 @@ from spmd_worker.tokenizer.template_process import IsolatedTemplate
 
 NUM_DRAWN, NUM_PARTS = 200, 10
 BESIDE_S = 2.0
-"""Of the processor: a process starts, ends, and another starts."""
+"""CPU time: a process starts, ends, and another starts."""
 ONE, TWO = [{"role": "user", "content": "x"}], [{"role": "user", "content": "x"}] * 2
 
 
@@ -29,7 +29,7 @@ def used_s() -> float:
 
 
 def check(source: str, limit_s: float) -> str:
-    """How it ended: `text`, or the beginning of what was said."""
+    """Result: `text`, or the beginning of the error."""
     before_s = used_s()
     template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{source}{{% else %}}fine{{% endif %}}", {})
     try:

@@ -71,7 +71,7 @@ def test_isolated_template_keeps_the_more_specific_errors(name: str):
 def test_oversized_conversation_is_named_and_next_row_runs(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """It was told that there was no jinja2."""
+    """The error claimed that jinja2 was missing."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 256 << 20)
     template = IsolatedTemplate("fine", {})
     with pytest.raises(ChatTemplateError, match="more than 256 MiB of memory"):

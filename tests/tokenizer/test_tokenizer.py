@@ -162,7 +162,7 @@ def test_fingerprint_changes_only_with_the_files(tmp_path):
 
 
 def test_tokenizer_leaves_environment_and_forks_quiet(tmp_path):
-    """It does not set TOKENIZERS_PARALLELISM, and nothing is printed at a fork."""
+    """TOKENIZERS_PARALLELISM is not set, and nothing is printed at a fork."""
     folder = write_byte_level(tmp_path)
     program = (
         "import os, sys\n"
@@ -417,7 +417,7 @@ def _byte_characters():
 @pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
 @pytest.mark.parametrize("value", ["<|im_end|>", 5, True, 1.5])
 def test_special_tokens_must_be_a_list(tmp_path, key, value):
-    """Of a text each letter was a special token, which answers are given without."""
+    """Each letter of a string became a special token, which decoding omits."""
     folder = write_byte_level(tmp_path, **{key: value})
     with pytest.raises(TokenizerError, match=f"tokenizer_config.json: {key}=.* must be a list of tokens"):
         Tokenizer.open(folder)
@@ -425,7 +425,7 @@ def test_special_tokens_must_be_a_list(tmp_path, key, value):
 
 @pytest.mark.parametrize("key", ["9" * 5000, "-1", "x", "²"])
 def test_token_with_a_non_numeric_id_comes_first(tmp_path, key):
-    """What transformers makes of its place is not known; its token is one all the same."""
+    """The token is added although its id is invalid."""
     listed = {key: {"content": "<odd>", "special": True}, "320": {"content": "<more>", "special": True}}
     tokenizer = Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder=listed))
     assert tokenizer.vocab_size == 322

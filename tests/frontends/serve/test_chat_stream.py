@@ -48,7 +48,7 @@ def served_row(tokenizer: Tokenizer, **body: Any) -> EncodedRow:
 
 
 def outputs_of(tokenizer: Tokenizer, served: EncodedRow, *texts: str) -> Iterator[RequestOutput]:
-    """As an engine gives them, token by token: all of every text so far. The first texts end first."""
+    """An engine's outputs, token by token, cumulative. The first texts end first."""
     prompt = list(served.prompt_token_ids)
     samples = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
     decoders = [IncrementalDecoder(tokenizer, prompt) for _ in texts]
@@ -128,7 +128,7 @@ def test_call_quoting_markers_is_streamed_and_complete(name: str, tmp_path: Path
 
 @pytest.mark.finding(number="D3")
 def test_chunks_of_calls_have_all_ids(tmp_path: Path):
-    """What is held back shows in no chunk; its ids come with the next."""
+    """Held-back text is in no chunk; its ids come with the next."""
     tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes"))
     served = served_row(tokenizer, tools=TOOLS, n=2, return_token_ids=True)
     chunks, whole = streamed_and_whole(tokenizer, served, CHAT_MODELS["hermes"].call, "hello")

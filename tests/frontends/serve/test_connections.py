@@ -193,7 +193,7 @@ def test_idle_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch, na
 
 @pytest.mark.finding(number="B7")
 def test_busy_connections_are_kept_despite_idle_ones(monkeypatch: pytest.MonkeyPatch):
-    """Those whose requests wait are kept while idle ones come and go."""
+    """Connections whose requests wait are kept while idle ones come and go."""
     monkeypatch.setattr(http_server, "MORE_CONNECTIONS", 8)
     with ServedHere(max_queued=4) as server, contextlib.ExitStack() as held:
         server.allow(0)
@@ -227,7 +227,7 @@ class ScarceSocket:
 
 @pytest.mark.finding(number="B7")
 def test_lack_of_descriptors_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """It was said thousands of times a second."""
+    """The warning was logged thousands of times a second."""
     monkeypatch.setattr(connections, "_PAUSE_S", 0.01)
     made = connections.Connections.__init__
     sockets = []

@@ -58,7 +58,7 @@ def client(server: ServedHere) -> Client:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[JSON]:
-    """What a job writes for the same bodies."""
+    """A job's answers to the same bodies."""
     folder = tmp_path_factory.mktemp("job")
     rows = [openai_row(f"row {index}", url, body) for index, (url, body) in enumerate(REQUESTS)]
     return [without_names(answer["response"]["body"]) for answer in answers_of_job(folder, MODEL, rows)]
@@ -104,7 +104,7 @@ DRAWN = {"prompt": "copy a b =", "max_tokens": 20, "temperature": 2.0, "ignore_e
 
 
 def answers_before_and_after_others(client: Client) -> list[Any]:
-    """Of one request without a seed or a name."""
+    """Answer to a request without a seed or a name."""
     found = [client.ask(TEXT, DRAWN)[1]["choices"]]
     for seed in (1, 2):
         client.ask(TEXT, {**DRAWN, "seed": seed})
@@ -243,7 +243,7 @@ def test_body_that_never_comes_frees_its_slot(client: Client, server: ServedHere
 
 
 def ask_while_steps_are_held(pool: ThreadPoolExecutor, server: ServedHere) -> Future[tuple[int, JSON, Any]]:
-    """Until the server has refused one more request, or has taken it: then it is answered when there are steps."""
+    """Wait until the server has rejected one more request, or has accepted it, which is then answered."""
     before = server.exchange.num_sequences
     asked = pool.submit(server.client.ask, TEXT, LONG)
     wait_until(lambda: asked.done() or server.exchange.num_sequences > before)
@@ -313,7 +313,7 @@ def test_excess_test_detects_rejected_request_keeping_its_slot(
 
 
 def used_blocks_after_a_client_left(client: Client, server: ServedHere, *, is_streamed: bool) -> tuple[int, int]:
-    """Before, and two steps later, or one that left nothing to do."""
+    """Used blocks before, and after two steps, or one if the engine is idle then."""
     server.allow(2)
     try:
         connection = client.send(TEXT, {**LONG, "max_tokens": 60, "stream": is_streamed, "n": 2})
@@ -446,7 +446,7 @@ def test_failed_engine_answers_open_requests_with_error(words: tuple[str, ...], 
 
 
 def test_server_says_so_when_its_thread_ended():
-    """As soon as it tells that it has ended, while it is still alive, and later."""
+    """Fork as soon as the server has ended, while its thread is alive, and later."""
     bound, said = bind("127.0.0.1", 0), list[str]()
 
     def look() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.matrix
 
 LAYOUTS = {"two shards": "parallel.tensor_parallel_size=2", "two stages": "parallel.pipeline_parallel_size=2"}
 ENDING = {"two shards": signal.SIGTERM, "two stages": signal.SIGINT}
-"""What asks the ranks to end."""
+"""Signals that end the ranks."""
 NUM_REQUESTS = 64
 CUT, MALFORMED = 20, 40
 HELD = ("vllm:kv_cache_usage_perc", "spmd_worker_serve_sequences")
@@ -36,7 +36,7 @@ def body_of(index: int) -> dict[str, Any]:
 
 
 def expected_bodies(folder: Path, layout: str) -> list[Any]:
-    """Of a job in the same layout."""
+    """Answers of a job in the same layout."""
     rows = [
         {"custom_id": f"row {index}", "method": "POST", "url": "/v1/completions", "body": body_of(index)}
         for index in range(NUM_REQUESTS)

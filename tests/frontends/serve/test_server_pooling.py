@@ -40,7 +40,7 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a job writes for the same bodies."""
+    """A job's answers to the same bodies."""
     folder = tmp_path_factory.mktemp("job")
     rows = [openai_row(str(number), url, body) for number, (url, body) in enumerate(REQUESTS)]
     answers = answers_of_job(folder, pooling_folder("last"), rows, num_blocks=64)

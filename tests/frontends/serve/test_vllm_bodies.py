@@ -1,4 +1,4 @@
-"""What clients of vLLM's server send beside one prompt: several, `echo`, ids, tokens, forms; other names of paths."""
+"""Requests of vLLM's clients: several prompts, `echo`, ids, tokens, grammars; vLLM's paths."""
 
 import json
 from collections.abc import Iterator
