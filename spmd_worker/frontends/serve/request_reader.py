@@ -62,19 +62,19 @@ class RequestReader:
         """Parse a body; `custom_id` is the header's, `index` the request's number. Raises InvalidRequestError."""
         body = parse_body(data, self.limits)
         stream = _stream_of(body)
-        asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
-        prompts = _prompts(url, asked)
+        fields = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
+        prompts = _prompts(url, fields)
         if len(prompts) > MAX_INPUTS:
             message = f"prompt has {len(prompts)} prompts, more than {MAX_INPUTS}: send more requests"
             raise InvalidRequestError(message, "limit_exceeded")
         if len(prompts) < 2:
-            row = self._read_one(index, url, asked, custom_id, is_streamed=stream[0])
+            row = self._read_one(index, url, fields, custom_id, is_streamed=stream[0])
             return ServedRow((row,), *stream)
-        name = content_name(url, asked) if custom_id is None else custom_id
+        name = content_name(url, fields) if custom_id is None else custom_id
         rows: list[EncodedRow | EncodedPooledRow] = []
         for number, prompt in enumerate(prompts):
             # Each like a single one, under its own name.
-            one, own_name = {**asked, "prompt": prompt}, f"{name}#{number}" if number else name
+            one, own_name = {**fields, "prompt": prompt}, f"{name}#{number}" if number else name
             try:
                 rows.append(self._read_one(index, url, one, own_name, is_streamed=stream[0]))
             except InvalidRequestError as error:
@@ -82,23 +82,23 @@ class RequestReader:
         return ServedRow(tuple(rows), *stream)
 
     def _read_one(
-        self, index: int, url: str, asked: dict[str, Any], custom_id: str | None, *, is_streamed: bool
+        self, index: int, url: str, fields: dict[str, Any], custom_id: str | None, *, is_streamed: bool
     ) -> EncodedRow | EncodedPooledRow:
         # Content is named only for what can run: rejected bodies may have megabytes.
-        fields = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": asked}
-        row = parse_fields(index, fields, self.defaults, self.limits)
+        line = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": fields}
+        row = parse_fields(index, line, self.defaults, self.limits)
         if row.pooling is not None:
             if is_streamed:
                 message = "vectors and scores cannot be streamed: leave out stream"
                 raise InvalidRequestError(message, "unsupported_value")
             return encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
         # With echo and logprobs those of the prompt are in the choices.
-        is_echoed = row.echo is not None and asked.get("prompt_logprobs") is None
+        is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None
         if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
             message = "prompt_logprobs cannot be streamed: leave out stream or prompt_logprobs"
             raise InvalidRequestError(message, "unsupported_value")
         encoded = encode_row(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
-        return replace(encoded, custom_id=content_name(url, asked) if custom_id is None else custom_id)
+        return replace(encoded, custom_id=content_name(url, fields) if custom_id is None else custom_id)
 
 
 def parse_body(data: bytes, limits: RowLimits) -> dict[str, Any]:
@@ -110,17 +110,17 @@ def parse_body(data: bytes, limits: RowLimits) -> dict[str, Any]:
         raise InvalidRequestError(f"the body {error}", error.code) from None
 
 
-def _prompts(url: str, asked: Mapping[str, Any]) -> list[Any]:
+def _prompts(url: str, fields: Mapping[str, Any]) -> list[Any]:
     """Prompts of a completion with several texts, or lists of ids; else empty."""
-    given = asked.get("prompt")
+    given = fields.get("prompt")
     is_several = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
     return list(given or ()) if is_several and url == COMPLETIONS_URL else []
 
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:
     """Default name of a request: a digest of all that its answer depends on."""
-    asked = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
-    text = json.dumps([url, asked], sort_keys=True, separators=(",", ":"))
+    fields = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
+    text = json.dumps([url, fields], sort_keys=True, separators=(",", ":"))
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"
 
 
