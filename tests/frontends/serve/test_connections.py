@@ -70,7 +70,8 @@ STRANGE = {
     "headers in one piece": (f"{POST}X: {'a' * 100_000}\r\n\r\n", 431),
     "headers in many lines": (f"{POST}{''.join(f'X{i}: b' + chr(13) + chr(10) for i in range(20_000))}\r\n", 431),
     "a target of 100 KB": (f"GET /{'a' * 100_000} HTTP/1.1\r\nHost: a\r\n{KEY_LINE}\r\n", 431),
-    "half of 100 KB": (f"{POST}X: {'a' * 100_000}", 431),
+    # More than asyncio reads at once: in one piece with the request behind it, it would be a header with two hosts.
+    "half of 400 KB": (f"{POST}X: {'a' * 400_000}", 431),
 }
 
 
