@@ -110,7 +110,7 @@ class UpTo:
     """Buffers a text up to the first `marker`."""
 
     def __init__(self, marker: str) -> None:
-        self._marker = marker
+        self._marker, self._num_kept = re.compile(re.escape(marker)), len(marker) - 1
         self._pieces: list[str] = []
         self._tail = ""
 
@@ -123,12 +123,12 @@ class UpTo:
         """The text up to the end of the marker, and the text after it; None while there is none. Linear in the text."""
         window = self._tail + text
         self._pieces.append(text)
-        start = window.find(self._marker)
-        if start < 0:
-            self._tail = window[max(len(window) - len(self._marker) + 1, 0) :]
+        found = self._marker.search(window)
+        if found is None:
+            self._tail = window[max(len(window) - self._num_kept, 0) :]
             return None
-        read, end = self.text, start + len(self._marker)
-        return read[: len(read) - len(window) + end], window[end:]
+        read = self.text
+        return read[: len(read) - len(window) + found.end()], window[found.end() :]
 
 
 class _JsonMarkers:

@@ -281,13 +281,14 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             count[0] += (len(text) if found is None else found.end()) - at
             return found
 
-    for searcher in (answer_parts.UpTo, answer_parts.PassOn):
-        init = searcher.__init__
-        monkeypatch.setattr(
-            searcher, "__init__", lambda self, marker, *rest, _init=init: _init(self, Counting(marker), *rest)
-        )
+    init = answer_parts.PassOn.__init__
+    monkeypatch.setattr(
+        answer_parts.PassOn, "__init__", lambda self, marker, *rest: init(self, Counting(marker), *rest)
+    )
     compile_pattern = re.compile
-    counting = SimpleNamespace(compile=lambda text: Counting(compile_pattern(text)), Pattern=re.Pattern)
+    counting = SimpleNamespace(
+        compile=lambda text: Counting(compile_pattern(text)), escape=re.escape, Pattern=re.Pattern
+    )
     monkeypatch.setattr(answer_parts, "re", counting)
     return count
 
