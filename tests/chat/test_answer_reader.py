@@ -373,7 +373,7 @@ def test_argument_check_detects_a_reader_without_strings(monkeypatch: pytest.Mon
     """Negative control."""
     text = written(HERMES, "add", '{"a": "</tool_call>"}')[0]
     assert len(reader(HERMES).read(text).tool_calls) == 1
-    monkeypatch.setattr(answer_parts, "_PLACES", ("(?!)",) * 3)
+    monkeypatch.setattr(answer_parts, "_STATES", ("(?!)",) * 3)
     assert reader(HERMES).read(text) == ChatAnswer(text)
 
 
@@ -446,7 +446,7 @@ def test_chat_format_follows_template_unless_configured():
 def test_unknown_tool_format_is_logged_once(caplog: pytest.LogCaptureFixture):
     tokenizer: Any = SimpleNamespace(chat_template_source="{{ tools }}<tool_call><function=")
     assert model_chat_format(ModelOptions(), tokenizer) == ChatFormat("none", "none", True)
-    assert "model.tool_call_format says which" in caplog.text
+    assert "model.tool_call_format" in caplog.text
     caplog.clear()
     assert model_chat_format(ModelOptions(tool_call_format="none"), tokenizer) == ChatFormat("none", "none", True)
     assert model_chat_format(ModelOptions(), None) == ChatFormat()
