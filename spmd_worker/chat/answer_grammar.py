@@ -33,7 +33,7 @@ class AnswerGrammar:
         """Grammar of the answers to a prompt, None if unconstrained. Raises InvalidRequestError and ValueError."""
         if request.must_call and self.format.tool_calls == NONE:
             raise InvalidRequestError(
-                "tool_choice requires a call, but the model's tool call format is unknown: set model.tool_call_format "
+                "tool_choice requires a call, but the model's tool call format is unknown: set model.tool_call_format, "
                 "or use tool_choice='auto'",
                 "unsupported_value",
             )
