@@ -103,7 +103,7 @@ def test_invalid_tool_choice_is_rejected(llm: LLM):
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
             DRAWN,
-            "tool_choice names 'sub', which is none of tools: add, stop",
+            "tool_choice names 'sub', which is not in tools: add, stop",
         ),
         (
             {"tools": TOOLS, "tool_choice": "required"},
