@@ -53,7 +53,7 @@ def _forward(
     return called
 
 
-@explain_keywords(CALL_KEYWORDS)
+@with_keyword_hints(CALL_KEYWORDS)
 @explain_in_keywords
 class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; it is also

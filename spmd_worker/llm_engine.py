@@ -87,7 +87,7 @@ class NamedRequests:
         return outputs
 
 
-@explain_keywords()
+@with_keyword_hints()
 @explain_in_keywords
 class LLMEngine(Engine):
     """Engine with vLLM's methods, started by `from_engine_args` or by an `LLM` (`llm.llm_engine`).

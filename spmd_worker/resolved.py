@@ -248,7 +248,7 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
     widest = max(max(layer.intermediate_size, layer.num_heads * layer.head_size) for layer in model_config.layers)
     if max(widest, model_config.hidden_size) > MAX_INPUTS:
         raise ConfigError(
-            f"{key} sums at most {MOST_INPUTS:,} inputs exactly, but config.json has layers of "
+            f"{key} sums at most {MAX_INPUTS:,} inputs exactly, but config.json has layers of "
             f"{max(widest, model_config.hidden_size):,}: leave it out"
         )
 

@@ -64,7 +64,7 @@ class BeamSearchParams:
             raise ValueError(f"beam_width={self.beam_width} must be at most {most}")
         if self.temperature:
             raise ValueError(f"temperature={self.temperature} must be 0: beams are not sampled")
-        for name, reason in (("structured_outputs", _NO_GRAMMAR), ("watermarking", REFUSED["watermarking"])):
+        for name, reason in (("structured_outputs", _NO_GRAMMAR), ("watermarking", REJECTED["watermarking"])):
             value = getattr(self, name)
             if asks(value):
                 raise ValueError(f"{name}={shown(value)} is rejected: {reason}")

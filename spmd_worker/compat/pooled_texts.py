@@ -18,7 +18,7 @@ _FILLERS: Final = ("0", "1 2 3 4")
 _PARTS: Final = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 """Markers by which sentence-transformers detects a template that reads contents as lists of parts."""
 
-_CHECKED: Final[WeakKeyDictionary[Tokenizer, dict[TextForm, str]]] = WeakKeyDictionary()
+_CHECKED: Final[WeakKeyDictionary[Tokenizer, dict[TextTransform, str]]] = WeakKeyDictionary()
 """Roles whose messages a tokenizer's template ignores, or ""; cached, because the check renders it three times."""
 
 
@@ -44,7 +44,7 @@ def _encode(form: TextTransform, tokenizer: Tokenizer, texts: tuple[str, ...]) -
     return tokenizer.encode(_render(form, tokenizer, texts), add_special_tokens=False)
 
 
-def _render(form: TextForm, tokenizer: Tokenizer, texts: tuple[str, ...]) -> str:
+def _render(form: TextTransform, tokenizer: Tokenizer, texts: tuple[str, ...]) -> str:
     source = tokenizer.chat_template_source or ""
     has_parts = form.message_format == "structured"
     if form.message_format == "auto":
@@ -58,7 +58,7 @@ def _render(form: TextForm, tokenizer: Tokenizer, texts: tuple[str, ...]) -> str
     return tokenizer.apply_chat_template(messages, variables.pop("add_generation_prompt", False), variables)
 
 
-def _check_pairs(form: TextForm, tokenizer: Tokenizer) -> None:
+def _check_pairs(form: TextTransform, tokenizer: Tokenizer) -> None:
     """Raise ValueError for a template that ignores one of the texts."""
     known = _CHECKED.setdefault(tokenizer, {})
     if form not in known:
@@ -72,7 +72,9 @@ def _check_pairs(form: TextForm, tokenizer: Tokenizer) -> None:
         )
 
 
-def _truncate(form: TextForm, tokenizer: Tokenizer, token_ids: list[int], num_texts: int, max_tokens: int) -> list[int]:
+def _truncate(
+    form: TextTransform, tokenizer: Tokenizer, token_ids: list[int], num_texts: int, max_tokens: int
+) -> list[int]:
     """The first tokens, the last of them replaced by the template's suffix."""
     kept = token_ids[:max_tokens]
     if not form.restores_suffix:

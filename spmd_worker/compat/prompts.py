@@ -57,7 +57,7 @@ class TextPair:
 class Encoded:
     """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
     caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised
-    (`taken_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
+    (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
     `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters.
     """
 
@@ -112,8 +112,8 @@ def apply_pooling(
     """Set a prompt's `pooling`, and truncate it as `params` say. Raises ValueError for an unsupported task, and for a
     length that leaves no token of an encoder's text.
     """
-    encoded.pooling = pooling = taken_pooling(params, config)
-    assert config is not None, "checked by taken_pooling"
+    encoded.pooling = pooling = resolve_pooling(params, config)
+    assert config is not None, "checked by resolve_pooling"
     length, pair = params.truncate_prompt_tokens, encoded.pair
     most = max_model_len if length == -1 else length
     is_text = (encoded.text is not None and not encoded.is_ids) or pair is not None
@@ -129,7 +129,7 @@ def apply_pooling(
         # Ids are truncated from the left, where the caller has counted those of the first text.
         if num_dropped and pooling.num_first_tokens is not None:
             encoded.pooling = replace(pooling, num_first_tokens=max(0, pooling.num_first_tokens - num_dropped))
-    if pair is not None and encoded.error is None and config.gives_token_types:
+    if pair is not None and encoded.error is None and config.outputs_token_types:
         if encoded.num_first_tokens is None:
             raise ValueError("the tokenizer's order of token types is not supported by any model here")
         encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)

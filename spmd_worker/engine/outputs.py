@@ -170,7 +170,7 @@ def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[
     texts = TokenTexts(tokenizer, (), group.request.sampling.skip_special_tokens)
     ids = group.request.prompt_token_ids
     num_without = next((i for i, each in enumerate(positions) if each is not None), len(positions))
-    texts.spell([[token_id] for token_id in ids[:num_without]], is_last=False)
+    texts.decode([[token_id] for token_id in ids[:num_without]], is_last=False)
     return [*positions[:num_without], *logprobs_with_text(positions[num_without:], texts, is_last=True)]
 
 

@@ -117,7 +117,7 @@ class Requests:
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
-        from its length and parameters. `pooling` is normalised (`taken_pooling`), with the `sampling` of
+        from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
         `pooled_sampling`.
         """
         with self._calls.queueing("add_request"):
@@ -181,7 +181,7 @@ class Requests:
         last = self._last_normalised
         if sampling is not last[0]:
             frozen = sampling.frozen()
-            last = self._last_normalised = (frozen, taken_params(frozen, self._tokenizer, self.limits.vocab_size))
+            last = self._last_normalised = (frozen, resolve_params(frozen, self._tokenizer, self.limits.vocab_size))
         return last[1]
 
 

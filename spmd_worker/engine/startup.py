@@ -144,7 +144,7 @@ def _start(
             watchdog.join_run(check_members(engine_channel, run_secret()))
             # No two ranks of the engine, of any replica, may share a GPU.
             gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
-            check_own_gpus([identity for each in gpus for identity in json.loads(each)])
+            check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
             sizes = _load(resolved, executor, channel, engine_channel, watchdog)
             watchdog.heartbeat.enter("agreeing on the start")
             scheduler = _new_replica(resolved, sizes)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spmd_worker.compat.prompts import Encoded, apply_pooling
-from spmd_worker.model_config.pooling import mean_pooling
+from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 

@@ -218,7 +218,7 @@ def test_unsupported_encoder_is_rejected(architecture: str, given: dict[str, Any
 
 
 def test_encoder_does_not_generate() -> None:
-    with pytest.raises(ConfigError, match="a model without a head for tokens"):
+    with pytest.raises(ConfigError, match="has no language-model head"):
         LLM(encoder_folder("bert_masked"), runner="generate", **SETTINGS)
 
 

@@ -72,7 +72,7 @@ class FileLock:
     def __enter__(self) -> "FileLock":
         while self._descriptor < 0:
             try:
-                descriptor = open_own_file(self._path, os.O_RDWR | os.O_CREAT)
+                descriptor = open_job_file(self._path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise ConfigError(f"{self._owned} cannot be written ({error.strerror}): {self._way_out}") from None
             try:

@@ -322,8 +322,8 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
     timeout_s = engine.config.executor.timeout_s
     stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:
-        _admit(rows, runner, output, most_unfinished, Turn(timeout_s))
-        if runner.num_rows or time.monotonic() - stepped_s > patience_s(timeout_s):
+        _admit(rows, runner, output, most_unfinished, TimeBudget(timeout_s))
+        if runner.num_rows or time.monotonic() - stepped_s > max_step_interval_s(timeout_s):
             output.add_all(runner.step())
             stepped_s = time.monotonic()
         elif not rows.has_ended and not rows.is_ready():
@@ -332,9 +332,9 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
     output.show(engine.counters.num_output_tokens)
 
 
-def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: Turn) -> None:
-    """Admit available rows, up to `most_unfinished`, MOST_FORM_BYTES of compiled grammars or the end of the turn."""
-    most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
+def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: TimeBudget) -> None:
+    """Admit available rows, up to `most_unfinished`, MAX_COMPILE_BYTES of compiled grammars or the end of the turn."""
+    most_form_bytes = runner.num_compile_bytes + MAX_COMPILE_BYTES
     for _ in range(most_unfinished):
         if runner.num_requests >= most_unfinished or runner.num_compile_bytes >= most_form_bytes or turn.is_over:
             return

@@ -35,7 +35,7 @@ class RowRunner:
         return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
 
     @property
-    def num_form_bytes(self) -> int:
+    def num_compile_bytes(self) -> int:
         """Bytes of the grammars that admission has compiled."""
         grammars = self._engine.limits.grammars
         return 0 if grammars is None else grammars.num_checked_bytes

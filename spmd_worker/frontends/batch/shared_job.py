@@ -70,7 +70,7 @@ class ReplicaWork:
         else:
             if not has_rows:
                 time.sleep(_PAUSE_S)
-            is_due = time.monotonic() - self._last_step_s > patience_s(self._engine.config.executor.timeout_s)
+            is_due = time.monotonic() - self._last_step_s > max_step_interval_s(self._engine.config.executor.timeout_s)
             if is_due and self._engine.channel.size > 1 and not self.has_ended:
                 self._step()
         if self._round.send_heartbeat():
@@ -79,8 +79,8 @@ class ReplicaWork:
     def _admit(self) -> None:
         """Admit claimed rows, up to MAX_COMPILE_BYTES of grammars or the end of the turn: a step may be due."""
         most_form_bytes = self._runner.num_compile_bytes + MAX_COMPILE_BYTES
-        turn = Turn(self._engine.config.executor.timeout_s)
-        while self._claimed and self._runner.num_form_bytes < most_form_bytes and not turn.is_over:
+        turn = TimeBudget(self._engine.config.executor.timeout_s)
+        while self._claimed and self._runner.num_compile_bytes < most_form_bytes and not turn.is_over:
             each = self._claimed.popleft()
             # Rank 0 has accepted its format, and checked its custom id.
             row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
@@ -123,7 +123,7 @@ class JobSharer:
     def advance(self) -> None:
         # Also when all is published: `may_read` notices when the input is known.
         if self._rows.may_read() and not self._has_ended:
-            turn = Turn(self._timeout_s)
+            turn = TimeBudget(self._timeout_s)
             self._window.read_on(lambda: turn.is_over)
             for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
                 rows = self._window.take(self._round.num_replicas, self._most_rows)

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
-from spmd_worker.compat.prompts import Encoded, TextPair, encode_pair, take_pooling
+from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import Prompt, Row, TextPrompt
 from spmd_worker.frontends.openai.row_parser import encode
 from spmd_worker.replica.sequence.outputs import RequestOutput
-from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, taken_pooling
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def encode_pooled(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, 
     engine.check_runner(inputs.params)
     config = engine.pooling
     assert config is not None, "checked by check_runner"
-    params = taken_pooling(inputs.params, config)
+    params = resolve_pooling(inputs.params, config)
     are_pairs = bool(inputs.num_firsts) and config.task == "classify"
     prompts: Iterable[Prompt | TextPair] = inputs.prompts
     if are_pairs:
@@ -72,7 +72,7 @@ def encode_pooled(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, 
         if most is not None and num_tokens > most:
             message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
             raise InvalidRequestError(message, "prompt_too_long")
-        assert encoded.pooling is not None, "resolved by take_pooling"
+        assert encoded.pooling is not None, "resolved by apply_pooling"
         texts.append((encoded.token_ids, encoded.pooling))
     return EncodedPooledRow(row, params, tuple(texts), are_pairs, config.similarity)
 
@@ -98,7 +98,7 @@ def _truncated(
         text, token_ids = encode(prompt, tokenizer, check_text)
         # The text of a chat template is truncated as ids: its special tokens are part of the text.
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
-    take_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
+    apply_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
     if encoded.error is not None:
         raise InvalidRequestError(encoded.error)
     return encoded

@@ -34,8 +34,8 @@ from spmd_worker.frontends.openai.row import (
     TokensPrompt,
     row_error,
 )
+from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
-from spmd_worker.replica.sequence.taken_params import taken_params
 from spmd_worker.tokenizer.incremental_decoder import num_unfinished
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.token_texts import TokenTexts
@@ -193,7 +193,7 @@ def encode_row(
     is_text = sampling.detokenize and tokenizer is not None
     sampling = replace(sampling, max_tokens=limit, detokenize=is_text).frozen()
     # The engine's conversion of bad words, before admission.
-    taken_params(sampling, tokenizer, engine.vocab_size)
+    resolve_params(sampling, tokenizer, engine.vocab_size)
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(
         *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),

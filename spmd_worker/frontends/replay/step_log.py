@@ -92,7 +92,7 @@ class StepLogWriter:
 
     def __init__(self, path: Path, header: StepLogHeader) -> None:
         self.path = path
-        self._stream: BinaryIO = begin_own_file(path)
+        self._stream: BinaryIO = create_job_file(path)
         self._write_all(_MAGIC + _frame(json.dumps(header_to_json(header)).encode("ascii")))
 
     def write(self, payload: bytes) -> None:

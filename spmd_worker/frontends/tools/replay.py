@@ -115,9 +115,9 @@ def open_log(path: Path) -> StepLog:
     """Open a step log, or a run directory's. Raises StepLogError or ReplayError; a torn tail is a warning."""
     if path.is_dir():
         run_dir, path = path, path / STEP_LOG_NAME
-        fault = own_file_fault(path)
+        fault = job_file_fault(path)
         if fault is not None:
-            raise OwnFileError(path, fault)
+            raise JobFileError(path, fault)
         if not path.exists():
             has_job = look_at_run(run_dir).state is not RunState.UNKNOWN
             reason = "the job was started without job.step_log=true" if has_job else NO_JOB

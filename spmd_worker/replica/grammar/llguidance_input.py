@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Final
 
-from spmd_worker.base.config.extras import refuse_without
+from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.replica.grammar.exact_schema import SchemaProblem, exact_schema
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
@@ -50,7 +50,7 @@ def load_llguidance() -> Any:
         import llguidance
         import llguidance.gbnf_to_lark
     except ImportError as error:
-        refuse_without("llguidance", "structured", "structured_outputs", error)
+        raise_missing_package("llguidance", "structured", "structured_outputs", error)
     return llguidance
 
 

@@ -42,7 +42,7 @@ _UNSUPPORTED: Final = {
 """Keywords of vLLM, and the alternative."""
 
 
-@explain_keywords(_UNSUPPORTED)
+@with_keyword_hints(_UNSUPPORTED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """Pooling of one row. Names and meanings follow vLLM's.

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_text, shown
 from spmd_worker.base.files import JsonError, parse_json_object
-from spmd_worker.base.names import explain_keywords
+from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 
 MAX_GRAMMAR_BYTES: Final = 64 * 1024

@@ -145,7 +145,7 @@ def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, .
         return ()
     samplings = [each.sequence.request.sampling for each in scheduled if each.num_samples]
     distinct = {id(sampling): sampling for sampling in samplings}
-    if not any(each.min_tokens or not each.needs_largest_alone for each in distinct.values()):
+    if not any(each.min_tokens or not each.needs_argmax_only for each in distinct.values()):
         return ()
     rows = tuple(_sample_rows(scheduled))
     return () if all(row.is_plainly_greedy for row in rows) else rows

@@ -11,7 +11,7 @@ from kv_cache.cache_engine import CacheEngine
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
-from spmd_worker.replica.sequence.pooling_params import PoolingParams, taken_pooling
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.runner.model_runner import ModelRunner
@@ -108,7 +108,7 @@ def _sequence(
     pooling: PoolingConfig | None = None,
 ) -> ScheduledSequence:
     """A sequence that computes its last `num_tokens` tokens, after `num_computed`, and samples or is pooled."""
-    params = None if pooling is None else taken_pooling(PoolingParams(), pooling)
+    params = None if pooling is None else resolve_pooling(PoolingParams(), pooling)
     request = Request(RequestId(index), (0,) * (num_computed + num_tokens), sampling, stream=index, pooling=params)
     block_ids = [BlockId(number) for number in blocks]
     sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens)

@@ -77,7 +77,7 @@ class LaunchedStep:
         self.chosen.note_read(step)
         ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
         if masks is not None and masks.forced:
-            ids = SampledIds.of(masks.taken(sampled.token_ids))
+            ids = SampledIds.from_rows(masks.appended(sampled.token_ids))
             # Rows that want logprobs take one token per step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
         return StepResult(

@@ -111,7 +111,7 @@ def _claim(key: str, value: str) -> Claim:
         raise ConfigError(f"{key}={value} exists and is not a regular file: {way_out} to write")
     if value.endswith(os.sep):
         raise ConfigError(f"{key}={value} names a folder: {way_out}")
-    fault = own_file_fault(partial_path(path))
+    fault = job_file_fault(partial_path(path))
     if fault is not None:
         raise ConfigError(
             f"{key}={value} is written as {partial_path(path)} before it is complete, which {fault}: remove that, or "
@@ -133,12 +133,12 @@ def _redirected(key: str, name: str, stream: TextIO | None) -> Iterator[Claim]:
 
 
 def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
-    """Raise ConfigError for a report that would overwrite other files of the run, OwnFileError for a link."""
+    """Raise ConfigError for a report that would overwrite other files of the run, JobFileError for a link."""
     claims = [_claim("--output", str(page)), _claim("--output", str(timeline))]
     for claim in claims:
         fault = job_file_fault(claim.name.path)
         if fault is not None:
-            raise OwnFileError(claim.name.path, fault)
+            raise JobFileError(claim.name.path, fault)
     reject_same_file(claims)
     reject_reserved_names(claims, Name(f"RUN_DIR={run_dir}", run_dir), _JOB_NAMES)
 
@@ -148,7 +148,7 @@ def check_run_dir(run_dir: Name) -> None:
     if not run_dir.path.is_dir():
         return
     for path in sorted(run_dir.path.iterdir()):
-        fault = own_file_fault(path) if _is_reserved(path) else None
+        fault = job_file_fault(path) if _is_reserved(path) else None
         if fault is not None:
             raise ConfigError(
                 f"{run_dir.key}: {path.name} {fault}, and a job's own files are regular files with one link: remove "

@@ -22,7 +22,7 @@ from zlib import crc32
 
 from spmd_worker.base.errors import JournalError
 from spmd_worker.base.files import open_job_file, sync_folder
-from spmd_worker.frontends.openai.row_answer import RowAnswer
+from spmd_worker.frontends.openai.row_writer import RowAnswer
 
 logger = logging.getLogger(__name__)
 
