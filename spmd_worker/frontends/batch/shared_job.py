@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.openai.row import Row
 from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.frontends.openai.row_writer import RowAnswer, error_result
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 
 WAITS_FOR_RANKS: Final = True

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceKey
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder
+from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 
 DecoderFactory = Callable[[Sequence], IncrementalDecoder]
 
