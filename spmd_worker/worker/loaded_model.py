@@ -125,7 +125,7 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         logger.info("loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds)
     if model.pooler is not None:
         denses = model.pooler.config.denses
-        model.pooler.take_denses(
+        model.pooler.set_denses(
             dummy_denses(denses)
             if is_dummy
             else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)

@@ -473,7 +473,7 @@ class Rank:
     def call(self, is_refused: bool) -> None:
         self.update.num_calls += self._counts_calls
         if is_refused:
-            self.update.refused_calls.append(self.update.num_calls)
+            self.update.rejected_calls.append(self.update.num_calls)
 
     def load_all(self) -> None:
         self.update.begin()

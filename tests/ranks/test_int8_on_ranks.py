@@ -79,7 +79,7 @@ def run(folder, layout, **more):
                 found["changed"] = attempt(lambda: llm.apply_model(lambda model: model.get_parameter(weight).mul_(2)))
                 found["unchanged"] = attempt(lambda: answer(llm))
                 attempt(lambda: llm.apply_model(doubled_on_one))
-                llm.llm_engine.executor.driver_worker.model_runner.model.weights.update.refused_calls.clear()
+                llm.llm_engine.executor.driver_worker.model_runner.model.weights.update.rejected_calls.clear()
                 found["uncounted"] = attempt(lambda: answer(llm))
                 found["changed on one"] = attempt(lambda: llm.apply_model(doubled_on_one))
                 found["not the same"] = [attempt(lambda: answer(llm)) for _ in range(2)]

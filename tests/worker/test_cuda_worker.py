@@ -192,7 +192,7 @@ def test_sleep_reports_only_allocated_host_memory():
     for held[0], expected in ((0, 100), (memory.num_bytes, 124)):
         cache = WorkerCaches(SimpleNamespace(num_device_blocks=4, num_host_blocks=9, allocate=lambda: None), 25, cuda)
         cache.engine.num_host_bytes, cache.engine.release = held[0], lambda: None
-        sleeper = WorkerSleep(model, SimpleNamespace(is_there=True, num_bytes=7), cache, cuda, 1)
+        sleeper = WorkerSleep(model, SimpleNamespace(is_allocated=True, num_bytes=7), cache, cuda, 1)
         assert sleeper.commit_sleep(GoingToSleep(1, None)) == {"weights": 0, "kv_cache": expected}
         taken = sleeper.commit_wake_up(sleeper.prepare_wake_up(["weights", "kv_cache"]))
         assert taken["kv_cache"] == 100
