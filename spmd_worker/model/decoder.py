@@ -1,16 +1,17 @@
-"""The stack that every family is, decoder or encoder: embedding, layers, norm, head.
+"""The one stack of all families, decoders and encoders: embedding, layers, norm, head.
 
-What families do differently is in `model_config/families/`, read into `ModelConfig` and one `LayerConfig` a layer; the
-modules are named as Llama's are, and `CheckpointNames` has what a family's checkpoint calls them. Knows architecture
-and nothing else: no scheduling, no files, no sampling.
+Differences of families are data (`model_config/families/`), read into `ModelConfig` and one `LayerConfig` per layer;
+modules have Llama's names, which `CheckpointNames` maps to those of the checkpoint. Knows no scheduling, files or
+sampling.
 
-T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
+T: tokens of the step; W: tokens of `WantedTokens`; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,10 @@ from spmd_worker.model.layers.embedding import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
 )
-from spmd_worker.model.layers.experts import SparseFeedForward, new_feed_forward
+from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import ReplicatedLinear
-from spmd_worker.model.layers.norm import Norm, RMSNorm, add_whole, new_norm
+from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
@@ -43,10 +44,10 @@ from spmd_worker.ranks.topology import Stage
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward on a residual stream, with norms in any of four places: before and after each.
+    """Attention and feed-forward on a residual stream, with norms at any of four positions: before and after each.
 
-    A layer that `defers` has plain norms before both and no others: what a part gives is added with the next norm, in
-    one call, and summed over ranks there. Otherwise it is summed and added at once.
+    A layer that `defers` has plain norms before both and no others: an output is summed over ranks and added together
+    with the next norm, in one call. Otherwise it is summed and added at once.
     """
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
@@ -55,8 +56,8 @@ class DecoderLayer(nn.Module):
         self.config, self.hidden_size = layer, hidden_size
         self._group, self._defers, self._multiplier = context.parts_group, defers, layer.residual_multiplier
         self.self_attn = Attention(context, layer, hidden_size)
-        self.mlp = new_feed_forward(context, layer, hidden_size)
-        norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
+        self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
+        norms = [new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
 
     def forward(
@@ -70,33 +71,33 @@ class DecoderLayer(nn.Module):
         *,
         is_fused: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
-        """The last layer's output, as this rank's part, or None where nothing is still to be added, and the residual
-        stream, to which it is added in place -> this layer's output, likewise, and the stream. All [T, hidden]. With
-        `wanted`, where it `takes_wanted`, both are [W, hidden]: of other tokens only keys and values are computed.
+        """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
+        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `takes_wanted`, the results
+        are [W, hidden], and only keys and values of the other tokens are computed.
         """
         x = _normed(self.input_layernorm, part, residual)
-        beside = self._beside_attention(x, residual) if self.config.is_parallel else None
+        parallel_input = self._parallel_input(x, residual) if self.config.is_parallel else None
         part = self.self_attn(x, ropes, layer_cache, metadata, wanted, is_fused=is_fused)
         if wanted is not None:
             residual = residual[wanted.rows]
             if not len(residual):
                 return part, residual
         part = self._added(part, self.attention_output_norm, residual)
-        x = _normed(self.post_attention_layernorm, part, residual) if beside is None else beside
+        x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
         return self._added(self.mlp(x, is_fused=is_fused), self.mlp_output_norm, residual), residual
 
     @property
     def takes_wanted(self) -> bool:
-        """Whether tokens can be left out: where each is computed by itself, and no tokens of experts are counted."""
+        """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted."""
         return self._defers and isinstance(self.mlp, FeedForward)
 
-    def _beside_attention(self, x: Tensor, residual: Tensor) -> Tensor:
-        """A parallel feed-forward's input, before attention is added; `x` is attention's."""
-        assert x is not residual, "attention has a norm before it where the feed-forward is beside it"
+    def _parallel_input(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Input of a parallel feed-forward, before attention is added; `x` is attention's."""
+        assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
         return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
 
     def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
-        """The part, scaled, where it is still to be added; None where it was added here."""
+        """The scaled part if it is still to be added; None if it was added here."""
         if self._defers:
             return part if self._multiplier == 1.0 else part.mul_(self._multiplier)
         x, norms_sums = self._group.all_reduce(part), self.config.norms_sums
@@ -110,26 +111,26 @@ class DecoderLayer(nn.Module):
         """See `api.JoinableLayer`."""
         attention, feed_forward = self.self_attn, self.mlp
         norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
-        assert isinstance(feed_forward, FeedForward), "a sparse layer is not joined"
-        assert len(norms) == 2, "nor is one with other norms"
+        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
+        assert len(norms) == 2, "layers with other norms are not joined"
         return LayerWeights(
             input_norm=norms[0].weight,
             qkv=attention.qkv_proj.weight,
             qkv_bias=attention.qkv_proj.bias,
             output=attention.o_proj.weight,
-            output_bias=attention.o_proj.own_bias,
+            output_bias=attention.o_proj.rank_bias,
             norm=norms[1].weight,
             gates=feed_forward.gate_up_proj.weight,
             gates_bias=feed_forward.gate_up_proj.bias,
             down=feed_forward.down_proj.weight,
-            down_bias=feed_forward.down_proj.own_bias,
+            down_bias=feed_forward.down_proj.rank_bias,
             window=attention.window,
         )
 
     def sizes(self) -> LayerSizes:
         """See `api.JoinableLayer`."""
         attention, feed_forward = self.self_attn, self.mlp
-        assert isinstance(feed_forward, FeedForward), "a sparse layer is not joined"
+        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
         return LayerSizes(
             hidden_size=self.hidden_size,
             num_heads=attention.num_heads,
@@ -142,38 +143,39 @@ class DecoderLayer(nn.Module):
 
 
 def _normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
-    """The norm, where there is one, of the residual stream, to which a part that is left of before is added."""
+    """The residual stream, normed if there is a norm, after a deferred part was added to it."""
     if part is not None:
-        assert isinstance(norm, RMSNorm), "only plain norms leave something to add"
+        assert isinstance(norm, RMSNorm), "layers defer only to plain norms"
         return norm.add_and_norm(part, residual)
     return residual if norm is None else norm(residual)
 
 
 class DecoderStack(nn.Module):
-    """Token ids -> hidden states, or a stage of the way there. Layers count from 0 in each stage."""
+    """Token ids -> hidden states, or a pipeline stage of it. `layers` are indexed from 0 in each stage."""
 
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
-        hidden_size = model_config.hidden_size
+        hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
+        self._has_positions, num_types = model_config.num_positions > 0, model_config.num_token_types
         if stage.is_first:
             self.embed_tokens = VocabularyParallelEmbedding(
                 context, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = _embedding_multiplier(model_config, context.dtype)
-            if model_config.num_positions:
-                self.embed_positions = PositionEmbedding(
-                    context,
-                    model_config.num_positions,
-                    hidden_size,
-                    model_config.position_offset,
-                    model_config.unplaced_token,
-                )
-            self._add_embeddings_of_encoder(context, model_config)
+            if self._has_positions:
+                offset, padding_token = model_config.position_offset, model_config.unplaced_token
+                num_positions = model_config.num_positions
+                self.embed_positions = PositionEmbedding(context, num_positions, hidden_size, offset, padding_token)
+            self.embed_token_types = TokenTypeEmbedding(context, num_types, hidden_size) if num_types else None
+            has_norm = model_config.has_embedding_norm
+            self.embedding_norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
         self.layers = nn.ModuleList(_new_layer(context, model_config, each) for each in range(stage.start, stage.stop))
         has_norm = stage.is_last and model_config.has_last_norm
         self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
-        self.project_in, self.project_out = _projections(context, model_config, stage)
-        self._stage, self._has_positions = stage, model_config.num_positions > 0
+        # Embeddings of another size are projected to the hidden size, and back before the head.
+        self.project_in = ReplicatedLinear(context, size, hidden_size) if size and stage.is_first else None
+        self.project_out = ReplicatedLinear(context, hidden_size, size) if size and stage.is_last else None
+        self._stage = stage
         self._rotaries = tuple(
             RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
             for rope in model_config.ropes
@@ -181,7 +183,7 @@ class DecoderStack(nn.Module):
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size
         self.joined_layers: JoinedLayers | None = None
-        """All layers at once, where that can be; None: one by one."""
+        """All layers as one call; None if they are called one by one."""
 
     def forward(
         self,
@@ -196,20 +198,19 @@ class DecoderStack(nn.Module):
         token_types: Tensor | None = None,
         wanted: WantedTokens | None = None,
     ) -> Tensor:
-        """int64 [T] ids, positions and their rows' regimes (`Request.rope_regime`); `cache` [layers, blocks, ...] ->
-        [T, hidden]. `token_types`, int64 [T], where the model has types; None: all of the first. With `wanted`, where
-        it `takes_wanted`, [W, hidden]: the last layer leaves out what nobody reads.
+        """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` [layers, blocks,
+        ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
+        `takes_wanted`, [W, hidden]: the last layer computes no other tokens.
 
-        `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
-        [T, hidden]. It becomes this stage's own.
+        `incoming` is the residual stream [T, hidden] of the previous stage, changed in place; every stage but the last
+        returns it for the next.
 
-        If not `is_fused`, every GEMM is written down by itself and what follows it is a call of its own, with the same
-        bits: for a step in which something is added to some of them (an adapter). It is all layers' in one call else,
-        or attention and gates with what is before them.
+        If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits: for a step in which an
+        adapter adds to some of them. Else all layers may be one call, or attention and gates one with the GEMM before.
         """
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
         residual = self._embed(token_ids, positions, token_types) if self._stage.is_first else incoming
-        assert residual is not None, "a stage after the first is given the residual stream"
+        assert residual is not None, "a stage after the first needs the residual stream"
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
         joined = self.joined_layers if is_fused else None
         # A last layer that leaves tokens out runs by itself.
@@ -222,7 +223,7 @@ class DecoderStack(nn.Module):
             layer = self.layers[index]
             part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, is_fused=is_fused)
         if not self._stage.is_last:
-            return residual if part is None else add_whole(self._group, part, residual)
+            return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.
@@ -231,16 +232,10 @@ class DecoderStack(nn.Module):
 
     @property
     def takes_wanted(self) -> bool:
-        """Whether the last layer can leave tokens out: where nothing is summed over ranks, whose shares of the residual
-        stream are by rows.
+        """Whether the last layer can leave tokens out: not if outputs are summed over ranks, which have the residual
+        stream by rows.
         """
         return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].takes_wanted)
-
-    def _add_embeddings_of_encoder(self, context: LayerContext, model_config: ModelConfig) -> None:
-        hidden_size, num_types = model_config.hidden_size, model_config.num_token_types
-        self.embed_token_types = TokenTypeEmbedding(context, num_types, hidden_size) if num_types else None
-        has_norm = model_config.has_embedding_norm
-        self.embedding_norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
 
     def _embed(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         x: Tensor = self.embed_tokens(token_ids)
@@ -254,25 +249,20 @@ class DecoderStack(nn.Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def join_layers(self) -> None:
-        """Once the weights are packed: from now on they stay where they are."""
+        """Join the layers into one call if possible. The weights are packed and keep their addresses from now on."""
         is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain(self.dtype) and not self._sums_in_layers
+        is_plain = is_plain and all(type(layer) is DecoderLayer for layer in self.layers)
         self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
 
 
 def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> DecoderLayer:
-    """The layers of one model add what they compute in one way."""
+    """The model's layer of this index. Either all layers defer or none does."""
     defers = all(layer.is_plain_wiring for layer in model_config.layers)
-    context = replace(context, layer=index)
-    return DecoderLayer(context, model_config.layers[index], model_config.hidden_size, defers=defers)
-
-
-def _projections(
-    context: LayerContext, model_config: ModelConfig, stage: Stage
-) -> tuple[ReplicatedLinear | None, ReplicatedLinear | None]:
-    """Before the layers of the first stage and after those of the last, where embeddings are of another size."""
-    size, hidden_size = model_config.own_embedding_size, model_config.hidden_size
-    first = ReplicatedLinear(context, size, hidden_size) if size and stage.is_first else None
-    return first, ReplicatedLinear(context, hidden_size, size) if size and stage.is_last else None
+    layer_class = resolve_name(model_config.layer_class) if model_config.layer_class else DecoderLayer
+    layer: DecoderLayer = layer_class(
+        replace(context, layer=index), model_config.layers[index], model_config.hidden_size, defers=defers
+    )
+    return layer
 
 
 def _embedding_multiplier(model_config: ModelConfig, dtype: torch.dtype) -> float:
@@ -290,11 +280,11 @@ class DecoderForCausalLM(nn.Module):
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
         self.pooler: Pooler | None = None
-        """In place of the head for tokens, on the last stage of a model that pools."""
+        """Replaces the token head on the last stage of a pooling model."""
         if stage.is_last and model_config.pooling is not None:
             self.pooler = Pooler(context, model_config.pooling, model_config.vocab_size)
         elif stage.is_last:
-            # A tied head in a later stage than the embedding has a copy of its own.
+            # A tied head in another stage than the embedding has its own copy.
             tied_to = self.model.embed_tokens if model_config.has_tied_embeddings and stage.is_first else None
             self.lm_head = VocabularyParallelHead(
                 context,
@@ -305,12 +295,11 @@ class DecoderForCausalLM(nn.Module):
                 cap=model_config.logit_cap,
                 has_bias=model_config.has_head_bias,
             )
-        names, layers = CheckpointNames(model_config, stage), _checkpoint_layers(self)
         self.weights = WeightStore(
-            names,
-            layers,
+            CheckpointNames(model_config, stage),
+            {name: each for name, each in self.named_modules() if isinstance(each, CheckpointLayer)},
             context.dtype,
-            partial(_slices_like, context, model_config),
+            partial(_stage_slices, context, model_config),
             allows_nonfinite=allows_nonfinite,
         )
 
@@ -338,40 +327,33 @@ class DecoderForCausalLM(nn.Module):
         return not self.model_config.is_encoder and self.model.takes_wanted
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, Vs] of the same dtype: this rank's share of the logits."""
+        """[R, hidden] -> this rank's logits [R, Vs], of the same dtype."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 
     def argmax_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, hidden] -> of each row the largest of this rank's logits, float32 [R], and its column, int64 [R]."""
-        return self.lm_head.largest(hidden)
+        """[R, hidden] -> the maximum of this rank's logits of each row, float32 [R], and its column, int64 [R]."""
+        return self.lm_head.argmax(hidden)
 
     def pack_weights(self) -> None:
-        """Pack the weights, once they are filled, and join the layers."""
+        """Pack the weights, after they are filled, and join the layers."""
         self.weights.pack()
         self.model.join_layers()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Trainers put new weights here: see `WeightStore.load`."""
+        """Replace weights by a trainer's: see `WeightStore.load`."""
         return self.weights.load(weights)
 
     def as_checkpoint(self) -> AbstractContextManager[CheckpointView]:
-        """The weights to look at and to change: see `WeightStore.as_checkpoint`."""
+        """A view of the weights by checkpoint name: see `WeightStore.as_checkpoint`."""
         return self.weights.as_checkpoint(model_config=self.model_config, stage=self.stage)
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""
+        """Tokens of each expert so far, by index of this stage's sparse layers."""
         layers = enumerate(self.model.layers, self.stage.start)
         return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
 
 
-def _slices_like(context: LayerContext, model_config: ModelConfig, index: int) -> list[WeightSlice]:
-    """Slices of the model's layer of that index, which is made without memory."""
-    layer = _new_layer(replace(context, device=torch.device("meta")), model_config, index)
-    names = CheckpointNames(model_config, Stage(index, index + 1, is_first=False, is_last=False))
-    return names.slices(_checkpoint_layers(layer, "model.layers.0."))
-
-
-def _checkpoint_layers(module: nn.Module, prefix: str = "") -> dict[str, CheckpointLayer]:
-    """Layers that have their own sharding rule, by name."""
-    return {prefix + name: each for name, each in module.named_modules() if isinstance(each, CheckpointLayer)}
+def _stage_slices(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[WeightSlice]:
+    """Slices of a stage of the model, which is built without memory."""
+    return DecoderForCausalLM(replace(context, device=torch.device("meta")), model_config, stage).weights.slices

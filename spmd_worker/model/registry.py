@@ -1,4 +1,4 @@
-"""Model config -> model. Families' differences are data (`model_config/families/`), so one class is all of them."""
+"""Builds a model from its config: one class for all families, which differ in data (`model_config/families/`)."""
 
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
@@ -10,7 +10,7 @@ def build_model(
     context: LayerContext, model_config: ModelConfig, stage: Stage | None = None, *, allows_nonfinite: bool = False
 ) -> DecoderForCausalLM:
     """The model of `model_config`, or a stage of it, with uninitialised parameters. `allows_nonfinite`: weights may be
-    NaN or infinite. `read_model_files` has refused unknown architectures.
+    NaN or infinite.
     """
     stage = stage or complete_model(model_config)
     return DecoderForCausalLM(context, model_config, stage, allows_nonfinite=allows_nonfinite).eval()

@@ -92,10 +92,10 @@ def test_where_the_weights_are_dropped_buffers_stay(was_on_host: bool):
     assert buffers == {f"model.layers.{number}.mlp.gate.choice_bias" for number in range(4)}
     memory = WeightMemory(model, kernels)
     if was_on_host:
-        memory.give_back(memory.copy_to_host())
-    memory.give_back(None)
+        memory.release(memory.copy_to_host())
+    memory.release(None)
     assert all(each.is_meta for each in model.parameters())
-    assert not memory.restore(memory.take()), "all else has to come"
+    assert not memory.restore(memory.allocate()), "all else has to come"
     for name, each in model.named_parameters():
         assert torch.equal(each, before[name] if name in buffers else torch.zeros_like(each)), name
     assert all(before[name].count_nonzero() for name in buffers), "negative control"
@@ -106,8 +106,8 @@ def test_buffers_that_stayed_through_a_sleep_in_inference_mode_can_be_written_la
     model = load(expert_folder("minimax_m2"))[0]
     memory = WeightMemory(model, ReferenceKernels())
     with torch.inference_mode():
-        memory.give_back(None)
-        memory.restore(memory.take())
+        memory.release(None)
+        memory.restore(memory.allocate())
     assert model.weights.buffer_parameters
     for name in model.weights.buffer_parameters:
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_ranks_with_other_buffers_are_told_apart_however_they_went_on():
 
 def test_a_change_of_a_buffer_that_one_rank_refused_outlasts_a_sleep():
     first, other = Rank(), Rank()
-    other.update.refused_calls.append(1)
+    other.update.rejected_calls.append(1)
     for rank in (first, other):
         rank.sleep(keeps=True)
         rank.load(a=3.0)

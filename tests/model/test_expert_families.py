@@ -33,7 +33,7 @@ from torch import Tensor
 from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.model.layers.experts import SparseFeedForward, choose
+from spmd_worker.model.layers.experts import SparseFeedForward, select_experts
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
@@ -133,15 +133,15 @@ def few(**changes: Any) -> ExpertsConfig:
 def test_equal_scores_are_taken_by_number_and_weights_follow_the_experts():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 2.0, -1.0], [3.0] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
     for score in ("softmax", "softmax_chosen", "sigmoid"):
-        ids, weights = choose(logits, None, few(score=score))
+        ids, weights = select_experts(logits, None, few(score=score))
         assert ids.tolist() == [[1, 2], [0, 1], [4, 5]]
         assert torch.allclose(weights.sum(-1), torch.ones(3))
         assert torch.equal(weights[:2], torch.full((2, 2), 0.5))
         assert weights[2, 1] > weights[2, 0]
-    ids, _ = choose(logits, torch.tensor([9.0, 0, 0, 9.0, 0, 0]), few(score="sigmoid", has_choice_bias=True))
+    ids, _ = select_experts(logits, torch.tensor([9.0, 0, 0, 9.0, 0, 0]), few(score="sigmoid", has_choice_bias=True))
     assert ids.tolist() == [[0, 3]] * 3
     in_groups = few(score="sigmoid", num_groups=3, num_chosen_groups=1)
-    assert choose(logits, None, in_groups)[0].tolist() == [[2, 3], [0, 1], [4, 5]]
+    assert select_experts(logits, None, in_groups)[0].tolist() == [[2, 3], [0, 1], [4, 5]]
 
 
 def test_a_score_that_is_no_number_makes_its_own_row_none():
@@ -149,10 +149,10 @@ def test_a_score_that_is_no_number_makes_its_own_row_none():
     for score in ("softmax", "softmax_chosen", "sigmoid"):
         for renormalises in (True, False):
             experts = few(score=score, renormalises=renormalises, num_groups=2, num_chosen_groups=2)
-            clean = choose(logits, None, experts)
+            clean = select_experts(logits, None, experts)
             broken = logits.clone()
             broken[2, 4] = torch.nan
-            ids, weights = choose(broken, None, experts)
+            ids, weights = select_experts(broken, None, experts)
             assert weights[2].isnan().all()
             assert ((ids >= 0) & (ids < 6)).all()
             others = [0, 1, 3, 4]
@@ -166,11 +166,11 @@ def test_what_is_chosen_for_a_row_does_not_depend_on_the_rows_beside_it():
         logits, bias = torch.randn((300, num_experts), generator=generator), torch.randn(num_experts)
         for score in ("softmax", "softmax_chosen", "sigmoid"):
             experts = replace(few(score=score), num_experts=num_experts, num_chosen=4)
-            ids, weights = choose(logits, bias, experts)
+            ids, weights = select_experts(logits, bias, experts)
             for size in (1, 2, 3, 7, 64):
                 for start in (0, 5, 300 - size):
                     rows = slice(start, start + size)
-                    some = choose(logits[rows].clone(), bias, experts)
+                    some = select_experts(logits[rows].clone(), bias, experts)
                     assert torch.equal(some[0], ids[rows])
                     assert torch.equal(some[1], weights[rows]), (score, num_experts, size, start)
 

@@ -68,7 +68,7 @@ def test_parameter_says_which_part_of_its_tensor_it_is(folder_of, name: str, siz
             assert torch.equal(held.of(stored[key]).float(), values), key
             rows = torch.arange(stored[key].numel()).view(stored[key].shape)
             covered[key].view(-1)[held.of(rows).reshape(-1)] = True
-            num_cut, whole = num_cut + (not held.is_whole), whole + held.is_whole
+            num_cut, whole = num_cut + (not held.is_complete), whole + held.is_complete
     assert num_cut > 8
     assert whole > 4
     assert len(covered) - sum(bool(each.all()) for each in covered.values()) == 0
@@ -114,7 +114,7 @@ def test_inspection_says_experts_and_layers_of_a_rank():
         ((((192, 288),), ((0, 4),)), "rows 192 to 288 of 288"),
         ((((0, 8), (16, 20), (24, 28)), ((0, 4),)), "rows 0 to 8, 16 to 20 and 24 to 28 of 288"),
         ((((0, 9),), ((2, 4),)), "rows 0 to 9 of 288, columns 2 to 4 of 4"),
-        ((((0, 288),), ((0, 4),)), "whole"),
+        ((((0, 288),), ((0, 4),)), "complete"),
     ],
 )
 def test_slice_as_text(ranges, words: str):

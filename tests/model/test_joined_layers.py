@@ -206,10 +206,10 @@ SOURCE = """
             model = new_model(SHAPES[name], dtype, group)
             if plant == "a bias on every rank":
                 for layer in model.model.layers:
-                    layer.self_attn.o_proj.__class__.own_bias = property(lambda self: self.bias)
+                    layer.self_attn.o_proj.__class__.rank_bias = property(lambda self: self.bias)
                 model.model.join_layers()
                 for layer in model.model.layers:
-                    layer.self_attn.o_proj.__class__.own_bias = property(
+                    layer.self_attn.o_proj.__class__.rank_bias = property(
                         lambda self: self.bias if self._group.rank == 0 else None
                     )
             for *_, chunk in of_model:

@@ -1,77 +1,76 @@
-"""Layers with weights: parts of their parameters are read and written in the checkpoint's order, packed or not.
+"""Layers with weights, whose parameters are read and written by region in the checkpoint's order, packed or not.
 
-A region is in the parameter as it is before its layer packs it, which `WeightSlice.destination` speaks of too.
+A region, like `WeightSlice.destination`, indexes the parameter as it was before its layer packed it.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, replicated
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.ops.kernels.int8 import row_maxima
 
 
-class CheckpointLayer(nn.Module, ABC):
+class CheckpointLayer(nn.Module):
     """A layer whose parameters a checkpoint fills."""
 
     is_float32: ClassVar[bool] = False
-    """Whether its parameters are float32 in every dtype."""
+    """Whether its parameters are float32 whatever the model's dtype."""
 
-    @abstractmethod
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What of which checkpoint tensors this rank holds, and where. `prefix` is this layer's name."""
+        """This rank's slices of checkpoint tensors. `prefix` is the layer's name. Replicated parameters by default, of
+        which transformers has those without dimensions as buffers.
+        """
+        for name, parameter in self.named_parameters(prefix, recurse=False):
+            yield replicated(name, tuple(parameter.shape), name, is_buffer=parameter.ndim == 0)
 
-    def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
-        """What of the parameters no checkpoint fills."""
+    def padding_slices(self, prefix: str) -> Iterable[PaddingSlice]:
+        """Regions of the parameters that no checkpoint tensor fills."""
         del prefix
-        return iter(())
+        return ()
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
-        """Part of the parameter of this name: a view where it is held in the checkpoint's order, else a copy."""
+        """A region of the parameter of this name: a view if it is held in the checkpoint's order, else a copy."""
         tensor: Tensor = getattr(self, parameter)
         return tensor.detach()[tuple(slice(*bounds) for bounds in region)]
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """Make `values`, of any dtype and device, this part of the parameter, in place: its storage stays."""
+        """Copy `values`, of any dtype and device, into a region of the parameter, whose storage stays."""
         self.read_region(parameter, region).copy_(values)
 
-    def takes_whole_rows(self, parameter: str) -> bool:
-        """Whether the parameter depends on whole rows of the checkpoint's tensor: see `PackedLayer.load_rows`."""
+    def needs_full_rows(self, parameter: str) -> bool:
+        """Whether the parameter depends on full rows of the checkpoint tensor, so that `load_rows` is to be called."""
         del parameter
         return False
 
-    def load_rows(self, parameter: str, region: Rectangle, values: Tensor, whole_rows: Tensor) -> None:
-        """As `write_region`, with the rows of the checkpoint's tensor of which `values` are parts. Only for a parameter
-        that `takes_whole_rows`.
-        """
+    def load_rows(self, parameter: str, region: Rectangle, values: Tensor, full_rows: Tensor) -> None:
+        """`write_region` for a parameter that `needs_full_rows`: `values` are this rank's columns of `full_rows`."""
         raise AssertionError(parameter)
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """Raise CheckpointError where `write_region` cannot make `values` this part of the parameter."""
+        """Raise CheckpointError if `write_region` cannot write `values` into this region of the parameter."""
         del parameter, region, values
 
 
 class PackedLayer(CheckpointLayer):
-    """A layer whose `weight` [outputs, inputs] its kernels hold in an order of their own, after `pack_weights`. From
-    then on a region of the weight is some of its rows.
+    """A layer whose `weight` [outputs, inputs] is prepacked for its kernels by `pack_weights`. From then on a region of
+    the weight is a range of its rows.
     """
 
     weight: nn.Parameter
     is_packed = False
     _kernels: Kernels
     _quantised: QuantisedKernels | None = None
-    """`_kernels`, where they are such."""
+    """`_kernels`, if they are quantised."""
 
     def pack_weights(self) -> None:
-        """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""
+        """Replace the plain weight by one in the kernels' order."""
         self.weight = nn.Parameter(self._packed(), requires_grad=False)
         self.is_packed = True
 
     def _packed(self) -> Tensor:
-        """The plain weight as the kernels like it."""
         return self._kernels.pack(self.weight)
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
@@ -85,20 +84,20 @@ class PackedLayer(CheckpointLayer):
         if parameter != "weight" or not self.is_packed:
             super().write_region(parameter, region, values)
         else:
-            self._kernels.repack_(self.weight, region[0][0], self._as_given(values))
+            self._kernels.repack_(self.weight, region[0][0], self._converted(values))
 
-    def takes_whole_rows(self, parameter: str) -> bool:
-        """A quantised weight does: the scale of a row is that of all of its inputs."""
+    def needs_full_rows(self, parameter: str) -> bool:
+        """True for a quantised weight: a row's scale follows from all of its inputs."""
         return self.is_packed and self._quantised is not None and parameter == "weight"
 
-    def load_rows(self, parameter: str, region: Rectangle, values: Tensor, whole_rows: Tensor) -> None:
-        """See `CheckpointLayer.load_rows`. What the weight was before makes no difference."""
+    def load_rows(self, parameter: str, region: Rectangle, values: Tensor, full_rows: Tensor) -> None:
+        """See `CheckpointLayer.load_rows`. The result does not depend on the weight before."""
         assert self._quantised is not None, parameter
-        rows, maxima = self._as_given(values), row_maxima(self._as_given(whole_rows))
+        rows, maxima = self._converted(values), row_maxima(self._converted(full_rows))
         self._quantised.repack_part_(self.weight, region[0][0], rows, maxima)
 
-    def _as_given(self, values: Tensor) -> Tensor:
-        """As `pack_weights` was given the weight."""
+    def _converted(self, values: Tensor) -> Tensor:
+        """`values` in the dtype and on the device of the weight that was packed."""
         dtype = self.weight.dtype if self._quantised is None else self._quantised.dtype
         assert dtype.is_floating_point, f"{type(self).__name__} does not say that its weight is quantised"
         return values.detach().to(self.weight.device, dtype)

@@ -1,4 +1,4 @@
-"""What a layer is built with: its group of ranks, its device's kernels, where its parameters live."""
+"""Constructor argument of every layer: rank group, kernels, attention backend, dtype and device of parameters."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Passed as an argument to every layer's constructor. `layer` is the number, in the whole model, of the layer that
-    is being built. `expert_layout` None: ranks share the columns of each expert. `quantised`: `kernels`, where they
-    are such. `screens_head`: the head may have a screen (`head_screen.py`).
+    """`layer` is the index, in the full model, of the layer being built. `expert_layout` None: tensor parallelism
+    within each expert. `quantised` is `kernels`, if they are quantised. `screens_head`: the head may have an int8
+    pre-filter (`head_screen.py`).
     """
 
     tensor_group: GroupHandle
@@ -30,8 +30,8 @@ class LayerContext:
 
     @property
     def parts_group(self) -> GroupHandle:
-        """The ranks whose row-parallel layers leave parts of a sum to what follows them. With quantised kernels each
-        gives the sum itself.
+        """Ranks over which the outputs of row-parallel layers are still to be summed: one rank with quantised kernels,
+        whose row-parallel layers return the sum.
         """
         return self.tensor_group if self.quantised is None else single_group(self.tensor_group.ranks[0])
 

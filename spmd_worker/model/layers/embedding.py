@@ -1,9 +1,9 @@
-"""Vocabulary-parallel embedding and head: each rank owns a run of token ids. And embeddings of positions and types.
+"""Vocabulary-parallel embedding and head, where each rank has a range of token ids; position and type embeddings.
 
 The vocabulary is padded so that every shard has the same number of rows; padding rows are zero and their logits minus
-infinity, so that they can never be sampled.
+infinity, so that they are never sampled.
 
-T: tokens of the step; V: vocabulary; Vs: rows of one shard.
+T: tokens of the step; R: rows that sample; Vs: rows of one shard.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from torch import Tensor
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.head_screen import HeadScreen
-from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, whole
+from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ranks.topology import vocabulary_rows
 
 
 class VocabularyShard:
-    """Which token ids [start, stop) this rank owns, of shards of `size` rows."""
+    """This rank's token ids [start, stop), in a shard of `size` rows."""
 
     def __init__(self, vocab_size: int, num_shards: int, rank: int) -> None:
         self.vocab_size = vocab_size
@@ -31,11 +31,10 @@ class VocabularyShard:
 
     @property
     def num_owned(self) -> int:
-        """Token ids of this shard that exist."""
+        """Number of rows that are no padding."""
         return self.stop - self.start
 
     def weight_slices(self, prefix: str, hidden_size: int) -> Iterator[WeightSlice]:
-        """The rows this rank reads."""
         columns = (0, hidden_size)
         yield WeightSlice(
             f"{prefix}.weight",
@@ -46,7 +45,6 @@ class VocabularyShard:
         )
 
     def padding_slices(self, prefix: str, hidden_size: int) -> Iterator[PaddingSlice]:
-        """The rows that no checkpoint fills."""
         if self.num_owned < self.size:
             yield PaddingSlice(f"{prefix}.weight", ((self.num_owned, self.size), (0, hidden_size)))
 
@@ -61,31 +59,31 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         self._quantised = context.quantised
         self.weight = context.parameter(self.shard.size, hidden_size)
         self.packed: Tensor | None
-        """The weight as a tied head multiplies with it: kept true with the weight, which is looked up in plain rows."""
+        """Packed copy for a tied head, updated with the weight; None if packing changes nothing."""
         self.register_buffer("packed", None, persistent=False)
         self.num_changes = 0
-        """How often the weight has been written."""
+        """Number of writes to the weight."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]. Each row comes from one rank; the others add zero, so the sum is exact."""
+        """int64 [T] -> [T, hidden_size]. One rank has a row and the others add zero, so the sum is exact."""
         if self._group.size == 1:
             return F.embedding(token_ids, self.weight)
         is_mine = (token_ids >= self.shard.start) & (token_ids < self.shard.stop)
         rows = F.embedding((token_ids - self.shard.start) * is_mine, self.weight)
-        # Not times zero: what is looked up for a token of another rank may be no number.
+        # A product with zero would not do: row 0, looked up for tokens of other ranks, may be NaN or infinite.
         return self._group.all_reduce(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0), is_exact=True)
 
     def pack_for_head(self) -> None:
-        """Make the copy that a tied head multiplies with, where the kernels have an order of their own."""
+        """Make the packed copy for a tied head."""
         packed = self._kernels.pack(self.weight)
         self.packed = None if packed is self.weight else packed
 
     def gemm_weight(self) -> Tensor:
-        """What a tied head multiplies with."""
+        """The weight as a tied head multiplies with it."""
         return self.weight if self.packed is None else self.packed
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """See `CheckpointLayer.write_region`. A tied head follows."""
+        """See `CheckpointLayer.write_region`. Updates the packed copy too."""
         super().write_region(parameter, region, values)
         self.num_changes += 1
         if self.packed is not None:
@@ -97,65 +95,55 @@ class VocabularyParallelEmbedding(CheckpointLayer):
                 self._quantised.repack_part_(self.packed, start, rows, row_maxima(rows))
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """`prefix` is this layer's name."""
         return self.shard.weight_slices(prefix, self.hidden_size)
 
     def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
-        """`prefix` is this layer's name."""
         return self.shard.padding_slices(prefix, self.hidden_size)
 
 
 class PositionEmbedding(CheckpointLayer):
-    """Learned positions (GPT-2): int64 [T] -> [T, hidden_size]. Whole on every rank."""
+    """Learned positions (GPT-2): int64 [T] -> [T, hidden_size]. Replicated.
+
+    The first `offset` of `num_positions` rows are unused (OPT). Tokens of the id `padding_token` have the last of
+    these, and later tokens of their row are numbered without them (RoBERTa).
+    """
 
     def __init__(
-        self, context: LayerContext, num_positions: int, hidden_size: int, offset: int = 0, unplaced_token: int = -1
+        self, context: LayerContext, num_positions: int, hidden_size: int, offset: int = 0, padding_token: int = -1
     ) -> None:
-        """`num_positions` rows, of which the first `offset` are nobody's (OPT). Tokens of the id `unplaced_token` have
-        the last of these, and those behind them count on without them (RoBERTa).
-        """
         super().__init__()
-        self.num_positions, self.hidden_size, self._offset = num_positions, hidden_size, offset
-        self._unplaced_token = unplaced_token
+        self._offset, self._padding_token = offset, padding_token
         self.weight = context.parameter(num_positions, hidden_size)
 
     def forward(self, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """Positions are below the number of them. Rows with unplaced tokens must be whole."""
-        if self._unplaced_token >= 0:
-            positions = self._placed(positions, token_ids == self._unplaced_token)
+        """With a `padding_token`, the step must have all tokens of a row."""
+        if self._padding_token >= 0:
+            positions = self._without_padding(positions, token_ids == self._padding_token)
         return F.embedding(positions + self._offset if self._offset else positions, self.weight)
 
-    def _placed(self, positions: Tensor, is_unplaced: Tensor) -> Tensor:
-        if not is_unplaced.any():
+    def _without_padding(self, positions: Tensor, is_padding: Tensor) -> Tensor:
+        if not is_padding.any():
             return positions
-        num_before = is_unplaced.cumsum(0) - is_unplaced.long()
+        num_before = is_padding.cumsum(0) - is_padding.long()
         firsts = torch.arange(len(positions), device=positions.device) - positions
-        return (positions - num_before + num_before[firsts]).masked_fill(is_unplaced, -1)
-
-    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """`prefix` is this layer's name."""
-        yield whole(f"{prefix}.weight", (self.num_positions, self.hidden_size), f"{prefix}.weight")
+        return (positions - num_before + num_before[firsts]).masked_fill(is_padding, -1)
 
 
 class TokenTypeEmbedding(CheckpointLayer):
-    """Types of tokens: int64 [T] -> [T, hidden_size]. Whole on every rank."""
+    """Types of tokens: int64 [T] -> [T, hidden_size]. Replicated."""
 
     def __init__(self, context: LayerContext, num_types: int, hidden_size: int) -> None:
         super().__init__()
-        self.num_types, self.hidden_size = num_types, hidden_size
         self.weight = context.parameter(num_types, hidden_size)
 
     def forward(self, token_types: Tensor) -> Tensor:
-        """Types are below the number of them."""
         return F.embedding(token_types, self.weight)
-
-    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """`prefix` is this layer's name."""
-        yield whole(f"{prefix}.weight", (self.num_types, self.hidden_size), f"{prefix}.weight")
 
 
 class VocabularyParallelHead(PackedLayer):
-    """[R, hidden_size] -> [R, Vs], logits of this rank's token ids. Tied to the embedding when it is given."""
+    """[R, hidden_size] -> logits [R, Vs] of this rank's token ids, divided by `divisor` and, if `cap` is above 0,
+    bounded by it: cap * tanh(logit / cap). Its weight is that of the embedding `tied_to`, if there is one.
+    """
 
     def __init__(
         self,
@@ -168,23 +156,22 @@ class VocabularyParallelHead(PackedLayer):
         cap: float = 0.0,
         has_bias: bool = False,
     ) -> None:
-        """Logits are divided by `divisor` and, where `cap` is above 0, bounded by it."""
         super().__init__()
         self._divisor, self._cap = divisor, cap
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
         self.hidden_size, self._kernels, self._quantised = hidden_size, context.kernels, context.quantised
         self.weight = tied_to.weight if tied_to is not None else context.parameter(self.shard.size, hidden_size)
         self.bias = context.parameter(self.shard.size) if has_bias else None
-        # In a tuple, so that the embedding does not become a part of this module.
+        # In a tuple, so that the embedding does not become a submodule.
         self._tied_to = (tied_to,)
-        # Rounding may make equals of logits that are not.
+        # Rounded, different logits may become equal.
         self._is_plain = divisor == 1.0 and not cap and not has_bias
         self._may_screen = context.screens_head and self._is_plain
         self.screen: HeadScreen | None = None
         self._num_changes = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
+        """Logits of padding rows are minus infinity."""
         logits = self._kernels.linear(hidden, self._gemm_weight, self.bias)
         if self._divisor != 1.0:
             logits = logits.div_(self._divisor)
@@ -194,8 +181,10 @@ class VocabularyParallelHead(PackedLayer):
             logits[:, self.shard.num_owned :] = -torch.inf
         return logits
 
-    def largest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row the largest logit, float32 [R], and its column, int64 [R]: the first of equal ones."""
+    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, hidden_size] -> the maximum logit of each row, float32 [R], and its column, int64 [R], the first of equal
+        ones.
+        """
         if self.shard.num_owned == 0:
             return self._kernels.largest(self(hidden))
         if not self._is_plain:
@@ -208,7 +197,7 @@ class VocabularyParallelHead(PackedLayer):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the embedding's weight is this layer's too; it has none of its own then."""
+        """Whether the weight is the embedding's."""
         return self._tied_to[0] is not None
 
     @property
@@ -217,7 +206,7 @@ class VocabularyParallelHead(PackedLayer):
         return self.weight if tied_to is None else tied_to.gemm_weight()
 
     def pack_weights(self) -> None:
-        """See `PackedLayer.pack_weights`. What a tied head multiplies with is the embedding's own copy."""
+        """See `PackedLayer.pack_weights`. A tied head uses the embedding's packed copy."""
         (tied_to,) = self._tied_to
         if tied_to is None:
             super().pack_weights()
@@ -228,12 +217,11 @@ class VocabularyParallelHead(PackedLayer):
             self.screen = HeadScreen(self._kernels, num_bytes)
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """See `CheckpointLayer.write_region`. The screen follows at its next use."""
+        """See `CheckpointLayer.write_region`. The int8 pre-filter is rebuilt at its next use."""
         super().write_region(parameter, region, values)
         self._num_changes += 1
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """`prefix` is this layer's name."""
         if not self.is_tied:
             yield from self.shard.weight_slices(prefix, self.hidden_size)
         if self.bias is not None:
@@ -241,7 +229,6 @@ class VocabularyParallelHead(PackedLayer):
             yield WeightSlice(f"{prefix}.bias", (self.shard.vocab_size,), (owned,), f"{prefix}.bias", (destination,))
 
     def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
-        """`prefix` is this layer's name."""
         if not self.is_tied:
             yield from self.shard.padding_slices(prefix, self.hidden_size)
         if self.bias is not None and self.shard.num_owned < self.shard.size:

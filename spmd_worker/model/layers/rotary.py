@@ -1,22 +1,22 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and the ways it is stretched to longer texts.
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and its scalings for longer texts.
 
-Computed once a step for all layers that share a rope. Knows positions; knows nothing about queries and keys.
+Angles are computed once a step for all layers that share a rope. Knows positions, not queries and keys.
 
-With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise
-that a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length
-only: the prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is
-also what Hugging Face's models do when they compute a prompt whole and then one token at a time, so a row that grows
-past the model's own length while it decodes has the keys that it has there: those before the crossing stay as they are.
+With `dynamic` scaling (NTK) the base depends on the sequence length when a token is computed. A row's answer must
+depend on the row alone, so a token's base is a function of its position and its row's prompt length: prompt tokens use
+the base of the full prompt, each later token that of the length including it. Hugging Face's models do the same when
+they compute the prompt at once and then one token at a time, so a row that grows past the model's original length
+while it decodes has the same keys as there: earlier ones are not recomputed.
 
-With `longrope` a row takes the frequencies for long texts if it may grow past the original length, prompt and
-`max_tokens` together, and those for short ones else, all of it: nothing of a row is computed twice when it crosses.
-Hugging Face's models take the long ones from the first token past the original length, which is the same for rows that
-stay on one side; for one that crosses while it decodes they compute everything before again, or do not, by model.
+With `longrope` a row uses the frequencies for long texts if prompt and `max_tokens` together exceed the original
+length, else those for short ones, for all of its tokens: none is computed twice when the row crosses that length.
+Hugging Face's models use the long ones from the first token past the original length, which is the same for rows that
+stay on one side; for a row that crosses it they recompute everything or do not, by model.
 
-What angles depend on besides positions is the row's regime (`ModelConfig.rope_regime`) and nothing else, because the
-names of cached blocks hold the regime and nothing else of a row but its tokens.
+Angles depend on positions and the row's regime (`ModelConfig.rope_regime`) and nothing else, because the hashes of
+cached blocks cover the regime and the tokens of a row and nothing else.
 
-T: tokens of the step; D: head size; R: how many numbers of a head are turned.
+T: tokens of the step; D: head size; R: rotated elements of a head.
 """
 
 import math
@@ -31,10 +31,10 @@ from spmd_worker.ops.kernels.api import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Cosines and sines [T, R / 2] of a step's tokens, and which numbers of a head they turn: the first R, pairs of
-    equal places in two halves, or of neighbours where `is_interleaved`. `is_plain`: whole heads, in halves, and that is
-    all; else turned queries are multiplied by `query_factors` [T, 1, 1], where they are given. What is turned by angles
-    in float32 is computed in float32 and rounded once.
+    """Cosines and sines [T, R / 2] of a step's tokens, for the first R elements of a head: element i is paired with i +
+    R / 2, or neighbours are paired if `is_interleaved`. `is_plain`: all of a head, in halves, and nothing else; else
+    rotated queries are multiplied by `query_factors` [T, 1, 1], if there are any. With float32 angles the rotation is
+    computed in float32 and rounded once.
     """
 
     cos: Tensor
@@ -43,45 +43,45 @@ class Angles:
     is_plain: bool
     query_factors: Tensor | None = None
 
-    def turn(self, kernels: Kernels, x: Tensor) -> Tensor:
+    def rotate(self, kernels: Kernels, x: Tensor) -> Tensor:
         """[T, heads, D] -> [T, heads, D]."""
         if self.cos.dtype != x.dtype:
-            return self.turn(kernels, x.to(self.cos.dtype)).to(x.dtype)
+            return self.rotate(kernels, x.to(self.cos.dtype)).to(x.dtype)
         size = 2 * self.cos.shape[1]
         if size == x.shape[-1] and not self.is_interleaved:
             return kernels.rotate(x, self.cos, self.sin)
-        turned, kept = x[..., :size], x[..., size:]
+        rotated, kept = x[..., :size], x[..., size:]
         if self.is_interleaved:
-            halves = turned.reshape(*turned.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
-            turned = kernels.rotate(halves, self.cos, self.sin)
-            turned = turned.reshape(*turned.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
+            halves = rotated.reshape(*rotated.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
+            rotated = kernels.rotate(halves, self.cos, self.sin)
+            rotated = rotated.reshape(*rotated.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
         else:
-            turned = kernels.rotate(turned, self.cos, self.sin)
-        return torch.cat((turned, kept), dim=-1)
+            rotated = kernels.rotate(rotated, self.cos, self.sin)
+        return torch.cat((rotated, kept), dim=-1)
 
 
 class RotaryEmbedding:
     """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
 
     def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
-        self._rope, self._head_size, self._max_positions = rope, rope.rotary_size(head_size), max_positions
-        self._is_whole = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
+        self._rope, self._head_size, self._max_positions = rope, rope.turned_size(head_size), max_positions
+        self._is_full = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
         self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
         self._exponents = _exponents(self._head_size).double().to(device)
         self._amplitude = attention_factor(rope)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
-        """Whether whole heads of `dtype` are turned, in halves and rounding at each step: what calls that do more than
-        this can do. In float32 nothing is rounded.
+        """Whether full heads of `dtype` are rotated, in halves and rounded at each step, as fused kernels do it. In
+        float32 nothing is rounded.
         """
-        return self._is_whole and (self._rope.rounding == "each step" or dtype == torch.float32)
+        return self._is_full and (self._rope.rounding == "each step" or dtype == torch.float32)
 
     def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> Angles:
-        """int64 [T] positions and regimes -> angles for tensors of `dtype`, computed in float32, and in `dtype` unless
-        the rope keeps more (`RopeParameters.rounding`).
+        """int64 [T] positions and regimes -> angles for tensors of `dtype`, computed in float32 and rounded to `dtype`
+        unless `RopeParameters.rounding` is "result".
         """
-        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
-        cos, sin = turns.cos() * self._amplitude, turns.sin() * self._amplitude
+        radians = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
+        cos, sin = radians.cos() * self._amplitude, radians.sin() * self._amplitude
         if self._rope.rounding != "result":
             cos, sin = cos.to(dtype), sin.to(dtype)
         if self._rope.rounding == "angles":
@@ -89,17 +89,17 @@ class RotaryEmbedding:
         return Angles(cos, sin, self._rope.is_interleaved, self.is_plain(dtype), self._query_factors(positions, dtype))
 
     def _query_factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """[T, 1, 1]. By way of float64: what a logarithm is to the last bit may differ with its place in a tensor."""
+        """[T, 1, 1]. Through float64: the last bit of a logarithm may depend on the element's index in the tensor."""
         if not self._rope.query_growth:
             return None
         lengths = 1 + torch.floor(positions.double() / self._rope.original_max_position_embeddings)
         return (1 + self._rope.query_growth * lengths.log()).to(dtype).view(-1, 1, 1)
 
     def _frequencies_at(self, positions: Tensor, regimes: Tensor) -> Tensor:
-        """[R / 2], or [T, R / 2] where tokens differ."""
+        """[R / 2], or [T, R / 2] if tokens differ."""
         if self._rope.rope_type == "longrope":
             return self._frequencies[regimes]
-        # A pair alone has the same frequency under every base.
+        # One pair has the same frequency under every base.
         if self._rope.rope_type != "dynamic" or self._head_size == 2:
             return self._frequencies
         lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
@@ -109,8 +109,8 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
-    """Radians per token of each pair of dimensions, float32 [R / 2]; of `longrope` [2, R / 2], short and long.
-    `head_size` is what is turned of it.
+    """Radians per token of each pair of dimensions, float32 [R / 2], or [2, R / 2] for `longrope`: short and long.
+    `head_size` is R.
     """
     plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
     if rope.rope_type == "linear":
@@ -126,7 +126,7 @@ def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
 
 
 def attention_factor(rope: RopeParameters) -> float:
-    """What cosines and sines are multiplied with; other than 1 only for YaRN and LongRoPE."""
+    """Factor of cosines and sines: 1 except for YaRN and LongRoPE."""
     if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -144,7 +144,7 @@ def _exponents(head_size: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     blend = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -166,7 +166,7 @@ def _yarn(plain: Tensor, rope: RopeParameters, head_size: int) -> Tensor:
 
 
 def _yarn_dimension(num_rotations: float, rope: RopeParameters, head_size: int) -> float:
-    """The dimension that turns `num_rotations` times over the original length."""
+    """The dimension with `num_rotations` rotations over the original length."""
     original = rope.original_max_position_embeddings
     return head_size * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 

@@ -1,8 +1,8 @@
-"""Which rectangle of a checkpoint tensor becomes which rectangle of a parameter of this rank.
+"""Rectangles of checkpoint tensors and the rectangles of this rank's parameters that they fill.
 
-A model describes its weights as a list of `WeightSlice` (and `PaddingSlice` for what no checkpoint holds); reading,
-checking, updating in place, dummy weights and saving all work from that one list. Knows nothing of files, tensors
-or ranks: a rank's share is already in the numbers.
+A model describes its weights as a list of `WeightSlice` (and `PaddingSlice` for rows that no checkpoint has); reading,
+checking, in-place updates, dummy weights and saving all use that one list. Knows nothing of files or ranks: a rank's
+share is already in the numbers.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 Rectangle = tuple[tuple[int, int], ...]
-"""Per dimension (start, stop), half open. `()` is the one element of a tensor without dimensions."""
+"""(start, stop) per dimension, half open. `()` is the one element of a tensor without dimensions."""
 
 
 def extents(rectangle: Rectangle) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def volume(rectangle: Rectangle) -> int:
 
 
 def full_rectangle(shape: tuple[int, ...]) -> Rectangle:
-    """The rectangle that is the whole of a tensor of this shape."""
+    """The rectangle of all elements of a tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -37,13 +37,13 @@ def is_inside(rectangle: Rectangle, shape: tuple[int, ...]) -> bool:
 
 
 _AXES = {1: ("rows",), 2: ("rows", "columns"), 3: ("matrices", "rows", "columns")}
-"""Words for the dimensions of a tensor, by their number."""
+"""Names of a tensor's dimensions, by their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSlice:
-    """What a rank holds of a checkpoint tensor of `checkpoint_shape`: per dimension the ranges (start, stop), ascending
-    and apart, that are moved together. As text "rows 192 to 288 of 288", or "whole".
+    """A rank's part of a checkpoint tensor of `checkpoint_shape`: the ranges (start, stop) of each dimension, ascending
+    and disjoint, which are concatenated. As text "rows 192 to 288 of 288", or "complete".
     """
 
     checkpoint_shape: tuple[int, ...]
@@ -56,26 +56,26 @@ class HeldSlice:
             for axis, ranges, size in zip(axes, self.ranges, self.checkpoint_shape, strict=True)
             if ranges != ((0, size),)
         ]
-        return ", ".join(cut) or "whole"
+        return ", ".join(cut) or "complete"
 
     @property
-    def is_whole(self) -> bool:
-        """Whether that is all of it."""
+    def is_complete(self) -> bool:
+        """Whether it is the full tensor."""
         return all(ranges == ((0, size),) for ranges, size in zip(self.ranges, self.checkpoint_shape, strict=True))
 
     def of(self, tensor: Any) -> Any:
-        """This slice of the whole checkpoint tensor, or of an array of its shape: a view where each dimension has one
+        """This slice of the full checkpoint tensor, or of an array of its shape: a view if each dimension has one
         range.
         """
         for axis, ranges in enumerate(self.ranges):
             before = (slice(None),) * axis
-            numbers = [number for start, stop in ranges for number in range(start, stop)]
-            tensor = tensor[(*before, slice(*ranges[0]) if len(ranges) == 1 else numbers)]
+            indices = [index for start, stop in ranges for index in range(start, stop)]
+            tensor = tensor[(*before, slice(*ranges[0]) if len(ranges) == 1 else indices)]
         return tensor
 
 
 def joined_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """In ascending order, those that touch as one."""
+    """The ranges in ascending order, with adjacent and overlapping ones merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -90,15 +90,25 @@ def _listed(words: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSlice:
-    """One rectangle of one checkpoint tensor and where it lands in a parameter of this rank.
+class ModelTensor:
+    """A checkpoint tensor of the model, on any rank. `is_buffer`: a buffer in transformers, so files have it and the
+    parameters that a trainer passes do not. `is_float32`: held in float32 whatever the model's dtype.
+    """
 
-    `checkpoint_shape` is the full shape the checkpoint must have. `source` may be empty: this rank owns nothing of
-    the tensor but knows that it belongs to the model (see `nothing_of`); the parameter need not exist then.
-    `destination` has the extents of `source`, but for leading dimensions of extent 1, which either may have more of
-    (one expert's matrix of a tensor that stacks the experts). `is_transposed`: the matrix is the other way round in the
-    checkpoint, so `destination` has the last two extents of `source` in reverse. `is_buffer`, `is_float32`: as of
-    `ModelTensor`.
+    shape: tuple[int, ...]
+    is_buffer: bool = False
+    is_float32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """One rectangle of one checkpoint tensor, and the rectangle of a parameter of this rank that it fills.
+
+    `checkpoint_shape` is the full shape that the checkpoint must have. `source` may be empty: the model has the tensor
+    and this rank has no part of it (see `empty_slice`); the parameter need not exist then. `destination` has the
+    extents of `source`, except for leading dimensions of extent 1, of which either may have more (one expert's matrix
+    of a stacked tensor). `is_transposed`: the checkpoint has the matrix as [inputs, outputs], so `destination` has the
+    last two extents of `source` in reverse. `is_buffer` and `is_float32` are as in `ModelTensor`.
     """
 
     checkpoint_name: str
@@ -112,63 +122,52 @@ class WeightSlice:
 
     def __post_init__(self) -> None:
         assert is_inside(self.source, self.checkpoint_shape), self
-        given, taken = extents(self.turned(self.source)), extents(self.destination)
-        num_leading = len(taken) - len(given)
-        given, taken = (1,) * num_leading + given, (1,) * -num_leading + taken
-        assert self.parameter_name == "" or given == taken, self
+        source, destination = extents(self.oriented(self.source)), extents(self.destination)
+        num_leading = len(destination) - len(source)
+        source, destination = (1,) * num_leading + source, (1,) * -num_leading + destination
+        assert self.parameter_name == "" or source == destination, self
 
-    def turned(self, rectangle: Rectangle) -> Rectangle:
-        """A rectangle of the checkpoint tensor, as the parameter has its dimensions."""
+    def oriented(self, rectangle: Rectangle) -> Rectangle:
+        """A rectangle of the checkpoint tensor with its dimensions in the parameter's order."""
         return (*rectangle[:-2], *rectangle[:-3:-1]) if self.is_transposed else rectangle
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank takes nothing of the tensor."""
+        """Whether this rank has no part of the tensor."""
         return volume(self.source) == 0
 
     @property
-    def tensor(self) -> "ModelTensor":
+    def tensor(self) -> ModelTensor:
         """The checkpoint tensor."""
         return ModelTensor(self.checkpoint_shape, self.is_buffer, self.is_float32)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """A checkpoint tensor that the model has, on whichever rank. `is_buffer`: transformers has it as a buffer, so it is
-    in files and not among the parameters that a trainer hands over. `is_float32`: held in float32 in every dtype.
-    """
-
-    shape: tuple[int, ...]
-    is_buffer: bool = False
-    is_float32: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor is in another, `stored`: rows of its slice `number`, or, without a number, all of it with the last
-    two dimensions exchanged.
+class TensorView:
+    """A tensor as a view of another, `stored`: rows of its slice `index`, or, if `index` is None, all of it with the
+    last two dimensions transposed.
     """
 
     stored: str
-    number: int | None = None
+    index: int | None = None
     rows: tuple[int, int] = (0, 0)
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor."""
-        if self.number is None:
+        """Shape of the view, from that of `stored`."""
+        if self.index is None:
             return (*stored[:-2], stored[-1], stored[-2])
         return (self.rows[1] - self.rows[0], *stored[2:])
 
     def of(self, stored: Any) -> Any:
-        """The tensor, a view of `stored`."""
-        return stored.transpose(-1, -2) if self.number is None else stored[self.number, slice(*self.rows)]
+        """The view of the tensor `stored`."""
+        return stored.transpose(-1, -2) if self.index is None else stored[self.index, slice(*self.rows)]
 
-    def outer(self, region: Rectangle) -> Rectangle:
-        """The region of `stored` in which that of the tensor is."""
-        if self.number is None:
+    def stored_region(self, region: Rectangle) -> Rectangle:
+        """A region of the view as a region of `stored`."""
+        if self.index is None:
             return (*region[:-2], region[-1], region[-2])
         (start, stop), *others = region
-        return ((self.number, self.number + 1), (self.rows[0] + start, self.rows[0] + stop), *others)
+        return ((self.index, self.index + 1), (self.rows[0] + start, self.rows[0] + stop), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +178,20 @@ class PaddingSlice:
     destination: Rectangle
 
 
-def whole(name: str, shape: tuple[int, ...], parameter_name: str, *, is_buffer: bool = False) -> WeightSlice:
-    """The whole checkpoint tensor becomes the whole parameter (a replicated weight)."""
+def replicated(name: str, shape: tuple[int, ...], parameter_name: str, *, is_buffer: bool = False) -> WeightSlice:
+    """The complete checkpoint tensor, which every rank has as a parameter."""
     rectangle = full_rectangle(shape)
     return WeightSlice(name, shape, rectangle, parameter_name, rectangle, is_buffer=is_buffer)
 
 
-def nothing_of(name: str, shape: tuple[int, ...]) -> WeightSlice:
-    """The tensor belongs to the model, but not to this rank (a layer of another pipeline stage)."""
+def empty_slice(name: str, shape: tuple[int, ...]) -> WeightSlice:
+    """A tensor of the model of which this rank has no part (an expert of another rank)."""
     assert shape, (name, "a tensor without dimensions has no empty rectangle")
     rectangle = ((0, 0),) * len(shape)
     return WeightSlice(name, shape, rectangle, "", rectangle)
 
 
 def shard(name: str, shape: tuple[int, ...], parameter_name: str, dim: int, start: int, stop: int) -> WeightSlice:
-    """Indices `start` to `stop` of one dimension become the whole parameter; the other dimensions are kept whole."""
+    """Indices `start` to `stop` of one dimension, and all of the others, as a full parameter."""
     source = (*full_rectangle(shape[:dim]), (start, stop), *full_rectangle(shape[dim + 1 :]))
     return WeightSlice(name, shape, source, parameter_name, full_rectangle(extents(source)))

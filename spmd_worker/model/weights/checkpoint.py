@@ -1,8 +1,7 @@
-"""A folder of safetensors files as one mapping from names to tensors, read by the rectangle.
+"""A folder of safetensors files as one mapping from names to tensors, read by rectangle.
 
-Reads with `preadv` into the tensor that is returned, not through a memory map: a file that shrinks meanwhile is an
-error message instead of a SIGBUS, what is read is what is counted, and network file systems see a few large reads
-instead of page faults.
+Reads with `preadv` into the returned tensor rather than through a memory map: a file that shrinks meanwhile is an error
+instead of a SIGBUS, bytes read can be counted, and network file systems see a few large reads instead of page faults.
 """
 
 import os
@@ -16,7 +15,7 @@ import torch
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.files import JsonError, is_plain_name, parse_json_object, read_regular_file
-from spmd_worker.model.layers.weight_slice import Place, Rectangle, is_inside
+from spmd_worker.model.layers.weight_slice import Rectangle, TensorView, is_inside
 from spmd_worker.model.weights.region import plan_read, split_region
 from spmd_worker.model.weights.safetensors_header import (
     MAX_HEADER_BYTES,
@@ -39,17 +38,17 @@ STORED_DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""What `read_stored` reads: weights, and what quantised ones are made of."""
+"""Dtypes that `read_stored` reads: of weights and of parts of quantised ones."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
-# A gap shorter than a page cannot be skipped by the page cache anyway, and a call costs what copying a page costs.
+# The page cache reads shorter gaps anyway, and a call costs as much as copying a page.
 _MAX_GAP_BYTES = 4096
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The tensors of one checkpoint folder. Headers are read and checked by `open`; data only by `read`.
+    """The tensors of one checkpoint folder. `open` reads and validates headers, `read` reads data.
 
-    `num_bytes_read` counts the bytes of tensor data fetched from files so far, gaps that were read through included.
+    `num_bytes_read` counts the bytes of tensor data read from files so far, including gaps that were read through.
     """
 
     folder: Path
@@ -58,13 +57,13 @@ class Checkpoint:
     _file_of: dict[str, str] = field(default_factory=dict)
     _stored_names: dict[str, str] = field(default_factory=dict)
     _descriptors: dict[str, int] = field(default_factory=dict)
-    _places: dict[str, Place] = field(default_factory=dict)
+    _views: dict[str, TensorView] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Find the files of a folder and check all headers, and the index against them. Raises CheckpointError.
+        """Find the files of a folder, validate all headers, and check the index. Raises CheckpointError.
 
-        `model.safetensors` comes before the index when a folder has both, as in transformers.
+        Of a folder with both, `model.safetensors` is read and not the index, as in transformers.
         """
         assert sys.byteorder == "little", "safetensors data is little-endian and is not swapped here"
         if (folder / SINGLE_FILE).is_file():
@@ -85,30 +84,29 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files that are open. A later `read` opens them again."""
+        """Close the files. A later `read` opens them again."""
         while self._descriptors:
             _, descriptor = self._descriptors.popitem()
             os.close(descriptor)
 
-    def rename(self, parts: Callable[[str, tuple[int, ...]], Mapping[str, Place | None]]) -> None:
-        """Instead of each tensor of the files, by name and shape, the checkpoint has from now on its `parts`: the
-        tensor itself by another name (None), or tensors inside it. Raises CheckpointError where two would have one
-        name: which of them is meant cannot be told.
+    def rename(self, parts: Callable[[str, tuple[int, ...]], Mapping[str, TensorView | None]]) -> None:
+        """Replace each tensor of the files by its `parts(name, shape)`: the tensor itself under another name (None), or
+        views of it. Raises CheckpointError if two would have the same name.
         """
         stored_names: dict[str, str] = {}
-        places: dict[str, Place] = {}
+        views: dict[str, TensorView] = {}
         for stored in self.names():
             try:
                 found = parts(stored, self.shape(stored))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.folder}: {error}") from None
-            for name, place in found.items():
+            for name, view in found.items():
                 if stored_names.setdefault(name, stored) != stored:
                     raise same_weight_error(self.folder, stored_names[name], stored)
-                if place is not None:
-                    places[name] = place
+                if view is not None:
+                    views[name] = view
         self._file_of = {name: self._file_of[stored] for name, stored in stored_names.items()}
-        self._stored_names, self._places = stored_names, places
+        self._stored_names, self._views = stored_names, views
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -119,55 +117,52 @@ class Checkpoint:
         return {name: self.shape(name) for name in self.names()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a tensor. Raises CheckpointError for a name the checkpoint does not have."""
-        shape, place = self._entry(name).shape, self._places.get(name)
-        return shape if place is None else place.shape(shape)
+        """Full shape of a tensor. Raises CheckpointError for an unknown name."""
+        shape, view = self._entry(name).shape, self._views.get(name)
+        return shape if view is None else view.shape(shape)
 
     def kind(self, name: str) -> str:
-        """Dtype of a tensor as the file writes it, such as BF16."""
+        """Dtype of a tensor by its name in safetensors, such as BF16."""
         return self._entry(name).dtype
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor. Raises CheckpointError for one that is no plain floating-point weight."""
-        kind = self._entry(name).dtype
+        """Dtype of a tensor. Raises CheckpointError for anything but a plain floating-point weight."""
+        kind = self.kind(name)
         if kind not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{self._file_of[name]}: tensor {name!r} has dtype {kind}: weights must be one of "
-                f"{', '.join(WEIGHT_DTYPES)}, and config.json does not say (quantization_config) that this one is "
-                f"quantised"
+                f"{', '.join(WEIGHT_DTYPES)}, unless quantization_config in config.json says that they are quantised"
             )
         return WEIGHT_DTYPES[kind]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Dtype of what is stored, be it a weight or a part of a quantised one. Raises CheckpointError for other kinds
-        of data.
-        """
-        kind = self._entry(name).dtype
+        """Dtype of a weight or of a part of a quantised one. Raises CheckpointError for other data."""
+        kind = self.kind(name)
         if kind not in STORED_DTYPES:
-            raise CheckpointError(f"{self._file_of[name]}: tensor {name!r} has dtype {kind}, which is not read")
+            raise CheckpointError(f"{self._file_of[name]}: tensor {name!r} has the unsupported dtype {kind}")
         return STORED_DTYPES[kind]
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
-        """Cut a region into blocks that `read` gives as at most `max_bytes` each, in the order of the file."""
+        """Cut a region into blocks of at most `max_bytes`, in the order of the file."""
         return split_region(self.shape(name), region, max_bytes // self.dtype(name).itemsize)
 
     def position(self, name: str) -> tuple[str, int]:
-        """File name and offset of a tensor's data: reading in this order reads each file forwards."""
+        """File name and offset of a tensor's data: in this order files are read sequentially."""
         return self._file_of[name], self._entry(name).begin
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """The elements of `region` as a new CPU tensor of the checkpoint's dtype (perhaps a view of a wider buffer).
 
-        Reads the bytes of the region only, and the gaps between its rows where they are shorter than a page.
-        Raises CheckpointError when the file has changed or shrunk since its header was read.
+        Reads the region, and gaps between its rows that are shorter than a page. Raises CheckpointError if the size of
+        the file has changed since its header was read.
         """
         self.dtype(name)
         return self.read_stored(name, region)
 
     def read_stored(self, name: str, region: Rectangle) -> torch.Tensor:
-        """As `read`, also for what is no weight by itself."""
-        entry, dtype, place = self._entry(name), self.stored_dtype(name), self._places.get(name)
-        region = region if place is None else place.outer(region)
+        """`read` for parts of quantised weights too."""
+        entry, dtype, view = self._entry(name), self.stored_dtype(name), self._views.get(name)
+        region = region if view is None else view.stored_region(region)
         assert is_inside(region, entry.shape), (name, entry.shape, region)
         plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
         buffer = torch.empty(plan.buffer_shape, dtype=dtype)
@@ -179,16 +174,15 @@ class Checkpoint:
             self._fill(name, target[filled : filled + num_bytes], start + run_begin * dtype.itemsize)
             filled += num_bytes
         read = buffer[plan.wanted]
-        if place is None:
+        if view is None:
             return read
-        return read.transpose(-1, -2) if place.number is None else read[0]
+        return read.transpose(-1, -2) if view.index is None else read[0]
 
     def stored_name(self, name: str) -> str:
-        """What the file calls a tensor."""
+        """Name of a tensor in the files."""
         return self._stored_names.get(name, name)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor that the model does not have says nothing."""
         del name
         return False
 
@@ -203,7 +197,9 @@ class Checkpoint:
             # One call reads at most 2 GiB, and may read less.
             num_bytes = os.preadv(descriptor, [target], offset)
             if num_bytes == 0:
-                raise CheckpointError(f"{self._file_of[name]}: tensor {name!r}: the file ends at {offset}, too early")
+                raise CheckpointError(
+                    f"{self._file_of[name]}: tensor {name!r}: the file ends at {offset}, before the tensor does"
+                )
             self.num_bytes_read += num_bytes
             target, offset = target[num_bytes:], offset + num_bytes
 
@@ -213,7 +209,7 @@ class Checkpoint:
             self._descriptors[file_name] = descriptor
             size, expected = os.fstat(descriptor).st_size, self.headers[file_name].file_bytes
             if size != expected:
-                raise CheckpointError(f"{file_name}: has {size} bytes now, {expected} when its header was read")
+                raise CheckpointError(f"{file_name}: has {size} bytes now, but had {expected} when its header was read")
         return self._descriptors[file_name]
 
 
@@ -240,50 +236,45 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name}: weight_map must be an object that maps tensor names to file names")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not _is_plain_name(file_name):
+        # A plain name is of a file directly in the folder, which may be a symlink, as in the HF cache.
+        is_plain = isinstance(file_name, str) and is_plain_name(file_name) and not file_name.startswith(".")
+        if not is_plain or not file_name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{path.name}: tensor {name!r}: {file_name!r} must be the plain name of a .safetensors file beside it"
+                f"{path.name}: tensor {name!r}: {file_name!r} must be the plain name of a .safetensors file next to it"
             )
     return weight_map
 
 
 def same_weight_error(folder: Path, one: str, other: str) -> CheckpointError:
-    """Of two tensors, by their names in the files, that mean one weight."""
+    """Error about two tensors, by their names in the files, of the same weight."""
     one, other = sorted((one, other))
     return CheckpointError(
         f"{folder}: tensors {one!r} and {other!r} are the same weight of the model: remove one of them from the files"
     )
 
 
-def _is_plain_name(file_name: str) -> bool:
-    """Whether it can only mean a file directly inside the folder; the file may be a symlink, as in the HF cache."""
-    is_hidden = file_name.startswith(".")
-    return is_plain_name(file_name) and file_name.endswith(".safetensors") and not is_hidden
-
-
 def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, SafetensorsHeader]) -> None:
     for name, file_name in weight_map.items():
         if name not in headers[file_name].tensors:
-            raise CheckpointError(f"{INDEX_FILE}: tensor {name!r} is not in {file_name}, where the index has it")
+            raise CheckpointError(f"{INDEX_FILE}: tensor {name!r} is not in {file_name}, where the index says it is")
     for file_name, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != file_name:
-                raise CheckpointError(
-                    f"{file_name}: tensor {name!r} is in this file, the index has {weight_map.get(name, 'nothing')}"
-                )
+                listed = weight_map.get(name, "nothing")
+                raise CheckpointError(f"{file_name}: tensor {name!r} is in this file, but the index says {listed}")
 
 
 def _nothing_found(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder}: is not a folder: a checkpoint folder holds {SINGLE_FILE} or {INDEX_FILE}"
+        return f"{folder}: is not a folder: a checkpoint is a folder with {SINGLE_FILE} or {INDEX_FILE}"
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLE_SUFFIXES)
     if pickles:
         return (
-            f"{folder}: holds weights only as {', '.join(pickles[:3])}: reading a pickle can run code, so these are "
-            "refused: convert them to safetensors (save_pretrained of a recent transformers does)"
+            f"{folder}: has weights only in {', '.join(pickles[:3])}: pickles are rejected because reading one can run "
+            "code: convert them to safetensors (save_pretrained of a recent transformers does)"
         )
     if any(entry.suffix == ".gguf" for entry in folder.iterdir()):
-        return f"{folder}: holds weights only as GGUF, which is not read: give the safetensors that it was made from"
+        return f"{folder}: has weights only as GGUF, which is unsupported: use the safetensors it was converted from"
     found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
-    beside = f"; it holds {', '.join(found[:3])} without an index" if found else ""
-    return f"{folder}: has no weights: looked for {SINGLE_FILE} and {INDEX_FILE}{beside}"
+    others = f"; it has {', '.join(found[:3])} without an index" if found else ""
+    return f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{others}"

@@ -1,9 +1,9 @@
-"""Names of a model's weights, both ways, by the family's table (`Names`), for one stage of a pipeline.
+"""Maps names of a model's weights by the family's table (`Names`), for one pipeline stage.
 
-Ours -> the checkpoint's: layers describe their weights with Llama's names and count from 0 in each stage. Here a name
-becomes the checkpoint's, a tensor that a checkpoint keeps inside another becomes rows of that, and a matrix that it
-keeps the other way round is marked so. Given -> the checkpoint's (`parts`): files and trainers may leave out a prefix,
-have the names of another release, or stack experts. Names and shapes only: knows nothing of tensors, files or ranks.
+Ours -> the checkpoint's: layers describe their weights with Llama's names and count from 0 in each stage. The name is
+replaced by the checkpoint's; a tensor that the checkpoint has inside another becomes rows of that; a matrix that it has
+as [inputs, outputs] is marked. Given -> the checkpoint's (`parts`): files and trainers may omit a prefix, use the names
+of another release, or stack experts. Knows names and shapes, not tensors, files or ranks.
 """
 
 import re
@@ -14,32 +14,30 @@ from typing import Final
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
-from spmd_worker.model.layers.weight_slice import ModelTensor, Place, WeightSlice, nothing_of
-from spmd_worker.model_config.families.family import NORM_POSITIONS, Names
+from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
+from spmd_worker.model_config.families.family import NORM_PLACES
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 _IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What transformers stacks in memory of separate experts, as [experts, outputs, inputs] below `mlp.experts`."""
+"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices."""
+_SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
 
 class CheckpointNames:
-    """What a stage's weights are called in the checkpoint."""
+    """Checkpoint names of a stage's weights."""
 
     def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
-        self._model_config, self._stage, self._names = model_config, stage, model_config.names
-        names = self._names
-        pooling = model_config.pooling
-        self._has_score = pooling is not None and pooling.has_score_weight
+        names, pooling = model_config.names, model_config.pooling
+        self._model_config, self._stage, self._names = model_config, stage, names
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
         self._head = f"{names.head}.weight"
         self.tied = (f"{names.embedding}.weight", self._head) if self._has_head and self._is_tied else None
-        """The embedding, and the head for tokens, or for some of them, which it is too; None where it is not."""
+        """Names of the embedding and of the token head that is tied to it, if it is."""
         self.is_last_stage = stage.is_last
         self._tops = {
             "model.embed_tokens": names.embedding,
@@ -55,7 +53,7 @@ class CheckpointNames:
             "pooler.norm": names.head_norm,
         }
         self._top_modules = {top for top in (*self._tops.values(), names.head) if top}
-        has_own_head = self._has_score and pooling is not None and pooling.head is not None
+        has_own_head = pooling is not None and pooling.has_score_weight and pooling.head is not None
         self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
         norms = {ours: theirs for ours, theirs in zip(NORM_POSITIONS, names.norms) if theirs}
         self._parts = {**norms, **names.parts}
@@ -64,13 +62,13 @@ class CheckpointNames:
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
         self._numbers = model_config.layer_numbers
         self._indices = {number: index for index, number in enumerate(self._numbers)}
-        # Backbones alone are written without the name of what holds them; heads are beside them.
-        own_prefix = f"{names.layers.partition('.')[0]}." if pooling is not None else ""
-        self._optional_prefix = names.optional_prefix or own_prefix
-        self._besides = (f"{names.head}.", f"{names.classifier}.")
+        # Files of a backbone alone omit the name of the module that holds it; heads are outside of that module.
+        backbone_prefix = f"{names.layers.partition('.')[0]}." if pooling is not None else ""
+        self._optional_prefix = names.optional_prefix or backbone_prefix
+        self._unprefixed = (f"{names.head}.", f"{names.classifier}.")
 
     def slices(self, layers: Mapping[str, CheckpointLayer]) -> list[WeightSlice]:
-        """Slices of checkpoint tensors that this rank holds, and where, as its layers, by our name, say it."""
+        """This rank's slices of checkpoint tensors. `layers` are those of the stage, by our names."""
         return [
             replace(piece, is_float32=True) if layer.is_float32 else piece
             for name, layer in layers.items()
@@ -79,35 +77,33 @@ class CheckpointNames:
         ]
 
     def _layer_prefix(self, index: int) -> str:
-        """What names of the tensors of a layer begin with, by its place in the model."""
+        """Prefix of the checkpoint names of the model's layer of this index."""
         return f"{self._names.layers}.{self._numbers[index]}."
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
-        """The place in the model of the layer that a tensor is of, and what follows; None for what is of no layer of
-        the model.
-        """
+        """Index of the layer of a tensor, and its name in the layer; None for a tensor of no layer of the model."""
         found = self._layer.match(name)
         index = None if found is None else self._indices.get(int(found[1]))
         return None if found is None or index is None else (index, name[found.end() :])
 
     def _pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
-        """The slice of a layer, in the checkpoint's words: several where a tensor goes by key-value heads."""
+        """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
         if found is None:
-            # What the head has of its own where its weight is the embedding's.
-            is_bias_of_head = module == "lm_head" and leaf == "bias"
-            top = self._names.head if is_bias_of_head else self._tops[module]
+            # A head whose weight is the embedding's still has its own bias.
+            is_head_bias = module == "lm_head" and leaf == "bias"
+            top = self._names.head if is_head_bias else self._tops[module]
             yield replace(piece, checkpoint_name=f"{top}.{leaf}")
             return
         index, part = int(found[1]) + self._stage.start, module[found.end() :]
         expert = _EXPERT.fullmatch(part)
         if expert is not None:
-            yield self._of_expert(piece, index, int(expert[1]), expert[2], leaf)
+            yield self._expert_piece(piece, index, int(expert[1]), expert[2], leaf)
             return
-        prefix, whole_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
-        if whole_name is not None:
-            yield replace(piece, checkpoint_name=prefix + whole_name)
+        prefix, full_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
+        if full_name is not None:
+            yield replace(piece, checkpoint_name=prefix + full_name)
             return
         if "{}" in self._parts.get(part, ""):
             yield from _row_by_row(piece, f"{prefix}{self._parts[part]}.{leaf}")
@@ -115,79 +111,76 @@ class CheckpointNames:
         fused = self._fused.get(part)
         inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
         name = f"{prefix}{fused or self._parts.get(part, part)}.{leaf}"
-        is_turned = self._names.are_transposed and len(piece.checkpoint_shape) == 2
+        is_transposed = self._names.are_transposed and len(piece.checkpoint_shape) == 2
         for each in inside:
             named = replace(each, checkpoint_name=name)
-            yield transposed(named) if is_turned else named
+            yield transposed(named) if is_transposed else named
 
-    def _of_expert(self, piece: WeightSlice, index: int, number: int, matrix: str, leaf: str) -> WeightSlice:
-        """A separate tensor, or a slice of one that stacks those of all experts."""
+    def _expert_piece(self, piece: WeightSlice, index: int, expert: int, matrix: str, leaf: str) -> WeightSlice:
+        """A separate tensor, or a slice of the stacked tensor of all experts."""
         prefix = self._layer_prefix(index)
         if matrix not in self._stacked:
             ours = f"mlp.experts.{{}}.{matrix}"
-            return replace(piece, checkpoint_name=f"{prefix}{self._parts.get(ours, ours).format(number)}.{leaf}")
+            return replace(piece, checkpoint_name=f"{prefix}{self._parts.get(ours, ours).format(expert)}.{leaf}")
         (stacked, part), experts = self._stacked[matrix], self._model_config.layers[index].experts
         assert experts is not None, piece
         rows, *inputs = piece.checkpoint_shape
         (start, stop), *columns = piece.source
         first, name = part * rows, prefix + (stacked.name if leaf == "weight" else stacked.bias)
         shape = (experts.num_experts, rows * len(stacked.parts), *inputs)
-        source = ((number, number + 1), (first + start, first + stop), *columns)
-        is_turned = stacked.is_transposed and leaf == "weight"
-        if is_turned:
+        source = ((expert, expert + 1), (first + start, first + stop), *columns)
+        is_transposed = stacked.is_transposed and leaf == "weight"
+        if is_transposed:
             shape, source = (shape[0], *shape[:0:-1]), (source[0], *source[:0:-1])
         if piece.parameter_name == "":
-            return nothing_of(name, shape)
-        return replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source, is_transposed=is_turned)
+            return empty_slice(name, shape)
+        return replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source, is_transposed=is_transposed)
 
-    def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, Place | None]:
-        """The checkpoint tensors, by the table's name, that a tensor is which a file or a trainer calls `given_name`,
-        or that are inside it; None where it is that tensor. Raises CheckpointError for a stack of experts of another
-        shape.
+    def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, TensorView | None]:
+        """Names, by the table, of the checkpoint tensors in the tensor that a file or a trainer calls `given_name`:
+        views of it, or None for the tensor itself. Raises CheckpointError for stacked experts of a wrong shape.
         """
-        name = self._own_name(given_name)
-        if self._is_turned(name, shape):
-            return {name: Place(given_name)}
-        inside = self._in_memory(name, shape)
-        return {part: Place(given_name, number, rows) for part, number, rows in inside} or {name: None}
+        name = self._table_name(given_name)
+        if self._is_transposed_stack(name, shape):
+            return {name: TensorView(given_name)}
+        return self._stacked_parts(name, given_name, shape) or {name: None}
 
-    def _own_name(self, given_name: str) -> str:
-        """The table's name of a tensor that transformers may call otherwise, or files without their prefix."""
+    def _table_name(self, given_name: str) -> str:
+        """The table's name of a tensor, which may be given by an alias or without the prefix."""
         name = self._names.canonical(given_name)
-        whole_name = name if name.startswith(self._besides) else self._optional_prefix + name
-        return whole_name if self._is_ours(whole_name) and not self._is_ours(name) else name
+        full_name = name if name.startswith(self._unprefixed) else self._optional_prefix + name
+        return full_name if self._is_known(full_name) and not self._is_known(name) else name
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_known(self, name: str) -> bool:
         """Whether the tensor is of a module of the model, perhaps a part of a quantised weight, or derived."""
         module = name.rpartition(".")[0]
         return module in self._top_modules or self._layer_of(name) is not None or self.is_derived(name)
 
-    def _in_memory(self, name: str, shape: Sequence[int]) -> list[tuple[str, int, tuple[int, int]]]:
-        """Where `name` is what transformers has in memory of experts that files keep apart: the checkpoint's name of
-        each matrix, its expert, and its rows. Empty for other tensors.
-        """
+    def _stacked_parts(self, name: str, given_name: str, shape: Sequence[int]) -> dict[str, TensorView | None]:
+        """Matrices of separate experts in a stack of `_IN_MEMORY`; empty for other tensors."""
         found = self._layer_of(name)
         if found is None or self._names.stacked:
-            return []
+            return {}
         index, inside = found
         module, _, stack = inside.rpartition(".")
         experts, parts = self._model_config.layers[index].experts, _IN_MEMORY.get(stack, ())
         patterns = [self._parts.get(ours, ours) for ours in (f"mlp.experts.{{}}.{part}" for part in parts)]
         if experts is None or not parts or module != patterns[0].partition(".{}")[0]:
-            return []
+            return {}
         if len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(parts):
             raise CheckpointError(
-                f"{name}: has the shape {list(shape)}, and this layer of the model has {experts.num_experts} experts"
+                f"{name}: has the shape {list(shape)}, but this layer of the model has {experts.num_experts} experts: "
+                f"a stack is [experts, outputs, inputs]"
             )
-        rows = shape[1] // len(parts)
-        return [
-            (f"{self._layer_prefix(index)}{pattern.format(number)}.weight", number, (place * rows, (place + 1) * rows))
-            for number in range(experts.num_experts)
-            for place, pattern in enumerate(patterns)
-        ]
+        prefix, rows = self._layer_prefix(index), shape[1] // len(parts)
+        return {
+            f"{prefix}{pattern.format(expert)}.weight": TensorView(given_name, expert, (part * rows, (part + 1) * rows))
+            for expert in range(experts.num_experts)
+            for part, pattern in enumerate(patterns)
+        }
 
-    def _is_turned(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether `name` is a stack of experts that is the other way round than the table's; see `StackedTensor`."""
+    def _is_transposed_stack(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether `name` is a stack of experts that is transposed compared to the table (`StackedTensor`)."""
         found = self._layer_of(name)
         if found is None:
             return False
@@ -202,7 +195,7 @@ class CheckpointNames:
         return rows != inputs and tuple(shape) == (experts.num_experts, inputs, rows)
 
     def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
-        """Rows of the tensor with the part: all of the part follow each other, or those of each key-value head."""
+        """Rows of the fused tensor: one range of them, or one per key-value head."""
         parts, sizes = self._names.fused[fused], _part_sizes(layer)
         assert piece.checkpoint_shape[0] == sizes[part], (piece, sizes[part])
         num_groups = layer.num_kv_heads if fused in self._names.by_kv_head else 1
@@ -221,8 +214,8 @@ class CheckpointNames:
             )
 
     def is_derived(self, name: str) -> bool:
-        """Whether the tensor says nothing of the model that others of the checkpoint do not say: rotary frequencies,
-        masks, a head that is the embedding, what is for other input than text.
+        """Whether the tensor is redundant or unused: rotary frequencies, masks, a tied head, weights of other layers or
+        for other input than text.
         """
         if name.rpartition(".")[0] in self._head_modules:
             return False
@@ -231,34 +224,26 @@ class CheckpointNames:
         is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
         return is_ignored or (has_no_head and is_head) or self._is_of_other_layer(name)
 
-    def tensors(
-        self, own: Sequence[WeightSlice], slices_like: Callable[[int], Sequence[WeightSlice]]
-    ) -> dict[str, ModelTensor]:
-        """The checkpoint's tensors by name, those of other stages too; `own` are this stage's slices. There are dense
-        layers and sparse ones, and some lack a norm: `slices_like` gives those of a layer of which this stage has no
-        other of the kind.
-        """
-        config, stage = self._model_config, self._stage
+    def tensors(self, stage_slices: Callable[[Stage], Sequence[WeightSlice]]) -> dict[str, ModelTensor]:
+        """All tensors of the checkpoint by name, of every stage, from the slices of a rank of any stage."""
+        found: dict[str, ModelTensor] = {}
+        end, layers = self._model_config.num_layers, self._model_config.layers
+        for stage in (Stage(0, 0, is_first=True, is_last=False), Stage(end, end, is_first=False, is_last=True)):
+            for piece in stage_slices(stage):
+                # The tensor of a tied head is the embedding's, with its shape and dtype.
+                found.setdefault(piece.checkpoint_name, piece.tensor)
+        # Layers of one kind have the same tensors.
         of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, ModelTensor]] = {}
-        kinds = [(layer.experts, layer.norms) for layer in config.layers]
-        for index in (*range(stage.start, stage.stop), *range(len(kinds))):
-            if kinds[index] not in of_kind:
-                is_own, prefix = stage.start <= index < stage.stop, self._layer_prefix(index)
-                of_kind[kinds[index]] = {
-                    piece.checkpoint_name.removeprefix(prefix): piece.tensor
-                    for piece in (own if is_own else slices_like(index))
-                    if piece.checkpoint_name.startswith(prefix)
-                }
-        found = _tensors_besides_layers(config, self._head if self._has_head and not self._is_tied else "")
-        for index, kind in enumerate(kinds):
-            found |= {self._layer_prefix(index) + name: tensor for name, tensor in of_kind[kind].items()}
-        held = {piece.checkpoint_name: piece.checkpoint_shape for piece in own}
-        shapes = {name: tensor.shape for name, tensor in found.items()}
-        assert held.items() <= shapes.items(), held.items() - shapes.items()
+        for index, layer in enumerate(layers):
+            kind, prefix = (layer.experts, layer.norms), self._layer_prefix(index)
+            if kind not in of_kind:
+                pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
+                of_kind[kind] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
+            found |= {prefix + name: tensor for name, tensor in of_kind[kind].items()}
         return found
 
     def _is_of_other_layer(self, name: str) -> bool:
-        """Of one that looks at images, or of one beyond the model's where files may have such."""
+        """Whether it is of a layer for images, or of one beyond the model's if files may have such."""
         layer = self._layer.match(name)
         if layer is None:
             return False
@@ -267,54 +252,14 @@ class CheckpointNames:
         return number in config.image_layers or (self._names.ignores_later_layers and is_beyond)
 
 
-def _tensors_besides_layers(config: ModelConfig, own_head: str) -> dict[str, ModelTensor]:
-    """`own_head` is the name of a head for tokens that is not the embedding, "" for none."""
-    names, pooling, hidden = config.names, config.pooling, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (config.num_embeddings, config.embedding_size)}
-    if config.num_positions:
-        shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
-    if config.num_token_types:
-        shapes[f"{names.token_types}.weight"] = (config.num_token_types, hidden)
-    leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
-    norms = {names.norm: config.has_last_norm, names.embedding_norm: config.has_embedding_norm}
-    for norm in [name for name, is_there in norms.items() if is_there]:
-        shapes |= {f"{norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
-    if config.num_projection_parameters:
-        shapes[f"{names.project_in}.weight"] = (hidden, config.embedding_size)
-        shapes[f"{names.project_out}.weight"] = (config.embedding_size, hidden)
-    if config.has_head_bias and pooling is None:
-        shapes[f"{names.head}.bias"] = (config.vocab_size,)
-    if own_head:
-        shapes[own_head] = (config.vocab_size, config.embedding_size)
-    scores = {} if pooling is None or not pooling.has_score_weight else head_shapes(pooling, names)
-    # A head of which a classifier takes rows is held by it alone.
-    is_float32 = {name: pooling is not None and name == own_head for name in shapes} | dict.fromkeys(scores, True)
-    return {name: ModelTensor(shape, is_float32=is_float32[name]) for name, shape in (shapes | scores).items()}
-
-
-def head_shapes(pooling: PoolingConfig, names: Names) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model that has scores, behind its layers."""
-    hidden, head = pooling.hidden_size, pooling.head
-    shapes: dict[str, tuple[int, ...]] = {f"{names.classifier}.weight": (pooling.num_labels, hidden)}
-    if pooling.has_score_bias:
-        shapes[f"{names.classifier}.bias"] = (pooling.num_labels,)
-    if head is not None:
-        shapes[f"{names.head_dense}.weight"] = (hidden, hidden)
-        has_bias = {names.head_dense: head.has_bias, names.head_norm: head.norm is not None and head.norm.has_bias}
-        shapes |= {f"{module}.bias": (hidden,) for module, is_there in has_bias.items() if is_there}
-        if head.norm is not None:
-            shapes[f"{names.head_norm}.weight"] = (hidden,)
-    return shapes
-
-
 def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
-    """Each row of a matrix that the checkpoint has as so many tensors, named by number."""
+    """Slices of a matrix of which the checkpoint has each row as a tensor, named by its index."""
     (num_rows, *shape), ((start, stop), *columns) = piece.checkpoint_shape, piece.source
     (first, _), *others = piece.destination
     for row in range(num_rows):
         name, at = pattern.format(row), first + row - start
         if not start <= row < stop:
-            yield nothing_of(name, tuple(shape))
+            yield empty_slice(name, tuple(shape))
             continue
         yield replace(
             piece,
@@ -326,12 +271,12 @@ def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
 
 
 def transposed(piece: WeightSlice) -> WeightSlice:
-    """The slice of a matrix that the checkpoint has as [inputs, outputs]."""
+    """The slice for a matrix that the checkpoint has as [inputs, outputs]."""
     return replace(piece, checkpoint_shape=piece.checkpoint_shape[::-1], source=piece.source[::-1], is_transposed=True)
 
 
 def _part_sizes(layer: LayerConfig) -> dict[str, int]:
-    """Outputs of what may be fused, of the whole layer."""
+    """Number of outputs of the modules that may be fused, over all ranks."""
     query, key_value = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
     return {
         "self_attn.q_proj": query,
@@ -341,6 +286,3 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
     }
-
-
-_SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")

@@ -1,7 +1,7 @@
-"""A model as its checkpoint has it, for code that looks at weights by name and changes them: `LLM.apply_model`.
+"""A model with the checkpoint's names, for code that reads and changes weights by name: `LLM.apply_model`.
 
-A tree of torch modules without a forward pass. Its parameters have the checkpoint's names, this rank's slices as their
-shapes, and the weights' values, and are made when they are first asked for.
+A tree of torch modules without a forward pass. Its parameters have the checkpoint's names, the shapes of this rank's
+slices and the weights' values, and are made when they are first accessed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -12,96 +12,81 @@ from torch import Tensor, nn
 
 from spmd_worker.model.weights.held_weights import HeldWeight
 
-LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], set[str]]
-CheckChange = Callable[[str, Tensor], None]
-
 
 class CheckpointView(nn.Module):
     """The root: `named_parameters`, `state_dict`, `model.layers[0].mlp.up_proj.weight` and the rest work as in torch.
 
-    `parameter.checkpoint_slice` says which part of the checkpoint's tensor a parameter is (`HeldSlice`).
+    `parameter.checkpoint_slice` is the part of the checkpoint's tensor that a parameter is (`HeldSlice`).
 
-    What is changed through it counts once `write_back` was called, and at once where the weight is not packed. Every
-    parameter that was asked for is kept until then: unpacked, a packed one takes as much memory again.
+    Changes take effect at `write_back`, and at once if the weight is not packed. All accessed parameters are kept until
+    then: an unpacked copy takes as much memory as the packed weight.
 
-    `names` maps the names of the view to those of `held`; two names of one weight give one parameter.
+    `names` maps the names of the view to those of `held`; two names of one weight have one parameter.
     """
 
     def __init__(
         self,
         held: Mapping[str, HeldWeight],
         names: Mapping[str, str],
-        load_weights: LoadWeights,
-        check_change: CheckChange,
+        load_weights: Callable[[Iterable[tuple[str, Tensor]]], set[str]],
+        check_change: Callable[[str, Tensor], None],
         **attributes: Any,
     ) -> None:
         super().__init__()
-        self._shown = _Shown(held, check_change)
-        self._load_weights = load_weights
-        _grow(self, self._shown, names)
+        self._held, self._load_weights, self._check_change = held, load_weights, check_change
+        self._accessed = _Accessed(held)
+        _grow(self, self._accessed, names)
         for name, value in attributes.items():
             setattr(self, name, value)
 
+    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load whole tensors (`WeightStore.load`). Parameters that were asked for before show the new values."""
+        """Load full tensors (`WeightStore.load`). Parameters that were accessed before have the new values."""
         loaded = self._load_weights(weights)
-        self._shown.read_again(loaded)
+        for name in loaded & self._accessed.keys():
+            self._accessed[name].copy_(self._held[name].read())
         return loaded
 
+    @torch.no_grad()
     def write_back(self) -> None:
-        """Make the parameters that were asked for the weights of the model, changed or not.
+        """Write the accessed parameters to the weights of the model, changed or not.
 
-        To find out which were changed, each would be unpacked once more, which takes as long as to pack it. And a
-        tensor does not know: what is done to `parameter.data` leaves its version as it was. Raises what `check_change`
-        raises of any of them, before anything is written.
+        Finding out which have changed would mean unpacking each again, which takes as long as packing it; and a
+        tensor's version does not count changes of `parameter.data`. Raises what `check_change` raises, before any is
+        written.
         """
-        self._shown.write_back()
-
-
-class _Shown:
-    """The parameters that were asked for."""
-
-    def __init__(self, held: Mapping[str, HeldWeight], check_change: CheckChange) -> None:
-        self._held, self._check_change = held, check_change
-        self._parameters: dict[str, nn.Parameter] = {}
-
-    def get(self, name: str) -> nn.Parameter:
-        if name not in self._parameters:
-            parameter = nn.Parameter(self._held[name].read(), requires_grad=False)
-            parameter.checkpoint_slice = self._held[name].held_slice  # type: ignore[attr-defined]  # for the caller
-            self._parameters[name] = parameter
-        return self._parameters[name]
-
-    def put(self, name: str, parameter: nn.Parameter) -> None:
-        self._parameters[name] = parameter
-
-    @torch.no_grad()
-    def read_again(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name in self._parameters:
-                self._parameters[name].copy_(self._held[name].read())
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._accessed.items():
             self._check_change(name, parameter.detach())
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._accessed.items():
             self._held[name].write(parameter.detach())
 
 
-class _Parameters(MutableMapping[str, nn.Parameter | None]):
-    """What a module of the view has for `_parameters`: torch looks each up when it is asked for it, and not before."""
+class _Accessed(dict[str, nn.Parameter]):
+    """Parameters by checkpoint name, made at the first access."""
 
-    def __init__(self, shown: _Shown, names: Mapping[str, str]) -> None:
-        self._shown, self._names = shown, names
+    def __init__(self, held: Mapping[str, HeldWeight]) -> None:
+        super().__init__()
+        self._held = held
+
+    def __missing__(self, name: str) -> nn.Parameter:
+        parameter = self[name] = nn.Parameter(self._held[name].read(), requires_grad=False)
+        parameter.checkpoint_slice = self._held[name].held_slice  # type: ignore[attr-defined]  # for the caller
+        return parameter
+
+
+class _Parameters(MutableMapping[str, nn.Parameter | None]):
+    """`_parameters` of a module of the view, in which torch looks up a parameter at each access."""
+
+    def __init__(self, accessed: _Accessed, names: Mapping[str, str]) -> None:
+        self._accessed, self._names = accessed, names
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        return self._shown.get(self._names[name])
+        return self._accessed[self._names[name]]
 
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or name not in self._names:
-            raise ValueError(f"{name}: weights of the checkpoint can be changed, not added or removed")
-        self._shown.put(self._names[name], parameter)
+            raise ValueError(f"{name}: weights of the checkpoint can be changed, but not added or removed")
+        self._accessed[self._names[name]] = parameter
 
     def __delitem__(self, name: str) -> None:
         self[name] = None
@@ -117,7 +102,7 @@ class _Parameters(MutableMapping[str, nn.Parameter | None]):
 
 
 class _Layers(nn.Module):
-    """Modules by number, as the checkpoint numbers them: a stage of a pipeline has some of them."""
+    """Modules by their index in the checkpoint: a pipeline stage has some of them."""
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self.children())[index] if index < 0 else self.get_submodule(str(index))
@@ -129,10 +114,10 @@ class _Layers(nn.Module):
         return len(self._modules)
 
 
-def _grow(module: nn.Module, shown: _Shown, names: Mapping[str, str]) -> None:
-    """Give a module its parameters and the modules below it."""
+def _grow(module: nn.Module, accessed: _Accessed, names: Mapping[str, str]) -> None:
+    """Add the parameters of a module and the modules below it."""
     own = {name: checkpoint_name for name, checkpoint_name in names.items() if "." not in name}
-    module.__dict__["_parameters"] = _Parameters(shown, own)
+    module.__dict__["_parameters"] = _Parameters(accessed, own)
     below: dict[str, dict[str, str]] = {}
     for name, checkpoint_name in names.items():
         first, _, rest = name.partition(".")
@@ -142,4 +127,4 @@ def _grow(module: nn.Module, shown: _Shown, names: Mapping[str, str]) -> None:
         is_list = all(rest.partition(".")[0].isdigit() for rest in rests)
         child = _Layers() if is_list else nn.Module()
         module.add_module(first, child)
-        _grow(child, shown, rests)
+        _grow(child, accessed, rests)

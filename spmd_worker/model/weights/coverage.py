@@ -1,6 +1,6 @@
-"""Checks that a checkpoint and a model fit each other, name by name and element by element, before anything is copied.
+"""Checks that a checkpoint and a model match, name by name and element by element, before anything is copied.
 
-Works on names, shapes and rectangles. Problems are lines, which `raise_problems` makes one error of.
+Works on names, shapes and rectangles. Problems are lines, which `raise_problems` joins into one error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,7 @@ def checkpoint_problems(
     *,
     ignorable: Callable[[str], bool],
 ) -> list[str]:
-    """Lines about checkpoint tensors that are missing, unexpected unless `ignorable(name)`, or of another shape than
-    the model's, by name.
-    """
+    """Lines about checkpoint tensors that are missing, unexpected (unless `ignorable(name)`), or misshapen."""
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected and not ignorable(name)]
     misshapen = [
@@ -37,7 +35,7 @@ def checkpoint_problems(
 def parameter_problems(
     slices: Sequence[WeightSlice], paddings: Sequence[PaddingSlice], parameter_shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Lines about parameters with an element that no rectangle covers, or more than one."""
+    """Lines about parameters of which an element is covered by no rectangle, or by more than one."""
     destinations: dict[str, list[Rectangle]] = {name: [] for name in parameter_shapes}
     unknown = []
     pieces: list[WeightSlice | PaddingSlice] = [*slices, *paddings]
@@ -60,7 +58,7 @@ def parameter_problems(
 
 
 def _listed(title: str, lines: Sequence[str]) -> list[str]:
-    """A title with its count and the first lines below it; nothing when there are no lines."""
+    """A title with the number of lines, and the first of them; empty if there are none."""
     if not lines:
         return []
     shown = [f"  {line}" for line in lines[:_MAX_LISTED]]
@@ -69,9 +67,9 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise all problems as one CheckpointError; return when there are none."""
+    """Raise all problems as one CheckpointError, if there are any."""
     if problems:
-        raise CheckpointError("checkpoint and model do not fit each other\n" + "\n".join(problems))
+        raise CheckpointError("checkpoint and model do not match\n" + "\n".join(problems))
 
 
 def _parameter_fault(destinations: Sequence[Rectangle], shape: tuple[int, ...]) -> str | None:
@@ -83,11 +81,11 @@ def _parameter_fault(destinations: Sequence[Rectangle], shape: tuple[int, ...]) 
         return f"{list(pair[0])} and {list(pair[1])} overlap"
     # Disjoint rectangles inside the shape cover it exactly when their volumes add up to its own.
     num_uncovered = volume(tuple((0, size) for size in shape)) - sum(map(volume, destinations))
-    return f"{num_uncovered} elements come from nowhere" if num_uncovered else None
+    return f"{num_uncovered} elements are not covered" if num_uncovered else None
 
 
 def _overlapping_pair(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """The first two rectangles with an element in common. Sweeps along dimension 0: stacked experts stay linear."""
+    """The first two rectangles that overlap. Sweeps along dimension 0: linear in the number of stacked experts."""
     active: list[Rectangle] = []
     for rectangle in sorted(rectangles):
         active = [other for other in active if not other or other[0][1] > rectangle[0][0]]

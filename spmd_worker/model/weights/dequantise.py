@@ -1,7 +1,7 @@
-"""The arithmetic of quantised weights: stored numbers -> float32, as the formats define it.
+"""Arithmetic of quantised weights: stored numbers -> float32, as the formats define it.
 
-w = (q - zero) * scale, computed in float32: the difference of two small integers is exact, and so is the product with a
-scale of 16 bits; one rounding to the run's dtype follows, where the weight is copied. Knows nothing of files or names.
+w = (q - zero) * scale, computed in float32: the difference of two small integers is exact, and so is its product with a
+16-bit scale; copying the weight then rounds once, to the run's dtype. Knows tensors, not files or names.
 
 O: outputs, I: inputs of the weight; Go, Gi: groups of outputs and inputs that share a scale.
 """
@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight columns that AWQ packs into an int32, the nibble of each (https://github.com/casper-hansen/AutoAWQ)."""
+"""Nibble of each of the eight columns that AWQ packs into an int32 (https://github.com/casper-hansen/AutoAWQ)."""
 
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""FP4 by its four bits: sign, two of exponent, one of mantissa (OCP Microscaling Formats v1.0)."""
+"""FP4 values by their four bits: sign, two of exponent, one of mantissa (OCP Microscaling Formats v1.0)."""
 
 _MX_BIAS: Final = 127
 
 
 def unpack(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32 whose bits hold unsigned numbers of `bits` (4 or 8), the first in the lowest -> int32 of those numbers,
-    32 / bits times as many along `dim` (0 or 1 of two). `order`: where each of those in one int32 is.
+    """int32 words of unsigned numbers of `bits` (4 or 8), the first in the lowest bits -> int32 numbers, 32 / bits
+    times as many along `dim` (0 or 1 of two). `order`: index of each number in its word.
     """
-    places = order or range(32 // bits)
-    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
+    shifts = torch.tensor([bits * index for index in order or range(32 // bits)], dtype=torch.int32)
     mask = (1 << bits) - 1
     if dim == 0:
         return (packed.unsqueeze(1) >> shifts.view(1, -1, 1)).bitwise_and_(mask).flatten(0, 1)
@@ -44,8 +43,8 @@ def apply_scales(
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [..., G, 16], of which each byte has two FP4 numbers, the first in the low bits, and uint8 [..., G]
-    exponents -> float32 [..., 32 G]: number * 2^(exponent - 127).
+    """Bytes of two FP4 numbers, the first in the low bits, uint8 [..., G, 16], and exponents, uint8 [..., G] -> float32
+    [..., 32 G]: number * 2^(exponent - 127).
     """
     table = torch.tensor(E2M1, dtype=torch.float32)
     low, high = (blocks & 15).to(torch.int32), (blocks >> 4).to(torch.int32)
@@ -55,7 +54,7 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, row_groups: Tensor, column_groups: Tensor) -> Tensor:
-    """[Go, Gi] -> float32 [O, I], or what broadcasts to it."""
+    """[Go, Gi] -> float32 [O, I], or a tensor that broadcasts to it."""
     values = values.to(torch.float32)
     if values.shape[0] > 1:
         values = values.index_select(0, row_groups)

@@ -1,7 +1,7 @@
-"""A checkpoint whose quantised weights are looked at as plain ones, in float32: same names, same calls as `Checkpoint`.
+"""A checkpoint that dequantises its quantised weights to float32 as they are read: a `WeightSource`, like `Checkpoint`.
 
-Which tensors make one weight is found by name and checked by shape before anything is read; what makes none keeps its
-name, so that whoever compares names with a model's finds it. Nothing is kept of what was dequantised.
+The tensors of one weight are found by name and checked by shape before anything is read. Tensors of no weight keep
+their names, so the comparison with the model's names finds them. Dequantised values are not cached.
 """
 
 import logging
@@ -54,19 +54,19 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "awq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",)},
     "mxfp4": {"numbers": ("_blocks",), "scales": ("_scales",)},
 }
-"""By layout and role: how the name of a part ends, any of them."""
+"""Endings of the name of a part, by layout and role."""
 
 _UNUSED: Final = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
     *(".kv_scale", ".q_zero_point", ".output_zero_point"),
 )
-"""Ends of names of what is known about activations and the key-value cache."""
+"""Endings of names of scales and zero points of activations and the key-value cache."""
 
 
 @dataclass(slots=True)
 class DequantisedCheckpoint:
-    """Use `open`. `weights` are the quantised ones, by the name that a plain checkpoint has for them."""
+    """Use `open`. `weights` are the quantised weights, by their names in a plain checkpoint."""
 
     files: Checkpoint
     weights: dict[str, QuantisedWeight]
@@ -74,23 +74,22 @@ class DequantisedCheckpoint:
 
     @classmethod
     def open(cls, files: Checkpoint, quantization: Quantization) -> "DequantisedCheckpoint":
-        """The weights of `files`, which have the names that the model's table has. Raises CheckpointError, before any
-        data but shapes is read, where parts of a weight are missing or do not fit `quantization`.
+        """The weights of `files`, renamed by the family's table. Raises CheckpointError, before any data but shapes is
+        read, if parts of a weight are missing or do not match `quantization`.
         """
         weights, problems = _find_weights(files, quantization)
         if problems:
-            more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
+            more = f" (and {len(problems) - 1} similar problems)" if len(problems) > 1 else ""
             raise CheckpointError(
-                f"{files.folder}: the files do not have what quantization_config.{quantization.sizes_key} of "
-                f"config.json says, {quantization.words}: {problems[0]}{more}"
+                f"{files.folder}: the files do not match quantization_config.{quantization.sizes_key} of config.json, "
+                f"{quantization.words}: {problems[0]}{more}"
             )
         used = {part for weight in weights.values() for part in weight.parts.values()}
         others = [name for name in files.names() if name not in used]
         unused = [name for name in others if name.endswith(_UNUSED)]
         if unused:
             logger.info(
-                "%s: %d scales of activations and caches, such as %s, are not used: both are computed in the run's "
-                "dtype",
+                "%s: ignored %d scales of activations and caches, such as %s: both are computed in the run's dtype",
                 *(files.folder, len(unused), unused[0]),
             )
         plain = [name for name in others if not name.endswith(_UNUSED)]
@@ -102,48 +101,37 @@ class DequantisedCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """See `Checkpoint`."""
         return self.files.folder
 
     @property
     def num_bytes_read(self) -> int:
-        """See `Checkpoint`: of stored bytes."""
+        """Stored bytes, before dequantisation."""
         return self.files.num_bytes_read
 
     def names(self) -> list[str]:
-        """Of all weights, and of tensors that are part of none, sorted."""
+        """All weights and the tensors that are part of none, sorted."""
         return self._names
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Checkpoint.shapes`."""
-        return {name: self.shape(name) for name in self._names}
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `Checkpoint.shape`."""
         return self.weights[name].shape if name in self.weights else self.files.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `Checkpoint.dtype`; float32 of a quantised weight."""
         return torch.float32 if name in self.weights else self.files.dtype(name)
 
     def position(self, name: str) -> tuple[str, int]:
-        """See `Checkpoint.position`."""
         return self.files.position(self.weights[name].parts["numbers"] if name in self.weights else name)
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
-        """See `Checkpoint.blocks`."""
         if name not in self.weights:
             return self.files.blocks(name, region, max_bytes)
         return self.weights[name].blocks(region, max_bytes // torch.float32.itemsize)
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
-        """See `Checkpoint.read`. Of a quantised weight only what the region needs is read."""
+        """See `Checkpoint.read`. Only the numbers and scales that the region needs are read."""
         return self.weights[name].read(region) if name in self.weights else self.files.read(name, region)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor that the model does not have says nothing: older writers of GPTQ give every layer a bias,
-        which is zero where the model has none.
-        """
+        """See `WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""
         module, _, leaf = name.rpartition(".")
         if leaf != "bias" or f"{module}.weight" not in self.weights:
             return False
@@ -151,7 +139,7 @@ class DequantisedCheckpoint:
 
 
 def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[str, QuantisedWeight], list[str]]:
-    """By name, and what is wrong with others."""
+    """Quantised weights by name, and problems of those whose parts do not match."""
     weights: dict[str, QuantisedWeight] = {}
     problems = []
     known = dict.fromkeys(files.names())
@@ -169,7 +157,7 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
 
 
 def _module_and_format(files: Checkpoint, name: str, quantization: Quantization) -> tuple[str, WeightFormat | None]:
-    """Of which module the tensor `name` is the quantised weight; None where it is none."""
+    """Module and format of the weight whose numbers are the tensor `name`; None if it is not quantised."""
     for ending in (".qweight", ".weight_packed", "_blocks", ".weight"):
         if not name.endswith(ending):
             continue
@@ -177,30 +165,26 @@ def _module_and_format(files: Checkpoint, name: str, quantization: Quantization)
             break
         module, stored = name.removesuffix(ending), files.stored_name(name).removesuffix(ending)
         format_ = quantization.format_of(module, stored)
-        is_it = format_ is not None and ending in _ENDINGS[format_.layout]["numbers"]
-        return module, format_ if is_it else None
+        is_quantised = format_ is not None and ending in _ENDINGS[format_.layout]["numbers"]
+        return module, format_ if is_quantised else None
     return "", None
 
 
 def _parts(module: str, format_: WeightFormat, known: dict[str, None]) -> dict[str, str]:
-    """Names by role. Raises MisfitError for one that is missing."""
+    """Names by role. Raises MisfitError for a missing part."""
     parts = {}
     for role, endings in _ENDINGS[format_.layout].items():
         found = next((module + ending for ending in endings if module + ending in known), None)
-        if found is not None and _is_wanted(role, format_):
+        if found is not None and _is_used(role, format_):
             parts[role] = found
-        elif _is_needed(role, format_):
+        elif format_.has_order if role == "order" else _is_used(role, format_):
             (first, *_) = _ENDINGS[format_.layout]["numbers"]
-            raise MisfitError(f"{module}{first} has no {' or '.join(module + ending for ending in endings)} beside it")
+            raise MisfitError(f"{module}{first} has no {' or '.join(module + ending for ending in endings)}")
     return parts
 
 
-def _is_wanted(role: str, format_: WeightFormat) -> bool:
+def _is_used(role: str, format_: WeightFormat) -> bool:
     if role == "zeros":
         return format_.has_zeros
-    # GPTQ's files have an order where it is the plain one, too.
+    # GPTQ's files may have an order although the format has none: it is ascending then.
     return role != "order" or format_.has_order or format_.layout == "gptq"
-
-
-def _is_needed(role: str, format_: WeightFormat) -> bool:
-    return format_.has_order if role == "order" else _is_wanted(role, format_)

@@ -1,8 +1,8 @@
-"""Random weights that are the same full tensors whatever the number of ranks that hold them.
+"""Random weights whose full tensors are the same for any number of ranks.
 
-Each value is a function of (checkpoint name, seed, position in the full tensor): no process, hash seed, thread count
-or rank enters, and no generator of the host is read or written. Follows "Parallel random numbers: as easy as 1, 2, 3"
-(Salmon et al., 2011): a counter-based generator keyed by the name, started anew for each fixed block of positions.
+Each value is a function of (checkpoint name, seed, position in the full tensor), not of process, hash seed, threads or
+rank, and no global generator is used. Follows "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., 2011): a
+counter-based generator keyed by the name, restarted for each fixed block of positions.
 """
 
 import re
@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 from spmd_worker.model.layers.weight_slice import ModelTensor, Rectangle, WeightSlice
 from spmd_worker.model.weights.region import plan_read, split_region
 
-# Changing either of the first two changes the weights.
+# Changing any of the first three changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
 _EMBEDDING_STD = 0.02
 _NORM = re.compile(r"(norm|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$", re.IGNORECASE)
-# Rows of less than a block share their blocks, so generating through the gaps is free; larger gaps are skipped.
+# Short rows share a block, so gaps below its size cost nothing; larger gaps are skipped.
 _MAX_GAP_ELEMENTS = _BLOCK_ELEMENTS
 
 
 class DummyWeights:
-    """Implements `weight_source.WeightSource`: random weights of reasonable scale, as float32, of each of `tensors`.
+    """A `WeightSource` of random float32 weights of reasonable scale for `tensors`.
 
-    Matrices ~ N(0, 1 / fan_in) with fan_in the last dimension, of those that `slices` transpose the last but one;
-    embeddings and lm_head with a deviation of 0.02, weights of norms around 1 with a deviation of 0.1, other vectors
-    (biases) around 0 with a deviation of 0.1.
+    Matrices ~ N(0, 1 / fan_in), fan_in being the last dimension, or the last but one if `slices` transpose the matrix;
+    embeddings and lm_head have a standard deviation of 0.02; norm weights a mean of 1 and a deviation of 0.1; other
+    vectors (biases) a mean of 0 and a deviation of 0.1.
     """
 
     folder = Path("load_format=dummy")
@@ -44,49 +44,40 @@ class DummyWeights:
         self._index = {name: index for index, name in enumerate(tensors)}
 
     def names(self) -> list[str]:
-        """See `WeightSource`."""
         return sorted(self._tensors)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `WeightSource`."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource`."""
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `WeightSource`."""
         del name
         return torch.float32
 
     def position(self, name: str) -> tuple[str, int]:
-        """See `WeightSource`: in the order of the model."""
+        """The order of the model."""
         return "", self._index[name]
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
-        """See `WeightSource`."""
         return split_region(self.shape(name), region, max_bytes // torch.float32.itemsize)
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
-        """See `WeightSource`. The same whichever regions, in whichever thread."""
+        """The same values for any regions, in any thread."""
         shape = self.shape(name)
         *leading, num_outputs, num_inputs = (1, *shape)
-        turned = (*leading, num_inputs, num_outputs)[1:]
-        mean, std = mean_and_std(name, turned if name in self._transposed else shape)
+        transposed = (*leading, num_inputs, num_outputs)[1:]
+        mean, std = mean_and_std(name, transposed if name in self._transposed else shape)
         return torch.from_numpy(NormalStream(name, self._seed, shape).region(region)).mul_(std).add_(mean)
 
     def is_unused(self, name: str) -> bool:
-        """See `WeightSource`."""
         del name
         return False
 
 
 def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Mean and standard deviation of a dummy weight, from its checkpoint name and full shape, inputs last."""
+    """Mean and standard deviation of a dummy weight of this checkpoint name and full shape, inputs last."""
     if _NORM.search(name):
         return 1.0, 0.1
-    # Biases of stacked experts are as many rows.
+    # Stacked experts have their biases as the rows of a matrix.
     if len(shape) < 2 or name.endswith("_bias"):
         return 0.0, 0.1
     if "embed" in name or name.endswith(("lm_head.weight", "wte.weight", "wpe.weight")):
@@ -96,7 +87,7 @@ def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class NormalStream:
-    """Standard normal float32 values, one for each position of the full tensor of one name."""
+    """Standard normal float32 values, one per position of the full tensor of this name."""
 
     name: str
     seed: int
@@ -104,7 +95,7 @@ class NormalStream:
     _cached: tuple[int, NDArray[np.float32]] | None = field(default=None)
 
     def region(self, region: Rectangle) -> NDArray[np.float32]:
-        """The values of a rectangle of the full tensor, in its shape."""
+        """The values of a rectangle of the full tensor."""
         plan = plan_read(self.shape, region, _MAX_GAP_ELEMENTS)
         buffer = np.empty(plan.buffer_shape, dtype=np.float32)
         flat, filled = buffer.reshape(-1), 0
@@ -122,13 +113,11 @@ class NormalStream:
             filled += values.size
 
     def _block(self, block: int) -> NDArray[np.float32]:
-        # Rows of a column shard come in order, several to a block: the last block is most often the next one.
+        # The rows of a column shard are generated in order, several from each block.
         if self._cached is None or self._cached[0] != block:
-            generator = np.random.Generator(np.random.Philox(key=self._key(), counter=[0, 0, 0, block]))
+            digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=16, person=b"spmd-dummy").digest()
+            philox = np.random.Philox(key=int.from_bytes(digest, "little"), counter=[0, 0, 0, block])
+            generator = np.random.Generator(philox)
             num_values = min(_BLOCK_ELEMENTS, prod(self.shape) - block * _BLOCK_ELEMENTS)
             self._cached = block, generator.standard_normal(num_values, dtype=np.float32)
         return self._cached[1]
-
-    def _key(self) -> int:
-        digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=16, person=b"spmd-dummy").digest()
-        return int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""Whether ranks read the same weights: by the files they open where those are the same, else by content."""
+"""Identities of the weights that ranks read, to compare: of files, or of contents if ranks read different files."""
 
 import platform
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str | int]]:
-    """Machine, device, inode, size and time of change of every safetensors file of the folder, and of those `inside`
-    it that the model has weights in, too.
+    """Machine, name, device, inode, size and mtime of every safetensors file of the folder and of the folders `inside`
+    it that have weights of the model.
     """
-    machine = _machine()
+    # Inodes of two machines may be equal; the id of this boot is unique.
+    machine = boot_id() or platform.node()
     identities: list[list[str | int]] = []
     for path in [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]:
         status, name = path.stat(), str(path.relative_to(folder))
@@ -28,7 +29,7 @@ def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str |
 
 
 def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
-    """A digest of the contents of every tensor, by name: reads the whole checkpoint once, and what is `inside` too."""
+    """A digest of the contents of every tensor, by name, of the folder and of those `inside` it: reads all files."""
     digests: dict[str, str] = {}
     for each in ("", *inside):
         with Checkpoint.open(folder / each) as checkpoint:
@@ -43,8 +44,3 @@ def _digest(checkpoint: Checkpoint, name: str) -> str:
     for block in split_region(shape, full_rectangle(shape), _BLOCK_ELEMENTS):
         digest.update(checkpoint.read_stored(name, block).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _machine() -> str:
-    """Inodes of two machines may be equal by chance; the id of this boot is not."""
-    return boot_id() or platform.node()

@@ -1,9 +1,9 @@
-"""One weight as a format stores it: which tensors of the file it is made of, and any rectangle of it as float32.
+"""Quantised weights: the tensors of the file that make one, and any rectangle of it dequantised to float32.
 
-Each layout reads the stored numbers of a rectangle, widened to whole int32 where they are packed, and the scales that
-the rectangle needs; nothing else of the file. Knows nothing of models or ranks.
+Each layout reads the stored numbers of a rectangle, widened to full int32 words if they are packed, and the scales that
+the rectangle needs; nothing else of the file. Knows formats, not models or ranks.
 
-O: outputs, I: inputs of the weight; P: numbers in an int32; G: groups of inputs.
+O: outputs, I: inputs of the weight; P: numbers per int32; G: groups of inputs.
 """
 
 from abc import ABC, abstractmethod
@@ -21,21 +21,21 @@ from spmd_worker.model.weights.region import split_region
 from spmd_worker.model_config.weight_format import WeightFormat
 
 _BLOCK_ELEMENTS = 1 << 20
-"""Dequantised at once: beside the result, what is read and what is computed take about 20 bytes an element."""
+"""Elements dequantised at once, with temporary tensors of about 20 bytes per element."""
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e8m0fnu)
 
 Range = tuple[int, int]
 
 
 class MisfitError(CheckpointError):
-    """The tensors of one weight do not fit each other or the format that config.json says. Begins with what."""
+    """Tensors of one weight do not match each other, or the format in config.json. The message begins with a name."""
 
 
 @dataclass(slots=True)
 class QuantisedWeight(ABC):
-    """A weight of `shape`, made of the tensors `parts`: their names in the checkpoint, by role.
+    """A weight of `shape`. `parts` are the names of its tensors in the checkpoint, by role.
 
-    `is_stored_transposed`: the file has the last two dimensions the other way round.
+    `is_stored_transposed`: the file has the last two dimensions transposed.
     """
 
     files: Checkpoint
@@ -54,24 +54,24 @@ class QuantisedWeight(ABC):
             yield from split_region(self.shape, region, max_elements)
             return
         stored = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        for block in split_region(stored, _turned(region), max_elements):
-            yield _turned(block)
+        for block in split_region(stored, _transposed(region), max_elements):
+            yield _transposed(block)
 
     def read(self, region: Rectangle) -> Tensor:
-        """float32 of the region, dequantised block by block. Raises CheckpointError."""
+        """The region as float32, dequantised block by block. Raises CheckpointError."""
         result = torch.empty(extents(region), dtype=torch.float32)
         for block in self.blocks(region, _BLOCK_ELEMENTS):
-            place = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(block, region, strict=True))
-            result[place] = self._read_block(block)
+            inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(block, region, strict=True))
+            result[inside] = self._read_block(block)
         return result
 
     @abstractmethod
     def _check(self) -> tuple[int, ...]:
-        """The weight's shape, if the parts fit each other. Raises MisfitError."""
+        """The weight's shape. Raises MisfitError if the parts do not match."""
 
     @abstractmethod
     def _read_block(self, block: Rectangle) -> Tensor:
-        """float32 of the block."""
+        """The block as float32."""
 
     def _shape_of(self, role: str) -> tuple[int, ...]:
         return self.files.shape(self.parts[role])
@@ -80,22 +80,23 @@ class QuantisedWeight(ABC):
         """Raise MisfitError for a part of another shape or dtype."""
         name, found = self.parts[role], self._shape_of(role)
         if found != shape:
-            raise MisfitError(f"{name} has the shape {list(found)}, and {list(shape)} follows from the others")
+            raise MisfitError(f"{name} has the shape {list(found)}, but the other tensors imply {list(shape)}")
         self._expect_dtype(role, *dtypes)
 
     def _expect_dtype(self, role: str, *dtypes: torch.dtype) -> None:
+        """Raise MisfitError for a part of another dtype."""
         name = self.parts[role]
         dtype = self.files.stored_dtype(name)
         if dtype not in dtypes:
             words = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
-            raise MisfitError(f"{name} is {str(dtype).removeprefix('torch.')}, and must be {words}")
+            raise MisfitError(f"{name} is {str(dtype).removeprefix('torch.')}, but must be {words}")
 
     def _read_part(self, role: str, *ranges: Range) -> Tensor:
         return self.files.read_stored(self.parts[role], ranges)
 
 
 class LinearWeight(QuantisedWeight):
-    """[O, I], whose scales [Go, Gi] cover rectangles of `_block_size`, or inputs in an order of their own."""
+    """[O, I] with scales [Go, Gi] of rectangles of `_block_size`, or of groups of inputs in any order."""
 
     _block_size: tuple[int, int]
 
@@ -109,15 +110,15 @@ class LinearWeight(QuantisedWeight):
 
     @abstractmethod
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        """float32 of what is stored, [outputs, inputs] of those ranges."""
+        """Stored numbers as float32 [outputs, inputs] of those ranges."""
 
     @abstractmethod
     def _scales(self, rows: Range, columns: Range) -> Tensor:
-        """Of those groups of outputs and inputs."""
+        """Scales of those groups of outputs and inputs."""
 
     @abstractmethod
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        """Of those groups, for formats that have zero points."""
+        """Zero points of those groups, if the format has them."""
 
     def _groups_of_inputs(self, columns: Range) -> Tensor:
         if "order" not in self.parts:
@@ -129,10 +130,12 @@ class LinearWeight(QuantisedWeight):
         return groups
 
     def _find_block_size(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Raises MisfitError where groups do not divide the inputs."""
+        """Raises MisfitError if groups do not divide the inputs."""
         rows, columns = self.format.block_rows or shape[0], self.format.block_columns or shape[1]
         if rows == 1 and shape[1] % max(columns, 1):
-            raise MisfitError(f"{self.parts['numbers']} has {shape[1]} inputs, which groups of {columns} do not divide")
+            raise MisfitError(
+                f"{self.parts['numbers']} has {shape[1]} inputs, which is not a multiple of the group size {columns}"
+            )
         return max(rows, 1), max(columns, 1)
 
     def _num_groups(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -141,8 +144,8 @@ class LinearWeight(QuantisedWeight):
 
 
 class ScaledWeight(LinearWeight):
-    """One stored number an element, FP8 or int8: `weight` [O, I] with `weight_scale` (`weight_scale_inv` in DeepSeek's
-    files, which multiplies all the same), and zero points of its shape.
+    """FP8 or int8 `weight` [O, I] with `weight_scale` (`weight_scale_inv` in DeepSeek's files, which multiplies too)
+    and zero points of its shape.
     """
 
     _scale_shape: tuple[int, int]
@@ -150,14 +153,14 @@ class ScaledWeight(LinearWeight):
     def _check(self) -> tuple[int, ...]:
         shape = self._shape_of("numbers")
         if len(shape) != 2:
-            raise MisfitError(f"{self.parts['numbers']} has the shape {list(shape)}, and must be a matrix")
+            raise MisfitError(f"{self.parts['numbers']} has the shape {list(shape)}, but must be a matrix")
         wanted = torch.float8_e4m3fn if self.format.number == "e4m3" else torch.int8
         self._expect_dtype("numbers", wanted)
         self._expect_dtype("scales", *_SCALE_DTYPES)
         pair = shape[0], shape[1]
         found = self._shape_of("scales")
         if self.format.block_rows is None:
-            # One scale a tensor, or one a row.
+            # One scale per tensor, or one per row.
             has_rows = found in ((shape[0],), (shape[0], 1))
             self._block_size = 1 if has_rows else max(shape[0], 1), max(shape[1], 1)
         else:
@@ -170,14 +173,14 @@ class ScaledWeight(LinearWeight):
         return shape
 
     def _check_scales(self, role: str) -> None:
-        """A dimension of 1 may be left out of their shape."""
+        """Raise MisfitError for scales of another shape, of which dimensions of 1 may be left out."""
         rows, columns = self._scale_shape
-        known = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else [])]
+        allowed = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else [])]
         found = self._shape_of(role)
-        if found not in known:
+        if found not in allowed:
             raise MisfitError(
-                f"{self.parts[role]} has the shape {list(found)}, and a weight of {list(self._shape_of('numbers'))} in "
-                f"{self.format.words} needs {[rows, columns]}"
+                f"{self.parts[role]} has the shape {list(found)}, but must have {[rows, columns]} for "
+                f"{self.parts['numbers']} in {self.format.words}"
             )
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
@@ -196,7 +199,7 @@ class ScaledWeight(LinearWeight):
 
 class PackedWeight(ScaledWeight):
     """compressed-tensors' `weight_packed` int32 [O, I / P], `weight_shape`, `weight_scale` [O, G], and zero points
-    [O / P, G], packed the other way. Numbers and zero points are stored above the lowest of their bits.
+    [O / P, G], packed along the outputs. Numbers and zero points are stored with an offset of half their range.
     """
 
     def _check(self) -> tuple[int, ...]:
@@ -206,7 +209,7 @@ class PackedWeight(ScaledWeight):
         rows, columns = shape
         if min(shape) < 1 or packed != (rows, -(-columns // num_packed)):
             raise MisfitError(
-                f"{self.parts['numbers']} has the shape {list(packed)}, and {self.parts['shape']} says {list(shape)}"
+                f"{self.parts['numbers']} has the shape {list(packed)}, but {self.parts['shape']} says {list(shape)}"
             )
         self._expect_dtype("numbers", torch.int32)
         self._expect_dtype("scales", *_SCALE_DTYPES)
@@ -219,33 +222,21 @@ class PackedWeight(ScaledWeight):
             self._expect("order", (columns,), torch.int32)
         return shape
 
-    def _check_scales(self, role: str) -> None:
-        rows, columns = self._scale_shape
-        found = self._shape_of(role)
-        if found not in ((rows, columns), *([(rows,)] if columns == 1 else [])):
-            raise MisfitError(
-                f"{self.parts[role]} has the shape {list(found)}, and {self.format.words} need {[rows, columns]}"
-            )
-
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _whole(columns, 32 // self.format.bits)
+        wide, inner = _full_words(columns, 32 // self.format.bits)
         packed = self._read_part("numbers", rows, wide)
         numbers = unpack(packed, self.format.bits, 1)[:, inner]
-        return (numbers - (0 if self.format.has_zeros else self._middle)).to(torch.float32)
+        # Zero points have the same offset.
+        return (numbers - (0 if self.format.has_zeros else 1 << (self.format.bits - 1))).to(torch.float32)
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        # The middle is not taken from numbers nor from zero points: it is the same.
-        wide, inner = _whole(rows, 32 // self.format.bits)
+        wide, inner = _full_words(rows, 32 // self.format.bits)
         return unpack(self._read_part("zeros", wide, columns), self.format.bits, 0)[inner]
-
-    @property
-    def _middle(self) -> int:
-        return 1 << (self.format.bits - 1)
 
 
 class GptqWeight(LinearWeight):
     """`qweight` int32 [I / P, O], packed along the inputs, `scales` [G, O], `qzeros` int32 [G, O / P], and `g_idx`
-    int32 [I], the group of each input. The first version stores zero points less one
+    int32 [I], the group of each input. The first version stores zero points minus one
     (https://github.com/AutoGPTQ/AutoGPTQ).
     """
 
@@ -254,7 +245,7 @@ class GptqWeight(LinearWeight):
     def _check(self) -> tuple[int, ...]:
         found = self._shape_of("numbers")
         if len(found) != 2:
-            raise MisfitError(f"{self.parts['numbers']} has the shape {list(found)}, and must be a matrix")
+            raise MisfitError(f"{self.parts['numbers']} has the shape {list(found)}, but must be a matrix")
         shape = self._unpacked(found)
         num_packed = 32 // self.format.bits
         self._block_size = self._find_block_size(shape)
@@ -270,42 +261,42 @@ class GptqWeight(LinearWeight):
         return found[1], found[0] * (32 // self.format.bits)
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _whole(columns, 32 // self.format.bits)
+        wide, inner = _full_words(columns, 32 // self.format.bits)
         return unpack(self._read_part("numbers", wide, rows), self.format.bits, 0)[inner].T.to(torch.float32)
 
     def _scales(self, rows: Range, columns: Range) -> Tensor:
         return self._read_part("scales", columns, rows).T
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _whole(rows, 32 // self.format.bits)
+        wide, inner = _full_words(rows, 32 // self.format.bits)
         packed, bits = self._read_part("zeros", columns, wide), self.format.bits
         stored = unpack(packed, bits, 1)[:, inner].T
         if not self.format.zero_offset:
             return stored
-        # Writers subtract from whole words: a zero point of 0 borrows from the next one.
+        # Writers subtract from full words: a zero point of 0 borrows from the next one.
         one_each = sum(1 << shift for shift in range(0, 32, bits))
         zeros = unpack(packed + one_each, bits, 1)[:, inner].T
         if not self.format.is_symmetric:
             return zeros
-        # Some writers store the middle itself under the name of the first version.
+        # Some writers of the first version store the middle itself.
         middle = 1 << (self.format.bits - 1)
         return torch.where(stored == middle, stored, zeros)
 
 
 class AwqWeight(GptqWeight):
-    """`qweight` int32 [I, O / 8], packed along the outputs in an order of its own, `scales` [G, O], `qzeros` int32
-    [G, O / 8] (https://github.com/casper-hansen/AutoAWQ, gemm).
+    """`qweight` int32 [I, O / 8], packed along the outputs in `AWQ_ORDER`, `scales` [G, O], `qzeros` int32 [G, O / 8]
+    (https://github.com/casper-hansen/AutoAWQ, gemm).
     """
 
     def _unpacked(self, found: tuple[int, ...]) -> tuple[int, int]:
         return found[1] * 8, found[0]
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _whole(rows, 8)
+        wide, inner = _full_words(rows, 8)
         return unpack(self._read_part("numbers", columns, wide), 4, 1, AWQ_ORDER)[:, inner].T.to(torch.float32)
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _whole(rows, 8)
+        wide, inner = _full_words(rows, 8)
         return unpack(self._read_part("zeros", columns, wide), 4, 1, AWQ_ORDER)[:, inner].T
 
 
@@ -317,33 +308,35 @@ class Mxfp4Weight(QuantisedWeight):
     def _check(self) -> tuple[int, ...]:
         found = self._shape_of("numbers")
         if len(found) != 4 or found[3] != 16:
-            raise MisfitError(f"{self.parts['numbers']} has the shape {list(found)}, and its last size must be 16 of 4")
+            raise MisfitError(
+                f"{self.parts['numbers']} has the shape {list(found)}, but must have 4 dimensions, the last 16"
+            )
         self._expect_dtype("numbers", torch.uint8)
         self._expect("scales", found[:3], torch.uint8, torch.float8_e8m0fnu)
         return found[0], found[2] * 32, found[1]
 
     def _read_block(self, block: Rectangle) -> Tensor:
         experts, columns, rows = block
-        wide, inner = _whole(columns, 32)
+        wide, inner = _full_words(columns, 32)
         numbers = self._read_part("numbers", experts, rows, wide, (0, 16))
         exponents = self._read_part("scales", experts, rows, wide).view(torch.uint8)
         return mxfp4(numbers, exponents)[..., inner].transpose(1, 2)
 
 
-def _turned(rectangle: Rectangle) -> Rectangle:
-    """The last two dimensions the other way round."""
+def _transposed(rectangle: Rectangle) -> Rectangle:
+    """The rectangle with the last two dimensions transposed."""
     return (*rectangle[:-2], rectangle[-1], rectangle[-2])
 
 
-def _whole(bounds: Range, size: int) -> tuple[Range, slice]:
-    """The runs of `size` that hold indices `bounds`, and where those are in them."""
+def _full_words(bounds: Range, size: int) -> tuple[Range, slice]:
+    """The words of `size` numbers that contain the indices `bounds`, and the slice of those in them."""
     start, stop = bounds
     first = start // size
     return (first, -(-stop // size)), slice(start - first * size, stop - first * size)
 
 
 def _groups_of(groups: Tensor) -> tuple[Tensor, Range]:
-    """Groups, from the first of them on, and the range that they are in."""
+    """Groups relative to the lowest of them, and their range."""
     if not len(groups):
         return groups, (0, 0)
     first, last = int(groups.min()), int(groups.max())

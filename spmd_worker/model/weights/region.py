@@ -1,6 +1,6 @@
-"""Where the elements of a rectangle lie when its tensor is stored row by row, and how to fetch them in few pieces.
+"""Positions of a rectangle's elements in a tensor that is stored in row-major order, and reads of them in few runs.
 
-Pure arithmetic on shapes. Knows nothing of files, dtypes or tensors; counts elements, not bytes.
+Arithmetic on shapes, in elements, not bytes.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from spmd_worker.model.layers.weight_slice import Rectangle, extents, volume
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """How to fetch a rectangle: fill a buffer of `buffer_shape` from `runs`, one after the other, then take `wanted`.
+    """A read of a rectangle: fill a buffer of `buffer_shape` from `runs` in order, then index it with `wanted`.
 
-    `runs` are (begin, end) positions in the stored tensor, ascending and disjoint. `wanted` indexes the buffer.
+    `runs` are (begin, end) positions in the stored tensor, ascending and disjoint.
     """
 
     buffer_shape: tuple[int, ...]
@@ -24,17 +24,16 @@ class ReadPlan:
 
 
 def plan_read(shape: tuple[int, ...], region: Rectangle, max_gap: int) -> ReadPlan:
-    """Plan that reads through gaps of up to `max_gap` elements rather than start a new run after each."""
+    """A plan that reads through gaps of up to `max_gap` elements rather than start another run."""
     widened = widen(shape, region, max_gap)
     wanted = tuple(
-        slice(start - wide_start, stop - wide_start)
-        for (start, stop), (wide_start, _) in zip(region, widened, strict=True)
+        slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, widened, strict=True)
     )
     return ReadPlan(extents(widened), tuple(contiguous_runs(shape, widened)), wanted)
 
 
 def widen(shape: tuple[int, ...], region: Rectangle, max_gap: int) -> Rectangle:
-    """The region with its inner dimensions made whole as long as the gap that this closes is at most `max_gap`."""
+    """The region with its inner dimensions extended to their full size while the gap closed is at most `max_gap`."""
     widened = list(region)
     for dim in reversed(range(len(shape))):
         start, stop = region[dim]
@@ -47,13 +46,13 @@ def widen(shape: tuple[int, ...], region: Rectangle, max_gap: int) -> Rectangle:
 
 
 def contiguous_runs(shape: tuple[int, ...], region: Rectangle) -> Iterator[tuple[int, int]]:
-    """Positions (begin, end) of the region's elements, in the order of the region's own row-major layout."""
+    """Positions (begin, end) of the region's elements, in the region's row-major order."""
     if volume(region) == 0:
         return
-    whole_from = len(shape)
-    while whole_from > 0 and region[whole_from - 1] == (0, shape[whole_from - 1]):
-        whole_from -= 1
-    split_dim = max(whole_from - 1, 0)
+    full_from = len(shape)
+    while full_from > 0 and region[full_from - 1] == (0, shape[full_from - 1]):
+        full_from -= 1
+    split_dim = max(full_from - 1, 0)
     outer, inner = region[:split_dim], region[split_dim:]
     run_length = volume(inner)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -64,9 +63,10 @@ def contiguous_runs(shape: tuple[int, ...], region: Rectangle) -> Iterator[tuple
 
 
 def split_region(shape: tuple[int, ...], region: Rectangle, max_elements: int, dim: int = 0) -> Iterator[Rectangle]:
-    """Cut a region into blocks, each within `max_elements` consecutive elements of the stored tensor.
+    """Cut a region into blocks in ascending order, each within `max_elements` consecutive elements of the stored
+    tensor.
 
-    Counting whole stored rows keeps the bound whatever a read plan widens. Blocks come in ascending order.
+    Full stored rows are counted, so a read plan that widens a block keeps the bound.
     """
     if volume(region) == 0:
         return
@@ -75,8 +75,9 @@ def split_region(shape: tuple[int, ...], region: Rectangle, max_elements: int, d
         return
     start, stop = region[dim]
     num_indices = max_elements // prod(shape[dim + 1 :])
-    for first in range(start, stop, max(num_indices, 1)):
-        block = (*region[:dim], (first, min(first + max(num_indices, 1), stop)), *region[dim + 1 :])
+    step = max(num_indices, 1)
+    for first in range(start, stop, step):
+        block = (*region[:dim], (first, min(first + step, stop)), *region[dim + 1 :])
         if num_indices > 0:
             yield block
         else:
@@ -84,7 +85,7 @@ def split_region(shape: tuple[int, ...], region: Rectangle, max_elements: int, d
 
 
 def move_block(block: Rectangle, source: Rectangle, destination: Rectangle) -> Rectangle:
-    """Where a block of `source` lies in `destination`; either may have further leading dimensions of extent 1."""
+    """A block of `source` moved to `destination`; either may have more leading dimensions of extent 1."""
     num_leading = max(len(destination) - len(source), 0)
     num_dropped = max(len(source) - len(destination), 0)
     moved = (

@@ -1,7 +1,7 @@
-"""Reads the header of a safetensors file and checks every claim in it before anything is used.
+"""Reads and validates the header of a safetensors file before anything of it is used.
 
 Format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data buffer,
-which the tensors must cover without overlap or hole.
+which the tensors must cover without overlaps or gaps.
 """
 
 import os
@@ -10,49 +10,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.files import JsonError, parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit. Bounds what a hostile length can make us read and parse."""
+"""The format's limit, which bounds the memory and time that a hostile length can cost."""
 
-DTYPE_BITS: Mapping[str, int] = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
+_DTYPES_OF_BITS: Mapping[int, str] = {
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "U16 I16 F16 BF16",
+    32: "U32 I32 F32",
+    64: "U64 I64 F64 C64",
 }
+DTYPE_BITS: Mapping[str, int] = {name: bits for bits, names in _DTYPES_OF_BITS.items() for name in names.split()}
 
 _LENGTH_BYTES = 8
-_MOST_NAME = 256
-_MOST_DIMENSIONS = 16
+_MAX_NAME = 256
+_MAX_DIMENSIONS = 16
 _MAX_ELEMENTS = 2**63 - 1
 _ENTRY_KEYS = ("data_offsets", "dtype", "shape")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One checked tensor of a file: `begin` and `end` are byte positions in the data buffer."""
+    """One validated tensor of a file: `begin` and `end` are byte offsets in the data buffer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +46,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header. `data_start` is the file position of the buffer; `digest` covers the header's bytes."""
+    """A validated header. `data_start` is the file offset of the data buffer; `digest` is of the header's bytes."""
 
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
@@ -72,8 +56,8 @@ class SafetensorsHeader:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read and check the header of one file. Raises CheckpointError, also for what is not a regular file."""
-    # A FIFO would block for ever in open(), hence the look at what it is before opening it.
+    """Read and validate the header of one file. Raises CheckpointError, also for anything but a regular file."""
+    # Checked before open(), which would block forever on a FIFO.
     if not path.is_file():
         raise CheckpointError(f"{path.name}: is not a regular file")
     with path.open("rb") as file:
@@ -88,9 +72,16 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def parse_header(text: bytes, file_bytes: int, file_name: str) -> SafetensorsHeader:
-    """Check the JSON text of a header against the size of its file. Raises CheckpointError."""
-    document = _parse_object(text, file_name)
-    metadata = _check_metadata(document.pop("__metadata__", {}), file_name)
+    """Validate the JSON text of a header for a file of `file_bytes`. Raises CheckpointError."""
+    if not text.startswith(b"{"):
+        raise CheckpointError(f"{file_name}: the header must begin with '{{': this is not a safetensors file")
+    try:
+        document = parse_json_object(text)
+    except JsonError as error:
+        raise CheckpointError(f"{file_name}: the header {error}") from None
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file_name}: __metadata__ must map strings to strings")
     tensors = {name: _check_entry(name, entry, file_name) for name, entry in document.items()}
     data_start = _LENGTH_BYTES + len(text)
     _check_layout(tensors, file_bytes - data_start, file_name)
@@ -108,37 +99,22 @@ def _header_length(prefix: bytes, file_bytes: int, file_name: str) -> int:
     return length
 
 
-def _parse_object(text: bytes, file_name: str) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise CheckpointError(f"{file_name}: the header must begin with '{{': this is not a safetensors file")
-    try:
-        return parse_json_object(text)
-    except JsonError as error:
-        raise CheckpointError(f"{file_name}: the header {error}") from None
-
-
-def _check_metadata(metadata: object, file_name: str) -> Mapping[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{file_name}: __metadata__ must map strings to strings")
-    return metadata
-
-
 def _check_entry(name: str, entry: object, file_name: str) -> TensorEntry:
-    where = f"{file_name}: tensor {name[:_MOST_NAME]!r}"
-    # JSON can spell lone surrogates, which cannot be encoded, and terminal escapes, which later messages would print.
+    where = f"{file_name}: tensor {name[:_MAX_NAME]!r}"
+    # JSON can contain lone surrogates, which cannot be encoded, and terminal escapes, which messages would print.
     if not name.isprintable():
         raise CheckpointError(f"{where}: the name is not printable Unicode")
-    # Longer ones are no module's, and what is matched with patterns and printed is bounded by it.
-    if len(name) > _MOST_NAME:
-        raise CheckpointError(f"{file_name}: tensor {name[:64]!r}...: the name has more than {_MOST_NAME} characters")
+    # No module has a longer name, and names are matched with patterns and printed.
+    if len(name) > _MAX_NAME:
+        raise CheckpointError(f"{file_name}: tensor {name[:64]!r}...: the name has more than {_MAX_NAME} characters")
     if not isinstance(entry, dict) or tuple(sorted(entry)) != _ENTRY_KEYS:
         raise CheckpointError(f"{where}: must be an object with exactly the keys {', '.join(_ENTRY_KEYS)}")
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where}: unknown dtype {dtype!r}")
     shape = _check_integers(entry["shape"], "shape", where)
-    if len(shape) > _MOST_DIMENSIONS:
-        raise CheckpointError(f"{where}: the shape has more than {_MOST_DIMENSIONS} dimensions")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise CheckpointError(f"{where}: the shape has more than {_MAX_DIMENSIONS} dimensions")
     offsets = _check_integers(entry["data_offsets"], "data_offsets", where)
     if len(offsets) != 2:
         raise CheckpointError(f"{where}: data_offsets must be two integers, not {len(offsets)}")
@@ -150,7 +126,7 @@ def _check_entry(name: str, entry: object, file_name: str) -> TensorEntry:
 
 
 def _check_integers(values: object, key: str, where: str) -> tuple[int, ...]:
-    # type() and not isinstance(): true is an int in Python, and is not one in a header.
+    # type() rather than isinstance(), because bool is a subclass of int.
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise CheckpointError(f"{where}: {key} must be a list of integers")
     if any(value < 0 for value in values):
@@ -162,7 +138,7 @@ def _check_size(shape: tuple[int, ...], dtype: str, num_bytes: int, where: str) 
     num_elements, bound = 1, 1
     for size in shape:
         num_elements *= size
-        # Zeros are counted as ones: [0, 2**62, 2**62] holds nothing, yet its strides overflow in every library.
+        # Zeros count as ones: [0, 2**62, 2**62] is empty, but its strides overflow in every library.
         bound *= max(size, 1)
         if bound > _MAX_ELEMENTS:
             raise CheckpointError(f"{where}: the shape overflows: more than {_MAX_ELEMENTS} elements")
@@ -179,11 +155,11 @@ def _check_layout(tensors: Mapping[str, TensorEntry], data_bytes: int, file_name
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         where = f"{file_name}: tensor {name!r}: data_offsets [{entry.begin}, {entry.end}]"
         if entry.begin < position:
-            raise CheckpointError(f"{where} overlap the tensor before, which ends at {position}")
+            raise CheckpointError(f"{where} overlap the previous tensor, which ends at {position}")
         if entry.begin > position and entry.end > data_bytes:
             raise CheckpointError(f"{where} reach beyond the end of the data at {data_bytes}")
         if entry.begin > position:
-            raise CheckpointError(f"{where} leave a hole after the tensor before, which ends at {position}")
+            raise CheckpointError(f"{where} leave a gap after the previous tensor, which ends at {position}")
         position = entry.end
     if position > data_bytes:
         raise CheckpointError(

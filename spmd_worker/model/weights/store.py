@@ -1,24 +1,24 @@
-"""The weights of one rank's model by checkpoint name, and every way in which they are written.
+"""The weights of one rank's model by checkpoint name, and all ways to write them.
 
-A start is an update from files into fresh parameters; a reload, a trainer's tensors, what `apply_model` changed and
-what has to come again after a sleep are updates of parameters that are packed. For all of them there is one rule each:
+At start-up fresh parameters are filled from files; a reload, a trainer's tensors, changes through `apply_model` and
+loading after a sleep update packed parameters. The same rules hold for all of them:
 
-* Names. The model has the checkpoint tensors of its family's table, those of other ranks and stages too (`tensors`).
-  What a file or a trainer calls otherwise, without a prefix, or stacked, is found by `CheckpointNames.parts`. Derived
-  tensors are passed over; any other name is an error.
-* Coverage. Files have every tensor of the model, of every stage, in its shape. An update that brings less is open until
-  the rest has come or the caller says that it stays (`WeightUpdate`, `MissingWeightsError`).
-* A tied head that comes as well is its embedding, to the bit. Files have both at hand, so they are compared block by
-  block before anything is written; tensors that come one after the other by digest, at the commit.
-* Finiteness. Every element is a finite number in the dtype in which the model holds the tensor, float32 for what is
-  float32 in every dtype, unless `allows_nonfinite`. A start looks at what it reads, this rank's slices; whatever comes
-  as a whole tensor is looked at whole, so that ranks with other slices come to the same answer.
-* Errors. Weights that do not fit are a CheckpointError, which is a ValueError; what is no name and tensor a TypeError;
-  a wrong time (requests in flight, asleep) a RuntimeError. A tensor is written and noted, or neither.
-* Memory. A fresh parameter is plain: it is written in blocks of at most 16 MB in the order of the files, and packed
-  when all are filled. Afterwards a tensor is written in place, and no more of it is copied than this rank's slices.
+* Names. The model has the checkpoint tensors of its family's table, including those of other ranks and stages
+  (`tensors`). `CheckpointNames.parts` maps other names of a tensor, without a prefix or of stacked experts, to these.
+  Derived tensors are skipped; any other name is an error.
+* Coverage. Files have every tensor of the model, of every stage, in its shape. An update with fewer stays open until
+  the others are loaded or the caller says that they stay (`WeightUpdate`, `MissingWeightsError`).
+* A tied head that is given too equals its embedding, bit for bit. In files the two are compared block by block before
+  anything is written; tensors that are loaded one after the other are compared by digest, at the commit.
+* Finiteness. Unless `allows_nonfinite`, every element is finite in the dtype in which the model holds the tensor:
+  float32 for tensors that always are float32. At start-up the elements that are read are checked, this rank's slices;
+  a full tensor is checked completely, so that all ranks come to the same result.
+* Errors. Wrong weights raise CheckpointError, which is a ValueError; anything but a name and a tensor TypeError; calls
+  at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
+* Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
+  when all are filled. Later a tensor is written in place, and only this rank's slices of it are copied.
 
-Knows nothing of architectures, which layers and names say, and exchanges nothing with other ranks.
+Architectures are known to layers and names alone. Nothing is exchanged with other ranks.
 """
 
 import time
@@ -36,13 +36,7 @@ from torch import Tensor
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
-from spmd_worker.model.layers.weight_slice import (
-    ModelTensor,
-    PaddingSlice,
-    Rectangle,
-    WeightSlice,
-    full_rectangle,
-)
+from spmd_worker.model.layers.weight_slice import ModelTensor, PaddingSlice, Rectangle, WeightSlice, full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
@@ -55,14 +49,15 @@ from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.model_config.weight_format import Quantization
 from spmd_worker.native.threads import keep_alone
+from spmd_worker.ranks.topology import Stage
 
-# Well under the promised 64 MB: glibc keeps blocks below 32 MB for reuse instead of faulting in fresh pages each time.
+# Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A start on this rank: checkpoint tensors it took something of, bytes fetched from files, seconds."""
+    """Checkpoint tensors of which this rank has a part, bytes read from files, seconds."""
 
     num_tensors: int
     num_bytes_read: int
@@ -70,8 +65,8 @@ class LoadReport:
 
 
 class WeightStore:
-    """The weights of layers by name, which it fills, packs and writes. `dtype` is the model's; `slices_like(index)`
-    are the slices of the model's decoder layer of that index, which this stage need not have.
+    """Fills, packs and writes the weights of `layers`, by name. `dtype` is the model's; `stage_slices(stage)` are the
+    slices of any pipeline stage of the model.
     """
 
     def __init__(
@@ -79,28 +74,28 @@ class WeightStore:
         names: CheckpointNames,
         layers: Mapping[str, CheckpointLayer],
         dtype: torch.dtype,
-        slices_like: Callable[[int], list[WeightSlice]],
+        stage_slices: Callable[[Stage], list[WeightSlice]],
         *,
         allows_nonfinite: bool = False,
     ) -> None:
-        self._names, self._layers, self._dtype, self._slices_like = names, layers, dtype, slices_like
+        self._names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
         self._allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
 
     @cached_property
     def slices(self) -> list[WeightSlice]:
-        """Slices of checkpoint tensors that this rank holds, and where."""
+        """This rank's slices of checkpoint tensors."""
         return self._names.slices(self._layers)
 
     @property
     def paddings(self) -> list[PaddingSlice]:
-        """Parts of parameters that no checkpoint fills."""
+        """Regions of parameters that no checkpoint tensor fills."""
         return [piece for name, layer in self._layers.items() for piece in layer.padding_slices(name)]
 
     @cached_property
     def tensors(self) -> dict[str, ModelTensor]:
-        """Every checkpoint tensor of the model by name, those of other stages too."""
-        return self._names.tensors(self.slices, self._slices_like)
+        """All checkpoint tensors of the model by name, those of other stages too."""
+        return self._names.tensors(self._stage_slices)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -109,17 +104,17 @@ class WeightStore:
 
     @cached_property
     def held(self) -> dict[str, HeldWeight]:
-        """Slices that this rank has of them, by name."""
+        """Weights of which this rank has slices, by name."""
         return held_weights(self.slices, self._layers)
 
     @cached_property
     def buffer_names(self) -> frozenset[str]:
-        """Those that are buffers: in an update they may be left out, and `sleep(level=2)` keeps them."""
+        """Names of buffers, which an update may omit and `sleep(level=2)` keeps."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.is_buffer)
 
     @property
     def buffer_parameters(self) -> frozenset[str]:
-        """Names of the parameters that hold those of this stage."""
+        """Names of this stage's parameters for buffers."""
         held = [self.held[name] for name in self.buffer_names if name in self.held]
         return frozenset(each.piece.parameter_name for weight in held for each in weight.pieces)
 
@@ -129,7 +124,7 @@ class WeightStore:
 
     @contextmanager
     def open(self, folder: Path, quantization: Quantization | None = None) -> Iterator[WeightSource]:
-        """The files of a folder, with the names of the table. Quantised weights are looked at as plain ones."""
+        """The files of a folder with the names of the family's table, dequantised."""
         with Checkpoint.open(folder) as files:
             files.rename(self._names.parts)
             yield files if quantization is None else DequantisedCheckpoint.open(files, quantization)
@@ -140,11 +135,11 @@ class WeightStore:
 
     @torch.no_grad()
     def fill(self, source: WeightSource, num_threads: int = 1) -> LoadReport:
-        """Start: every parameter, not packed yet, from the source. Idempotent. With several threads, which compute
-        alone (`keep_alone`), they share out the blocks of each tensor; files are read by one.
+        """Fill all parameters, not packed yet, from the source. Idempotent. Threads, which must not start others
+        (`keep_alone`), share the blocks of each tensor; files are read by one.
 
-        Raises CheckpointError before anything is touched when names, shapes, dtypes or coverage are wrong; and,
-        halfway, when a file cannot be read, for a tied head that differs and for an element that is not finite.
+        Raises CheckpointError: before anything is written, for wrong names, shapes, dtypes or coverage; later, for a
+        file that cannot be read, a tied head that differs and an element that is not finite.
         """
         start_s, num_bytes_before = time.perf_counter(), source.num_bytes_read
         parameters = _parameters(self._layers)
@@ -156,11 +151,11 @@ class WeightStore:
             for name, held in sorted(pieces, key=lambda pair: (source.position(pair[0]), pair[1].piece.source)):
                 _check_tied(source, self._names.tied, name, held.piece.source)
                 blocks = list(source.blocks(name, held.piece.source, _BLOCK_BYTES))
-                # Neighbours are one thread's: they may share what a source makes in larger blocks.
-                each = max(-(-len(blocks) // num_threads), 1)
-                runs = [blocks[start : start + each] for start in range(0, len(blocks), each)]
+                # A thread has neighbouring blocks, which may share a larger block of the source.
+                num_each = max(-(-len(blocks) // num_threads), 1)
+                runs = [blocks[start : start + num_each] for start in range(0, len(blocks), num_each)]
                 write = partial(self._write_blocks, source, held)
-                # A thread alone would only be waited for.
+                # One run is written by this thread, which would only wait for another.
                 list(threads.map(write, runs) if len(runs) > 1 else map(write, runs))
         for padding in self.paddings:
             region = tuple(slice(*bounds) for bounds in padding.destination)
@@ -169,50 +164,49 @@ class WeightStore:
         return LoadReport(num_tensors, source.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
 
     def pack(self) -> None:
-        """Let the kernels of every layer that multiplies pack its weight, once all are filled."""
+        """Pack the weights of all `PackedLayer`, after they are filled."""
         for layer in self._layers.values():
             if isinstance(layer, PackedLayer):
                 layer.pack_weights()
 
     @torch.no_grad()
     def reload(self, source: WeightSource) -> None:
-        """An update of all weights from files. Raises CheckpointError as `fill` does, and RuntimeError as `load`."""
+        """Update all weights from files. Raises CheckpointError as `fill` does, and RuntimeError as `load` does."""
         self._check_covered(source)
         for name, shape in self.shapes.items():
             _check_tied(source, self._names.tied, name, full_rectangle(shape))
-        # One that was loaded before is of a try that broke off.
         self.update.forget_tied_head()
         for name in sorted(self.tensors, key=source.position):
-            self._take(name, source.read(name, full_rectangle(self.shapes[name])), _in_file(source, name))
+            self._write(name, source.read(name, full_rectangle(self.shapes[name])), _in_file(source, name))
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
+        """Replace weights by full checkpoint tensors: any of them, in any order, any number of times.
 
-        One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
-        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside; every
-        rank is given the same tensors. The first opens `update`, which has to be committed before a step runs. Returns
-        the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
+        They are of any floating-point dtype and device, and are written one after the other, in place, with one copy of
+        this rank's slice of a tensor at a time (two of the packed weight with oneDNN). Not a collective, but every rank
+        must be given the same tensors. The first opens `update`, which has to be committed before a step runs. Returns
+        the names of which this rank has a part; tensors of other stages and a tied head are skipped.
 
-        Raises RuntimeError while requests are being answered, and CheckpointError, the same on every rank, for a name
-        that the model does not have and a tensor that is misshapen, sharded, without data or, unless such weights are
-        allowed, not finite: that tensor is not written, and of a collection, such as a list, no tensor is when a name
-        or a shape is wrong. Raises TypeError for what is not a name and a tensor.
+        Raises RuntimeError while requests are in flight. Raises CheckpointError, the same on every rank, for an unknown
+        name and for a tensor that is misshapen, sharded, without data or, unless allowed, not finite: that tensor is
+        not written, and of a collection, such as a list, none is if a name or shape is wrong. Raises TypeError for
+        anything but a name and a tensor.
         """
         if isinstance(weights, Collection):
-            for name, tensor in self._apart(weights):
-                self._check_form(name, tensor)
-        return {name for name, tensor in self._apart(weights) if self._take(name, tensor, f"{name}:")}
+            for name, tensor in self._normalised(weights):
+                self._check_tensor(name, tensor)
+        return {name for name, tensor in self._normalised(weights) if self._write(name, tensor, f"{name}:")}
 
     @contextmanager
     def as_checkpoint(self, **attributes: Any) -> Iterator[CheckpointView]:
-        """This rank's weights under their checkpoint names, to look at and to change. What was changed counts at the
-        end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
-        Raises CheckpointError for changes that are refused, which `update` notes: other ranks may have made theirs.
+        """This rank's weights by checkpoint name, to read and to change. Changes are written at the end, also after an
+        exception, because some are made at once and a tied head must follow its embedding. Raises CheckpointError for
+        rejected changes, which `update` records: other ranks may have made theirs.
         """
         self.update.check_awake()
         self.update.num_calls += 1
-        # It may be changed in here.
+        # The embedding may be changed.
         self.update.embedding_digest = ""
         names = {name: name for name in self.held}
         embedding, head = self._names.tied or ("", "")
@@ -225,19 +219,19 @@ class WeightStore:
             try:
                 view.write_back()
             except CheckpointError:
-                self.update.refused_calls.append(self.update.num_calls)
+                self.update.rejected_calls.append(self.update.num_calls)
                 raise
 
-    def _take(self, name: str, tensor: Tensor, subject: str) -> bool:
-        """Write and note one whole tensor: whether this rank holds something of it. `subject` is of the message where
-        it is not finite.
+    def _write(self, name: str, tensor: Tensor, subject: str) -> bool:
+        """Write and record one full tensor. Returns whether this rank has a part of it. `subject` is for the message if
+        the tensor is not finite.
         """
-        self._check_form(name, tensor)
+        self._check_tensor(name, tensor)
         is_head = self._is_tied_head(name)
-        # A tied head is compared with the embedding, elements and all.
+        # A tied head is compared with the embedding, which is checked.
         if not is_head and not self._allows_nonfinite:
             check_finite(subject, tensor.detach(), self._dtype_of(name))
-        # A tensor is written and noted, or neither.
+        # A signal must not come between writing and recording.
         with deferred_signals():
             self.update.begin()
             if is_head:
@@ -248,49 +242,49 @@ class WeightStore:
             self.update.add(name, tensor)
         return name in self.held
 
-    def _apart(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """With the checkpoint's names, without what is derived but for a tied head, and experts apart where the
-        checkpoint has them so.
+    def _normalised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors with the checkpoint's names: without derived ones, except a tied head, and with stacked experts
+        separated if the checkpoint has them so.
         """
         for given_name, tensor in tensors:
             check_pair(given_name, tensor)
-            for name, place in self._names.parts(given_name, tensor.shape).items():
+            for name, view in self._names.parts(given_name, tensor.shape).items():
                 is_head = self._is_tied_head(name)
                 if self.is_derived(name) and not is_head:
                     continue
                 if name not in self.tensors and not is_head:
                     raise CheckpointError(
-                        f"{given_name}: the model has no such weight: give the names that its checkpoint has"
+                        f"{given_name}: the model has no such weight: use the names of its checkpoint"
                     )
-                if place is None:
-                    yield name, tensor
-                    continue
-                check_data(given_name, tensor)
-                yield name, place.of(tensor)
+                if view is not None:
+                    check_data(given_name, tensor)
+                yield name, tensor if view is None else view.of(tensor)
 
-    def _check_form(self, name: str, tensor: Tensor) -> None:
-        """A tensor could be the weight of this name, whatever its elements. Of a tied head any shape will do, until the
-        commit compares it.
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Raise CheckpointError for a tensor that cannot be the weight, whatever its elements. A tied head of another
+        shape is an error at the commit.
         """
         if not self._is_tied_head(name) and tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
-                f"{name}: has the shape {list(tensor.shape)}, the model's has {list(self.shapes[name])}"
+                f"{name}: has the shape {list(tensor.shape)}, but the model's has {list(self.shapes[name])}"
             )
         check_data(name, tensor)
 
     def _check_change(self, name: str, values: Tensor) -> None:
-        """This rank's slices of a weight, as `apply_model` leaves them."""
+        """Raise CheckpointError if `apply_model` may not replace this rank's slices by `values`."""
         held = self.held[name]
         shape, given = list(held.shape), list(values.shape)
         if given != shape:
-            raise CheckpointError(f"{name}: has the shape {shape} here, not {given}: only its values can be changed")
+            raise CheckpointError(
+                f"{name}: has the shape {shape} on this rank, not {given}: only its values can be changed"
+            )
         if not self._allows_nonfinite:
             check_finite(f"{name}: this rank's slice", values, self._dtype_of(name))
         held.check_changes(values)
 
     def _check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
-        """The source has the model's tensors and, but for what says nothing, no others."""
-        found = source.shapes()
+        """Raise CheckpointError unless the source has the model's tensors and, except ignorable ones, no others."""
+        found = {name: source.shape(name) for name in source.names()}
         problems = checkpoint_problems(
             self.shapes, found, ignorable=lambda name: self.is_derived(name) or source.is_unused(name)
         )
@@ -315,7 +309,7 @@ class WeightStore:
 
 
 def _parameters(layers: Mapping[str, CheckpointLayer]) -> dict[str, Tensor]:
-    """Parameters to fill, each once, by name. They have storage: a copy into a meta tensor would do nothing."""
+    """Parameters to fill by name, each once. Asserts that they have storage: copies to the meta device do nothing."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters(recurse=False):
@@ -326,8 +320,8 @@ def _parameters(layers: Mapping[str, CheckpointLayer]) -> dict[str, Tensor]:
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, region: Rectangle) -> None:
-    """Some files have a tied head as well, which says nothing as long as it is the embedding. For a region of the
-    embedding; nothing for other tensors.
+    """Raise CheckpointError if files have a tied head that differs from this region of the embedding. `name` is any
+    tensor.
     """
     embedding, head = tied or ("", "")
     if name != embedding or head not in source.names():
@@ -349,6 +343,6 @@ def _in_file(source: WeightSource, name: str) -> str:
 
 
 def _is_same(source: WeightSource, name: str, other: str, block: Rectangle) -> bool:
-    """To the bit: what is no number is equal to itself here."""
+    """Bitwise, so that NaN equals itself."""
     first, second = source.read(name, block), source.read(other, block)
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

@@ -1,7 +1,7 @@
-"""Whether one tensor can be a weight, in one set of words, whoever brings it: a file, a trainer, `apply_model`.
+"""Checks of one tensor that a file, a trainer or `apply_model` gives for a weight, with the same messages for all.
 
-All raise CheckpointError, which is a ValueError, but for what is not a name and a tensor at all. A `subject` is what a
-message begins with: the file and the tensor's name, or its name alone.
+They raise CheckpointError, which is a ValueError, or TypeError for anything but a name and a tensor. A message begins
+with `subject`: the file and the tensor's name, or the name alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ WEIGHT_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Dtypes that a weight may be given in, by the word of safetensors."""
+"""Dtypes of plain weights, by their names in safetensors."""
 
 
 def check_pair(name: object, tensor: object) -> None:
-    """Raise TypeError for what is not a name and a tensor."""
+    """Raise TypeError for anything but a name and a tensor."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a weight is a {type(name).__name__}: give pairs of a name, as text, and a tensor")
     if not isinstance(tensor, Tensor):
@@ -30,36 +30,38 @@ def check_pair(name: object, tensor: object) -> None:
 
 
 def check_data(name: str, tensor: Tensor) -> None:
-    """Its elements are here, of a dtype that weights have."""
-    # A DTensor, known by its method. Gathering it is a collective, which is the caller's to order.
+    """Raise CheckpointError for a tensor without data in this process, or of a dtype that weights do not have."""
+    # A DTensor, recognised by its method. Gathering it is a collective, which the caller has to order.
     if hasattr(tensor, "full_tensor"):
         raise CheckpointError(f"{name}: is sharded: pass its full_tensor()")
     if tensor.is_meta:
         raise CheckpointError(f"{name}: is on the meta device and has no data")
     if tensor.dtype not in WEIGHT_DTYPES.values():
         dtypes = ", ".join(map(str, WEIGHT_DTYPES.values()))
-        raise CheckpointError(f"{name}: has the dtype {tensor.dtype}, weights have one of {dtypes}")
+        raise CheckpointError(f"{name}: has the dtype {tensor.dtype}, but weights must have one of {dtypes}")
 
 
 def check_finite(subject: str, values: Tensor, dtype: torch.dtype, start: Sequence[int] = ()) -> None:
-    """Every element, rounded to `dtype`, is a finite number. `values` begin at the index `start` of the tensor."""
+    """Raise CheckpointError for an element that is not finite in `dtype`. `values` start at index `start` of the
+    tensor.
+    """
     if is_finite(values, dtype):
         return
     inside = values.to(dtype).isfinite().logical_not().nonzero()[0].tolist()
     index = [first + offset for first, offset in zip(start or [0] * len(inside), inside, strict=True)]
     raise CheckpointError(
         f"{subject} has {float(values[tuple(inside)]):g} at {index}, which is not finite in {dtype}: the weights are "
-        f"damaged or their training diverged; set model.allow_nonfinite=true to load them all the same (rows whose "
-        f"logits are not finite are error rows), or another model.dtype where the value is only too large"
+        f"damaged or their training diverged; set model.allow_nonfinite=true to load them anyway (rows with non-finite "
+        f"logits become error rows), or another model.dtype if the value is only too large for this one"
     )
 
 
 def is_finite(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every element, rounded to `dtype`, is a finite number."""
-    # Bounds are NaN where an element is, and are rounded as the elements will be.
+    """Whether every element is finite after rounding to `dtype`."""
+    # Minimum and maximum are NaN if an element is.
     return values.numel() == 0 or bool(torch.stack(values.aminmax()).to(dtype).isfinite().all())
 
 
 def tied_head_fault(head: str, fault: str, way_out: str) -> str:
-    """The sentence about a head that cannot be one with the embedding."""
-    return f"{head} {fault}, but tie_word_embeddings in config.json says that they are one: {way_out}"
+    """Message about a head that cannot be tied to the embedding."""
+    return f"{head} {fault}, but config.json sets tie_word_embeddings: {way_out}"

@@ -1,6 +1,4 @@
-"""Sources of weights: files (`Checkpoint`), quantised ones (`DequantisedCheckpoint`), no files
-(`DummyWeights`).
-"""
+"""Protocol of weight sources: `Checkpoint`, `DequantisedCheckpoint` and, without files, `DummyWeights`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from spmd_worker.model.layers.weight_slice import Rectangle
 
 
 class WeightSource(Protocol):
-    """Checkpoint tensors by name, read by the rectangle; see `Checkpoint` for each call."""
+    """Checkpoint tensors by name, read by rectangle; see `Checkpoint` for each call."""
 
     @property
     def folder(self) -> Path:
@@ -20,28 +18,25 @@ class WeightSource(Protocol):
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of tensor data fetched from files so far."""
+        """Bytes of tensor data read from files so far."""
 
     def names(self) -> list[str]:
         """All tensors, sorted."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one."""
+        """Full shape of a tensor."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which `read` gives it."""
+        """The dtype in which `read` returns it."""
 
     def position(self, name: str) -> tuple[str, int]:
-        """File name, and where in it: in this order it is read."""
+        """File name and offset. Tensors are read in this order."""
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
-        """Cut a region into blocks that `read` gives as at most `max_bytes` each."""
+        """Cut a region into blocks, of each of which `read` returns at most `max_bytes`."""
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """The elements of a region, on the CPU."""
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor that the model does not have says nothing."""
+        """Whether a tensor that the model does not have may be ignored."""

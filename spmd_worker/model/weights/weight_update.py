@@ -1,7 +1,7 @@
-"""New weights between their first tensor and the commit: which were loaded, with a digest of each.
+"""An update of weights, from its first tensor to its commit: the names that were loaded, with a digest of each.
 
-Until the commit a model has weights of two kinds, old and new, and no step may run; that is the engine's to see to.
-Nothing here exchanges anything with other ranks.
+Until the commit some weights are old and some new, and the engine runs no step. Updates are local: nothing here is
+exchanged with other ranks.
 """
 
 from collections.abc import Callable, Collection
@@ -15,8 +15,8 @@ from torch import Tensor
 from spmd_worker.model.weights.tensor_checks import tied_head_fault
 
 WeightUpdateReport = tuple[dict[str, str], list[str], bool, list[int], bool, str]
-"""Digests, names that are missing, whether those must be loaded, the calls whose changes were refused, whether all
-weights were loaded, those too that may be left out, and what is wrong with a tied head that was loaded, or "".
+"""Digests; missing names; whether those must be loaded; the `apply_model` calls whose changes were rejected; whether
+all weights were loaded, optional ones too; the fault of a tied head that was loaded, or "".
 """
 
 _BLOCK_BYTES: Final = 1 << 22
@@ -24,43 +24,43 @@ _WORDS: Final = 512
 
 
 class WeightUpdate:
-    """The update of one rank's model. `num_in_flight`, when it is set, says how many requests are being answered.
-    `tied` are the names of the embedding and of the head that it is too.
+    """The update of one rank's model. `num_in_flight`, if it is set, counts the requests in flight. `tied` are the
+    names of the embedding and of the head that is tied to it.
     """
 
     def __init__(self, tied: tuple[str, str] | None = None) -> None:
         self._embedding, self._head = tied or ("", "")
         self.embedding_digest = self._head_digest = ""
-        """Of the embedding that was committed last, or "" where that is not known; and of a tied head."""
+        """Digest of the last committed embedding, "" if unknown; of a tied head that was loaded since."""
         self._is_paired = False
-        """Whether the embedding was loaded, too, in the same try, or the try has failed: an embedding that comes now is
-        one of another try.
+        """Whether the embedding was loaded in the same try as the head, or the try has failed: an embedding that is
+        loaded now belongs to another try.
         """
         self.digests: dict[str, str] = {}
-        """By checkpoint name, of what was loaded since the last commit."""
+        """Digests of the tensors loaded since the last commit, by checkpoint name."""
         self.is_open = False
-        self.must_be_whole = False
-        """No weight is what it was: each has to be loaded, also where the caller says that some stay."""
+        self.must_be_complete = False
+        """The weights were dropped: all have to be loaded, also if the caller says that some stay."""
         self._are_weights_asleep = False
         self.num_calls = 0
-        """Of `apply_model` since all weights were last loaded. No other commit resets it: ranks that have refused
-        different calls commit different ones, and still number the next alike.
+        """Calls of `apply_model` since all weights were last loaded. Other commits do not reset it: ranks that have
+        rejected different calls commit different ones, and must number the next one alike.
         """
-        self.refused_calls: list[int] = []
-        """Numbers of the calls of `apply_model` whose changes were refused here, since the last commit. What other
-        ranks have changed in the same calls, this one has not; whoever loads all weights afterwards has made that good.
+        self.rejected_calls: list[int] = []
+        """Numbers of the `apply_model` calls whose changes this rank has rejected since the last commit. Other ranks
+        may have made the changes of these calls; loading all weights afterwards makes the ranks equal again.
         """
-        self._num_refused_before, self._has_all = 0, False
+        self._num_rejected_before, self._has_all = 0, False
         self.num_in_flight: Callable[[], int] | None = None
 
     def check_awake(self, before: str = "first") -> None:
-        """Raise RuntimeError while there are no weights to look at or to write over."""
+        """Raise RuntimeError while the weights sleep."""
         if self._are_weights_asleep:
             raise RuntimeError(f"the weights are asleep: call wake_up(tags=['weights']) {before}")
 
     def begin(self) -> None:
-        """Before the first byte is written. Raises RuntimeError while requests are being answered, and as `check_awake`
-        does.
+        """Open the update, before the first byte is written. Raises RuntimeError while requests are in flight, and as
+        `check_awake` does.
         """
         self.check_awake("before new ones are loaded")
         if self.is_open:
@@ -68,50 +68,48 @@ class WeightUpdate:
         num_requests = self.num_in_flight() if self.num_in_flight is not None else 0
         if num_requests:
             raise RuntimeError(
-                f"{num_requests} requests are being answered with the weights that are there: call llm_engine.step "
-                f"until none is left, or abort them and call it once, before new weights are loaded"
+                f"{num_requests} requests are in flight, which the current weights have to finish: before new weights "
+                f"are loaded, call llm_engine.step until none is left, or abort them and call it once"
             )
-        self.is_open, self._num_refused_before = True, len(self.refused_calls)
+        self.is_open, self._num_rejected_before = True, len(self.rejected_calls)
 
     def sleep(self) -> None:
-        """The weights are asleep, their memory there or not."""
+        """The weights sleep, with or without their memory."""
         self._are_weights_asleep = True
 
     def drop(self, kept: Collection[str]) -> None:
-        """The weights are dropped, but for those of `kept`: what other ranks are to be told of these is not forgotten,
-        what was loaded of them and which changes were refused.
-        """
+        """The weights are dropped, except `kept` ones, whose digests and rejected calls are still to be reported."""
         digests = {name: digest for name, digest in self.digests.items() if name in kept}
-        refused_calls = self.refused_calls if kept else []
+        rejected_calls = self.rejected_calls if kept else []
         self.end()
-        self.digests, self.refused_calls, self.embedding_digest = digests, refused_calls, ""
+        self.digests, self.rejected_calls, self.embedding_digest = digests, rejected_calls, ""
 
     def wake(self, *, were_dropped: bool) -> None:
-        """The weights are awake. Those that `were_dropped` have all to be loaded: an update is open until then."""
+        """The weights are awake. If they `were_dropped`, an update is open until all are loaded."""
         self._are_weights_asleep = False
         if were_dropped:
-            self.is_open, self.must_be_whole = True, True
-            self._num_refused_before = len(self.refused_calls)
+            self.is_open, self.must_be_complete = True, True
+            self._num_rejected_before = len(self.rejected_calls)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A whole checkpoint tensor was loaded, or passed over because this rank holds nothing of it."""
+        """A full checkpoint tensor was loaded, or skipped because this rank has no part of it."""
         if name == self._embedding and self._head_digest:
-            # The head of another try comes later or not at all.
+            # A paired head belongs to the try before; that of this one is loaded later or not at all.
             self._head_digest = "" if self._is_paired else self._head_digest
             self._is_paired = True
         self.digests[name] = content_digest(tensor)
 
     def add_tied_head(self, tensor: Tensor) -> None:
-        """A head was passed over because the embedding is its weight, which it has to be equal to."""
+        """A tied head was skipped; it has to be equal to the embedding at the commit."""
         self._is_paired = not self._head_digest and self._embedding in self.digests
         self._head_digest = content_digest(tensor)
 
     def forget_tied_head(self) -> None:
-        """All weights are loaded anew, without a head: one that was loaded before is of a try that broke off."""
+        """Ignore a tied head of an interrupted try, because all weights are loaded again, without a head."""
         self._head_digest = ""
 
     def _head_fault(self) -> str:
-        """Why the head that was loaded cannot be the embedding, or ""."""
+        """Message about a loaded head that differs from the embedding, or ""."""
         embedding = self.digests.get(self._embedding, self.embedding_digest)
         if self._head_digest in ("", embedding):
             return ""
@@ -126,41 +124,38 @@ class WeightUpdate:
         )
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Which of `names` were not loaded."""
+        """Those of `names` that were not loaded."""
         return [name for name in names if name not in self.digests]
 
     def report(self, names: Collection[str], buffers: Collection[str] = ()) -> "WeightUpdateReport | None":
-        """What `WorkerBase.get_weight_update` returns, of a model with weights of these names, of which `buffers` may
-        be left out.
-        """
+        """Result of `WorkerBase.get_weight_update` for a model with these weights, of which `buffers` are optional."""
         if not self.is_open:
-            return ({}, [], False, self.refused_calls, False, "") if self.refused_calls else None
+            return ({}, [], False, self.rejected_calls, False, "") if self.rejected_calls else None
         missing = self.missing(names)
         self._has_all = not missing
-        refused_calls = self.refused_calls[self._num_refused_before if self._has_all else 0 :]
+        rejected_calls = self.rejected_calls[self._num_rejected_before if self._has_all else 0 :]
         missing = [name for name in missing if name not in buffers]
-        return self.digests, missing, self.must_be_whole, refused_calls, self._has_all, self._head_fault()
+        return self.digests, missing, self.must_be_complete, rejected_calls, self._has_all, self._head_fault()
 
-    def refuse(self) -> None:
-        """The update was refused for its head: an embedding that comes now is of another try."""
+    def reject(self) -> None:
+        """The update was rejected for its head: an embedding that is loaded now belongs to another try."""
         self._is_paired = True
 
     def end(self) -> None:
-        """The update is committed, or what was loaded is dropped."""
+        """The update is committed, or the loaded weights are dropped."""
         if self._has_all:
             self.num_calls = 0
         self.embedding_digest, self._head_digest = self.digests.get(self._embedding, self.embedding_digest), ""
-        # Of an update that was not open are those of `drop`, for the next one.
+        # Digests without an open update are those that `drop` keeps for the next one.
         self.digests = {} if self.is_open else self.digests
-        self.is_open = self.must_be_whole = self._has_all = False
-        self.refused_calls, self._num_refused_before = [], 0
+        self.is_open = self.must_be_complete = self._has_all = False
+        self.rejected_calls, self._num_rejected_before = [], 0
 
 
 def content_digest(tensor: Tensor) -> str:
-    """A digest of dtype, shape and elements, for tensors that differ by accident.
+    """A digest of dtype, shape and elements that detects accidental differences, at memory speed.
 
-    Made at the speed of memory: of each block of 4 MiB the 512 sums of every 512th word are hashed, so a permutation
-    of words within a block may go unseen.
+    It hashes 512 sums of each block of 4 MiB, of every 512th word, so permuted words in a block may go undetected.
     """
     digest = blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8)
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -94,13 +94,13 @@ def test_turning_rounds_where_transformers_rounds(architecture: str, kernels: Ke
     expected = theirs.apply_rotary_pos_emb(query, key, *rotary(query, positions.unsqueeze(0), **given))
     angles = rope.angles(positions, torch.zeros_like(positions), torch.bfloat16)
     for x, turned in zip((query, key), expected, strict=True):
-        assert torch.equal(angles.turn(kernels, x[0].transpose(0, 1)), turned[0].transpose(0, 1))
+        assert torch.equal(angles.rotate(kernels, x[0].transpose(0, 1)), turned[0].transpose(0, 1))
     # Negative control: every other way of rounding gives other bits.
     ways = {"each step", "angles", "result"} - {config.ropes[0].rounding}
     for way in ways:
         other = RotaryEmbedding(replace(config.ropes[0], rounding=way), 64, config.max_position_embeddings, CPU)
         angles = other.angles(positions, torch.zeros_like(positions), torch.bfloat16)
-        assert not torch.equal(angles.turn(kernels, query[0].transpose(0, 1)), expected[0][0].transpose(0, 1))
+        assert not torch.equal(angles.rotate(kernels, query[0].transpose(0, 1)), expected[0][0].transpose(0, 1))
 
 
 def test_calls_that_turn_as_llama_does_take_other_ropes_in_float32_alone():

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
-from spmd_worker.model.layers.weight_slice import ModelTensor, PaddingSlice, Place, WeightSlice
+from spmd_worker.model.layers.weight_slice import ModelTensor, PaddingSlice, TensorView, WeightSlice
 from spmd_worker.model.weights.store import LoadReport, WeightStore
 from spmd_worker.model.weights.weight_source import WeightSource
+from spmd_worker.ranks.topology import Stage
 
 
 class _Layer(CheckpointLayer):
@@ -38,11 +39,10 @@ class _Names:
     def slices(self, layers: Mapping[str, CheckpointLayer]) -> list[WeightSlice]:
         return [piece for layer in layers.values() for piece in layer.weight_slices("")]
 
-    def tensors(self, own: Sequence[WeightSlice], slices_like: object) -> dict[str, ModelTensor]:
-        del slices_like
-        return {piece.checkpoint_name: piece.tensor for piece in own}
+    def tensors(self, stage_slices: Callable[[Stage | None], Sequence[WeightSlice]]) -> dict[str, ModelTensor]:
+        return {piece.checkpoint_name: piece.tensor for piece in stage_slices(None)}
 
-    def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, Place | None]:
+    def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, TensorView | None]:
         del shape
         return {given_name: None}
 
@@ -59,7 +59,7 @@ def plain_store(
     names: Any = _Names(ignorable, tied)
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     layers = {"": _Layer(model, slices, paddings)}
-    return WeightStore(names, layers, dtype, lambda index: [], allows_nonfinite=allows_nonfinite)
+    return WeightStore(names, layers, dtype, lambda stage: names.slices(layers), allows_nonfinite=allows_nonfinite)
 
 
 def fill(

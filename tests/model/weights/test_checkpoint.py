@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from weight_files import entry, save_indexed, save_single, write_index, write_raw
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.layers.weight_slice import Place
+from spmd_worker.model.layers.weight_slice import TensorView
 from spmd_worker.model.weights.checkpoint import Checkpoint
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -184,7 +184,7 @@ def test_a_tensor_that_another_has_inside_too_is_refused(tmp_path):
 
     def parts(name, shape):
         return (
-            {f"experts.{number}": Place("experts", number, (0, 4)) for number in range(2)}
+            {f"experts.{number}": TensorView("experts", number, (0, 4)) for number in range(2)}
             if name == "experts"
             else {name: None}
         )

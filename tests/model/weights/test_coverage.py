@@ -1,7 +1,7 @@
 import pytest
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
+from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, empty_slice, replicated, shard
 from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_problems, raise_problems
 
 
@@ -27,11 +27,11 @@ def test_merged_slices_and_a_padded_vocabulary_shard_cover_their_parameters():
 
 
 def test_one_tensor_may_be_read_into_two_parameters():
-    check([*SLICES, whole("q", (4, 4), "copy")], parameters={**PARAMETERS, "copy": (4, 4)})
+    check([*SLICES, replicated("q", (4, 4), "copy")], parameters={**PARAMETERS, "copy": (4, 4)})
 
 
 def test_a_tensor_of_another_stage_is_known_and_needs_no_parameter():
-    check([*SLICES, nothing_of("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 9)})
+    check([*SLICES, empty_slice("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 9)})
 
 
 def test_stacked_experts_cover_their_parameter():
@@ -80,14 +80,14 @@ def test_each_way_not_to_fit_is_reported(changes, words):
 
 
 def test_a_scalar_parameter_is_covered_once_and_not_twice():
-    check([whole("s", (), "s")], [], {"s": ()}, {"s": ()})
+    check([replicated("s", (), "s")], [], {"s": ()}, {"s": ()})
     with pytest.raises(CheckpointError, match="overlap"):
-        check([whole("s", (), "s"), whole("t", (), "s")], [], {"s": ()}, {"s": (), "t": ()})
+        check([replicated("s", (), "s"), replicated("t", (), "s")], [], {"s": ()}, {"s": (), "t": ()})
 
 
 def test_the_shape_of_a_tensor_of_another_stage_is_checked_too():
     with pytest.raises(CheckpointError, match=r"far: checkpoint \[9, 8\], model \[9, 9\]"):
-        check([*SLICES, nothing_of("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 8)})
+        check([*SLICES, empty_slice("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 8)})
 
 
 def test_ignorable_names_may_be_there_but_need_not():

@@ -11,7 +11,7 @@ from hand_made_store import fill_dummy
 from torch import nn
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, shard, whole
+from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, replicated, shard
 from spmd_worker.model.weights import store
 from spmd_worker.model.weights.dummy import NormalStream
 from spmd_worker.model.weights.store import WeightStore
@@ -43,7 +43,7 @@ def build(rank, parts, dtype=torch.float32):
     for name, shape in SHAPES.items():
         dim, parameter_name = DIMS[name], name.replace(".", "_")
         if dim is None:
-            piece = whole(name, shape, parameter_name)
+            piece = replicated(name, shape, parameter_name)
         else:
             piece = shard(
                 name, shape, parameter_name, dim, shape[dim] * rank // parts, shape[dim] * (rank + 1) // parts
@@ -183,7 +183,7 @@ def test_a_model_of_tens_of_millions_of_weights_is_filled_in_a_few_seconds():
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.empty(20_000, 1000, dtype=torch.bfloat16)))
     start_s = time.perf_counter()
-    fill_dummy(model, [whole("w.weight", (20_000, 1000), "w")], [])
+    fill_dummy(model, [replicated("w.weight", (20_000, 1000), "w")], [])
     assert time.perf_counter() - start_s < 10
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from weight_files import save_indexed, save_single
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
+from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, empty_slice, replicated, shard
 from spmd_worker.model.weights import store, tensor_checks
 from spmd_worker.model.weights.checkpoint import Checkpoint
 
@@ -61,7 +61,7 @@ def build(rank=0, parts=1, dtype=torch.float32):
         WeightSlice("q.weight", (8, WIDTH), ((q_first, q_last), (0, 8)), "qk", ((0, num_q), (0, 8))),
         WeightSlice("k.weight", (2, WIDTH), ((0, 2), (0, 8)), "qk", ((num_q, num_q + 2), (0, 8))),
         shard("down.weight", (WIDTH, 16), "down", 1, *columns),
-        whole("norm.weight", (WIDTH,), "norm"),
+        replicated("norm.weight", (WIDTH,), "norm"),
         *stacked,
     ]
     return model, slices, [PaddingSlice("embed", ((num_real, last - first), (0, 8)))]
@@ -190,7 +190,7 @@ def test_a_quantised_tensor_of_another_stage_fails_on_this_rank_too(tmp_path):
         Checkpoint.open(save_single(tmp_path, tensors)) as checkpoint,
         pytest.raises(CheckpointError, match=r"far\.weight.*quantised"),
     ):
-        fill(model, [*slices, nothing_of("far.weight", (4,))], paddings, checkpoint)
+        fill(model, [*slices, empty_slice("far.weight", (4,))], paddings, checkpoint)
 
 
 def test_ignorable_tensors_are_not_read_whatever_their_dtype(tmp_path):

@@ -1,10 +1,18 @@
 import pytest
 
-from spmd_worker.model.layers.weight_slice import WeightSlice, extents, full_rectangle, nothing_of, shard, volume, whole
+from spmd_worker.model.layers.weight_slice import (
+    WeightSlice,
+    empty_slice,
+    extents,
+    full_rectangle,
+    replicated,
+    shard,
+    volume,
+)
 
 
 def test_a_whole_slice_maps_every_element_to_the_same_place():
-    assert whole("norm.weight", (4, 3), "n") == WeightSlice(
+    assert replicated("norm.weight", (4, 3), "n") == WeightSlice(
         "norm.weight", (4, 3), ((0, 4), (0, 3)), "n", ((0, 4), (0, 3))
     )
 
@@ -16,8 +24,8 @@ def test_a_shard_takes_its_share_of_one_dimension_and_fills_a_parameter_of_that_
 
 
 def test_a_tensor_of_another_stage_is_an_empty_slice_without_a_parameter():
-    assert nothing_of("layers.9.weight", (4, 6)).is_empty
-    assert not whole("scale", (), "s").is_empty
+    assert empty_slice("layers.9.weight", (4, 6)).is_empty
+    assert not replicated("scale", (), "s").is_empty
 
 
 def test_the_one_element_of_a_tensor_without_dimensions_counts():
