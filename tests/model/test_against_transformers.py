@@ -58,7 +58,7 @@ def test_logits_computed_in_chunks_are_transformers(name: str, chunk: int):
     assert worst_error(name, logits) < TOLERANCE
 
 
-def test_the_checkpoints_are_written_as_their_names_say():
+def test_checkpoints_are_written_as_named():
     """Else older keys and sharded files would be compared by name only."""
     assert (checkpoint_folder("llama_sharded") / "model.safetensors.index.json").exists()
     assert (checkpoint_folder("llama2") / "model.safetensors").exists()
@@ -125,7 +125,7 @@ BREAKS: list[tuple[str, str, Break]] = [
 
 
 @pytest.mark.parametrize(("name", "what", "break_it"), BREAKS, ids=[f"{name}: {what}" for name, what, _ in BREAKS])
-def test_the_comparison_sees_a_model_that_is_read_wrongly(name: str, what: str, break_it: Break):
+def test_comparison_detects_wrongly_read_model(name: str, what: str, break_it: Break):
     folder = checkpoint_folder(name)
     logits = prompt_logits(load_model(folder, break_it(read_model_files(folder).model_config)), PROMPTS)
     assert worst_error(name, logits) > TOLERANCE, what
@@ -146,7 +146,7 @@ def test_the_comparison_sees_a_model_that_is_read_wrongly(name: str, what: str, 
         ("llama_tied", "model.embed_tokens.weight"),
     ],
 )
-def test_the_comparison_sees_one_tensor_that_is_off_by_a_hundredth(name: str, tensor: str, tmp_path: Path):
+def test_comparison_detects_one_tensor_off_by_one_percent(name: str, tensor: str, tmp_path: Path):
     folder = tmp_path / name
     shutil.copytree(checkpoint_folder(name), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -156,7 +156,7 @@ def test_the_comparison_sees_one_tensor_that_is_off_by_a_hundredth(name: str, te
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mistral_no_window"])
-def test_the_last_logits_depend_on_the_first_token(name: str):
+def test_last_logits_depend_on_first_token(name: str):
     """Else the comparisons above would not see a lost context."""
     reference, prompt = reference_model(name), PROMPTS[-1]
     other = [prompt[0] ^ 1, *prompt[1:]]
@@ -164,7 +164,7 @@ def test_the_last_logits_depend_on_the_first_token(name: str):
     assert relative_error(first, second) > 100 * TOLERANCE
 
 
-def test_a_window_hides_what_lies_outside_of_it():
+def test_window_hides_earlier_tokens():
     """Three layers of 13 tokens look back 36: the token before makes no difference, the one after does."""
     model = load_model(checkpoint_folder("mistral"))
     prompt = PROMPTS[-1]
@@ -175,7 +175,7 @@ def test_a_window_hides_what_lies_outside_of_it():
     assert relative_error(prompt_logits(model, [inside])[0][-1], last) > 0
 
 
-def test_a_bfloat16_checkpoint_in_float32_is_its_exact_upcast(tmp_path: Path):
+def test_bfloat16_checkpoint_is_upcast_exactly(tmp_path: Path):
     folder = write_checkpoint(tmp_path, CheckpointSpec(LlamaConfig), seed=3)
     reference = open_reference(folder).to(torch.bfloat16)
     reference.save_pretrained(folder)

@@ -57,7 +57,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("with_experts", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_the_buffers_of_each_family_are_those_of_transformers(with_experts: bool):
+def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     found, seen = set(), set()
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, META)
     for architecture, config in configs(with_experts=with_experts):
@@ -77,7 +77,7 @@ def test_the_buffers_of_each_family_are_those_of_transformers(with_experts: bool
     assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
 
 
-def test_a_stage_knows_the_buffers_of_layers_of_a_kind_that_it_has_not():
+def test_stage_knows_buffers_of_other_stages():
     folder = expert_folder("glm4_moe")
     (whole, _), first = load(folder), Stage(0, 1, is_first=True, is_last=False)
     names = {f"model.layers.{number}.mlp.gate.e_score_correction_bias" for number in (1, 2, 3)}
@@ -86,7 +86,7 @@ def test_a_stage_knows_the_buffers_of_layers_of_a_kind_that_it_has_not():
 
 
 @pytest.mark.parametrize("was_on_host", [False, True])
-def test_where_the_weights_are_dropped_buffers_stay(was_on_host: bool):
+def test_buffers_stay_when_weights_are_dropped(was_on_host: bool):
     model, kernels = load(expert_folder("minimax_m2"))[0], ReferenceKernels()
     buffers, before = model.weights.buffer_parameters, {name: each.clone() for name, each in model.named_parameters()}
     assert buffers == {f"model.layers.{number}.mlp.gate.choice_bias" for number in range(4)}
@@ -101,7 +101,7 @@ def test_where_the_weights_are_dropped_buffers_stay(was_on_host: bool):
     assert all(before[name].count_nonzero() for name in buffers), "negative control"
 
 
-def test_buffers_that_stayed_through_a_sleep_in_inference_mode_can_be_written_later():
+def test_kept_buffers_are_writable_after_inference_mode_sleep():
     """They came back as inference tensors, and the next update that had one broke off halfway."""
     model = load(expert_folder("minimax_m2"))[0]
     memory = WeightMemory(model, ReferenceKernels())
@@ -120,7 +120,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "apertus"])
-def test_what_trainers_hand_over_is_a_whole_update(name: str):
+def test_parameters_without_buffers_are_a_complete_update(name: str):
     is_sparse = name == "glm4_moe"
     trained = expert_reference(name) if is_sparse else family_reference(name)
     folder = expert_folder(name) if is_sparse else family_folder(name)
@@ -179,7 +179,7 @@ class Rank:
         return self._updates.uncompared, None if event is None else event.version
 
 
-def test_ranks_with_other_buffers_are_told_apart_however_they_went_on():
+def test_ranks_with_different_buffers_are_detected():
     def are_equal(*, sleeps: bool, keeps: bool = True, **last: float) -> bool:
         first, other = Rank(), Rank()
         for rank, value in ((first, 1.0), (other, 2.0)):
@@ -197,7 +197,7 @@ def test_ranks_with_other_buffers_are_told_apart_however_they_went_on():
     assert are_equal(sleeps=True, keeps=False, a=3.0), "negative control: forgotten"
 
 
-def test_a_change_of_a_buffer_that_one_rank_refused_outlasts_a_sleep():
+def test_rejected_buffer_change_is_remembered_through_sleep():
     first, other = Rank(), Rank()
     other.update.rejected_calls.append(1)
     for rank in (first, other):

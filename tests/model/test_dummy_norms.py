@@ -49,7 +49,7 @@ def configs_of_all_families() -> Iterator[tuple[str, dict[str, Any]]]:
         yield architecture, {**SIZES, **ENCODERS[architecture].required, "architectures": [architecture]}
 
 
-def test_every_weight_of_a_norm_counts_as_one_in_all_families():
+def test_dummy_norm_weights_are_recognised_in_all_families():
     for architecture, config in configs_of_all_families():
         norms, others = norms_of(config)
         for name, shape in norms.items():

@@ -42,7 +42,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 
 
 @quick("qwen3_moe", later=("glm4v_moe",))
-def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
+def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     model = load_model(expert_folder(name))
     whole = prompt_logits(model, PROMPTS)
     assert worst_error(name, whole) < TOLERANCE
@@ -63,7 +63,7 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
 
 
 @quick(later=SECOND)
-def test_shards_and_placements_are_transformers_and_stages_bit_for_bit_one_rank(name: str):
+def test_shards_equal_transformers_and_stages_equal_one_rank(name: str):
     folder = expert_folder(name)
     layouts = {
         "columns": None,
@@ -113,7 +113,7 @@ def each_exact() -> list[Any]:
 
 @pytest.mark.guarantee("invariant_experts: the same bits on any ranks", is_control_inside=True)
 @pytest.mark.parametrize(("name", "dtype"), each_exact())
-def test_exact_experts_are_the_same_bits_on_one_two_and_four_ranks(name: str, dtype: torch.dtype):
+def test_exact_experts_have_equal_bits_on_any_ranks(name: str, dtype: torch.dtype):
     sparse = partial(sparse_outputs, name, dtype=dtype)
     one = sparse(((0,) * 8,), 1, is_exact=True)
     assert all(map(torch.equal, one, sparse(((0,) * 8,), 1, is_exact=False)))
@@ -130,7 +130,7 @@ def few(**changes: Any) -> ExpertsConfig:
     return ExpertsConfig(num_experts=6, num_chosen=2, intermediate_size=1, **changes)
 
 
-def test_equal_scores_are_taken_by_number_and_weights_follow_the_experts():
+def test_equal_scores_select_lower_expert_index():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 2.0, -1.0], [3.0] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
     for score in ("softmax", "softmax_chosen", "sigmoid"):
         ids, weights = select_experts(logits, None, few(score=score))
@@ -144,7 +144,7 @@ def test_equal_scores_are_taken_by_number_and_weights_follow_the_experts():
     assert select_experts(logits, None, in_groups)[0].tolist() == [[2, 3], [0, 1], [4, 5]]
 
 
-def test_a_score_that_is_no_number_makes_its_own_row_none():
+def test_nan_score_makes_only_its_row_nan():
     logits = torch.randn((5, 6), generator=torch.Generator().manual_seed(3))
     for score in ("softmax", "softmax_chosen", "sigmoid"):
         for renormalises in (True, False):
@@ -160,7 +160,7 @@ def test_a_score_that_is_no_number_makes_its_own_row_none():
             assert torch.equal(weights[others], clean[1][others])
 
 
-def test_what_is_chosen_for_a_row_does_not_depend_on_the_rows_beside_it():
+def test_selected_experts_do_not_depend_on_other_rows():
     generator = torch.Generator().manual_seed(9)
     for num_experts in (6, 8, 61, 128):
         logits, bias = torch.randn((300, num_experts), generator=generator), torch.randn(num_experts)
@@ -175,7 +175,7 @@ def test_what_is_chosen_for_a_row_does_not_depend_on_the_rows_beside_it():
                     assert torch.equal(some[1], weights[rows]), (score, num_experts, size, start)
 
 
-def test_experts_that_nobody_and_that_all_meet(tmp_path: Path):
+def test_experts_without_tokens_and_with_all_tokens(tmp_path: Path):
     def crowd(tensors: dict[str, Tensor]) -> None:
         for tensor_name, tensor in tensors.items():
             if tensor_name.endswith("router.bias"):
@@ -186,7 +186,7 @@ def test_experts_that_nobody_and_that_all_meet(tmp_path: Path):
     assert max(map(relative_error, prompt_logits(load_model(folder), PROMPTS), theirs)) < TOLERANCE
 
 
-def test_a_planted_tie_goes_to_the_lower_number(tmp_path: Path):
+def test_planted_tie_selects_lower_expert_index(tmp_path: Path):
     """Two rows of a router are the same, so the scores of their experts are; a token has one. Either gives NaN in turn:
     rows meet the first alone.
     """
@@ -208,7 +208,7 @@ def test_a_planted_tie_goes_to_the_lower_number(tmp_path: Path):
 
 @pytest.mark.stress
 @pytest.mark.parametrize("name", CASES)
-def test_a_tie_goes_to_the_lower_number_and_the_other_meets_nobody_in_every_family(name: str, tmp_path: Path):
+def test_tie_selects_lower_expert_in_every_family(name: str, tmp_path: Path):
     """Experts 2 and 3 are twins, to the router too, and a token has one: whichever it is, the logits are the same."""
 
     def plant(tensors: dict[str, Tensor]) -> None:
@@ -253,7 +253,7 @@ def outputs_of(llm: LLM, rows: list[list[int]]) -> list[Any]:
 @pytest.mark.stress
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_is_the_same_bits_in_chunks_warm_and_recomputed(name: str, dtype: str):
+def test_row_has_equal_bits_chunked_cached_and_recomputed(name: str, dtype: str):
     model = load_model(expert_folder(name), dtype=dtype)
     whole = prompt_logits(model, PROMPTS)
     for chunk in (1, 7, 16):
@@ -278,7 +278,7 @@ def each_type() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), each_type())
-def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
+def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
     with LLM(expert_folder(name), enable_prefix_caching=False, **given) as llm:
         cold = [outputs_of(llm, [row])[0] for row in ROWS]
@@ -308,7 +308,7 @@ def test_tokens_are_counted_by_layer_and_expert():
     assert loads == {layer: counts.tolist() for layer, counts in chosen.items()}
 
 
-def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as_they_were(tmp_path: Path):
+def test_nan_scores_make_an_error_row_only(tmp_path: Path):
     given = {"num_blocks": 300, "max_model_len": 64}
     with LLM(expert_folder("qwen2_moe"), **given) as llm:
         clean = outputs_of(llm, ROWS)

@@ -46,7 +46,7 @@ from spmd_worker.ranks.topology import Stage
 
 
 @quick("gpt_oss", later=SECOND)
-def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
+def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
     folder = expert_folder(name)
     model = new_model(folder)
@@ -89,7 +89,7 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
         *(pytest.param(each, marks=pytest.mark.stress) for each in ("mixtral", "glm4_moe", "granite_moe")),
     ],
 )
-def test_a_folder_with_experts_as_transformers_has_them_in_memory_is_read(name: str, tmp_path: Path):
+def test_stacked_experts_of_transformers_are_read_from_files(name: str, tmp_path: Path):
     """`save_pretrained` with `save_original_format=False`; on two ranks too, each its own experts."""
     expert_reference(name).save_pretrained(tmp_path, save_original_format=False)
     stored = load_file(tmp_path / "model.safetensors")
@@ -109,7 +109,7 @@ def test_a_folder_with_experts_as_transformers_has_them_in_memory_is_read(name: 
         new_model(tmp_path)
 
 
-def test_stacks_that_are_turned_in_files_and_in_memory_are_known_by_their_shape(tmp_path: Path):
+def test_transposed_stacks_are_recognised_by_their_shape(tmp_path: Path):
     """As the hub has Qwen3-VL's with experts; transformers writes them as it has them in memory, and reads both."""
     folder = expert_folder("qwen3_vl_moe")
 
@@ -130,14 +130,14 @@ def test_stacks_that_are_turned_in_files_and_in_memory_are_known_by_their_shape(
     assert all(map(torch.equal, found.parameters(), model.parameters()))
 
 
-def test_a_stage_knows_the_tensors_of_layers_of_a_kind_that_it_has_not():
+def test_stage_knows_tensors_of_other_layer_kinds():
     folder = expert_folder("glm4_moe")
     whole = new_model(folder).weights.shapes
     for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 4, is_first=False, is_last=True)):
         assert new_model(folder, stage=stage).weights.shapes == whole
 
 
-def test_a_rank_reads_its_own_experts_alone():
+def test_rank_reads_only_its_own_experts():
     folder = expert_folder("qwen3_moe")
     _, whole = load(folder)
     reports = on_ranks(2, lambda group: load(folder, group, layout=ExpertLayout(LINEAR))[1])
@@ -147,7 +147,7 @@ def test_a_rank_reads_its_own_experts_alone():
         assert report.num_bytes_read <= whole.num_bytes_read - experts // 2
 
 
-def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
+def test_missing_and_extra_experts_are_rejected_by_name(tmp_path: Path):
     lost, found = "model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.experts.8.up_proj.weight"
     folder = changed("qwen3_moe", tmp_path / "lost", lambda tensors: tensors.pop(lost))
     with pytest.raises(CheckpointError, match=rf"1 missing from the checkpoint:\n  {lost}"):
@@ -204,7 +204,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("family", "keys", "message"), BAD, ids=[f"{each[0]} {list(each[1])}" for each in BAD])
-def test_what_is_wrong_with_experts_is_one_sentence(family: str, keys: dict[str, Any], message: str, tmp_path: Path):
+def test_invalid_expert_keys_are_rejected_by_key(family: str, keys: dict[str, Any], message: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "architectures": [f"{family}ForCausalLM"], **keys}))
     with pytest.raises(SpmdError, match=r"config\.json") as caught:
         read_model_files(tmp_path)
@@ -219,7 +219,7 @@ def minimal_file(architecture: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", EXPERT_FAMILIES)
-def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str):
+def test_defaults_of_omitted_keys_equal_transformers(architecture: str):
     config = minimal_file(architecture)
     whole, ours = AutoConfig.for_model(**config), model_config_of(config, Path("config.json"))
     theirs = whole.get_text_config()
@@ -321,7 +321,7 @@ SAME_FUNCTION = {
     "architecture",
     [pytest.param(each, marks=NOTICED.get(each, pytest.mark.matrix)) for each in EXPERT_FAMILIES],
 )
-def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: str, monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name in CASES if read_model_files(expert_folder(name)).model_config.architecture == architecture]
     assert cases
     required = tuple(FAMILIES[architecture].required)
@@ -339,7 +339,7 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
     [("qwen2_moe_window", each) for each in ("never", "late_layers", "in_use")]
     + [("qwen3_moe_sparse_step", each) for each in ("never", "late_layers", "even_layers")],
 )
-def test_windows_of_other_layers_are_noticed_in_logits(name: str, rule: str, monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_windows_of_other_layers(name: str, rule: str, monkeypatch: pytest.MonkeyPatch):
     """What one of Qwen's families does with the same keys is not what another does."""
     assert not is_case_noticed(name)
     architecture = read_model_files(expert_folder(name)).model_config.architecture
@@ -348,7 +348,7 @@ def test_windows_of_other_layers_are_noticed_in_logits(name: str, rule: str, mon
     assert is_case_noticed(name)
 
 
-def test_what_transformers_has_in_memory_of_a_backbone_alone_is_taken_without_its_prefix():
+def test_stacked_experts_of_a_backbone_need_no_prefix():
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     keys = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
     config = {

@@ -97,7 +97,7 @@ def new_model(
 
 @pytest.mark.guarantee("Models compute what transformers computes")
 @quick(*(name for name in ALL_CASES if name not in CAME_LAST), slow=VARIANTS)
-def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
+def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     model = load_model(family_folder(name))
     assert worst_error(name, prompt_logits(model, PROMPTS)) < TOLERANCE
     assert worst_error(name, prompt_logits(model, PROMPTS, 7)) < TOLERANCE
@@ -107,7 +107,7 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     assert relative_error(prompt_logits(load_model(thinned_folder(name)), [prompt])[0], expected(name)[-1]) < TOLERANCE
 
 
-def test_new_weights_are_taken_without_the_prefix_that_files_may_lack():
+def test_new_weights_are_loaded_without_optional_prefix():
     folder = family_folder("gpt2")
     tensors = {
         name.removeprefix("transformer."): each for name, each in load_file(folder / "model.safetensors").items()
@@ -128,7 +128,7 @@ def test_some_thin_files_have_older_keys():
 
 
 @quick("gemma3", "gpt2", "olmo2", "phi3", slow=SIMILAR)
-def test_logits_of_shards_are_transformers_and_of_stages_bit_for_bit_one_ranks(name: str):
+def test_shard_logits_equal_transformers_and_stages_one_rank(name: str):
     folder = family_folder(name)
 
     def run(group: GroupHandle) -> list[Tensor]:
@@ -143,7 +143,7 @@ def test_logits_of_shards_are_transformers_and_of_stages_bit_for_bit_one_ranks(n
     assert all(map(torch.equal, staged, whole))
 
 
-def test_the_comparison_sees_a_flat_norm_over_one_ranks_heads_alone(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_flat_norm_of_one_rank(monkeypatch: pytest.MonkeyPatch):
     """Negative control: each rank repeats its own heads instead of asking for the others'."""
     monkeypatch.setattr(Attention, "_all_ranks", lambda self, part, num_copies: torch.cat((part, part), dim=1))
     folder = family_folder("olmo2")
@@ -157,7 +157,7 @@ def test_the_comparison_sees_a_flat_norm_over_one_ranks_heads_alone(monkeypatch:
 
 
 @quick("gemma3_images", "gpt2", "phi3", slow=SIMILAR)
-def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
+def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """Fused and transposed tensors as they are in the file; on two ranks together all of each."""
     folder = family_folder(name)
     with Checkpoint.open(folder) as checkpoint:
@@ -185,7 +185,7 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
     assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
 
 
-def test_a_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
     """It was packed again for each head's queries, keys and values."""
     folder, calls = family_folder("gpt_neox"), []
     model, name = new_model(folder), "gpt_neox.layers.1.attention.query_key_value.weight"
@@ -210,7 +210,7 @@ def test_a_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
         if each not in ("qwen3_vl", "idefics3", "smolvlm", *AS_IN_MEMORY)
     ],
 )
-def test_names_that_newer_transformers_gives_are_taken_in_files_and_in_memory(name: str, tmp_path: Path):
+def test_names_of_newer_transformers_are_read_and_loaded(name: str, tmp_path: Path):
     folder, model = family_folder(name), new_model(family_folder(name))
     aliases = model.model_config.names.aliases
     shutil.copytree(folder, tmp_path / "newer")
@@ -294,7 +294,7 @@ def each_type() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), each_type())
-def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
+def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
     with LLM(family_folder(name), enable_prefix_caching=False, **given) as llm:
         cold = [outputs(llm, [row])[0] for row in ROWS]
@@ -313,7 +313,7 @@ def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
 @pytest.mark.stress
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL_CASES)
-def test_chunks_of_any_size_give_the_bits_of_whole_prompts(name: str, dtype: str):
+def test_chunks_give_equal_bits_to_full_prompts(name: str, dtype: str):
     model = load_model(family_folder(name), dtype=dtype)
     whole = prompt_logits(model, PROMPTS)
     for chunk in (1, 7, 16):
@@ -397,7 +397,7 @@ def row_of(config: ModelConfig) -> Family:
     "architecture",
     [pytest.param(each, marks=pytest.mark.stress if each in NESTED_FAMILIES else []) for each in DENSE_FAMILIES],
 )
-def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str, tmp_path: Path):
+def test_defaults_of_omitted_keys_equal_transformers(architecture: str, tmp_path: Path):
     for config in minimal_files(architecture):
         # A copy, because the class of EXAONE 4.5 gives the text another model_type.
         whole = AutoConfig.for_model(**deepcopy(config))
@@ -484,9 +484,7 @@ def files_of_names(folder: Path, config: dict[str, Any], *heads: str) -> Path:
 
 @pytest.mark.parametrize("of_text", [True, False, None])
 @pytest.mark.parametrize("of_whole", [True, False, None])
-def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(
-    of_whole: bool | None, of_text: bool | None, tmp_path: Path
-):
+def test_text_part_ties_its_head_as_transformers(of_whole: bool | None, of_text: bool | None, tmp_path: Path):
     for architecture in TEXT_PARTS:
         config = text_part_config(architecture, of_whole, of_text)
         theirs = is_tied_to_transformers(config)
@@ -497,7 +495,7 @@ def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(
 
 
 @pytest.mark.parametrize("of_text", [True, False, None])
-def test_a_head_in_the_files_goes_before_a_tie_that_no_file_speaks_of(of_text: bool | None, tmp_path: Path):
+def test_stored_head_overrides_default_tie(of_text: bool | None, tmp_path: Path):
     ties_by_default = []
     for architecture in TEXT_PARTS:
         family = FAMILIES[architecture]
@@ -533,7 +531,7 @@ def test_both_parts_of_paddleocr_tie_by_default(tmp_path: Path):
     "name",
     [pytest.param(each, marks=() if each == "janus" else pytest.mark.matrix) for each in TIED_BY_DEFAULT.values()],
 )
-def test_a_head_that_the_whole_does_not_speak_of_is_the_embedding_unless_the_files_have_one(name: str, tmp_path: Path):
+def test_head_is_tied_by_default_without_stored_head(name: str, tmp_path: Path):
     folder = tmp_path / name
     shutil.copytree(family_folder(name), folder)
     whole = json.loads((folder / "config.json").read_text())
@@ -565,7 +563,7 @@ def test_a_head_that_the_whole_does_not_speak_of_is_the_embedding_unless_the_fil
                 assert relative_error(with_embedding, right) > 10 * TOLERANCE
 
 
-def test_without_files_the_text_says_whether_it_ties_else_the_row_does(tmp_path: Path):
+def test_tie_follows_text_config_without_files(tmp_path: Path):
     """As of a plan. The hub's InternVL and Mistral 3 have a head of their own."""
     for architecture in TIED_BY_DEFAULT:
         for of_text in (None, False, True):
@@ -676,7 +674,7 @@ def is_case_noticed(name: str) -> bool:
         if each not in FIRST_FAMILIES
     ],
 )
-def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     """By logits, or in what a file says that leaves it out. A key of ours where transformers has another is none."""
     cases = [
         name for name in ALL_CASES if read_model_files(family_folder(name)).model_config.architecture == architecture
@@ -692,17 +690,15 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, mon
 
 
 @pytest.mark.parametrize(("architecture", "name"), [("OlmoForCausalLM", "olmo"), ("OPTForCausalLM", "opt")])
-def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
-    architecture: str, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_comparison_detects_changed_constant_epsilon(architecture: str, name: str, monkeypatch: pytest.MonkeyPatch):
     row = FAMILIES[architecture]
     monkeypatch.setitem(FAMILIES, architecture, replace(row, norms=replace(row.norms, eps=1e-6)))
     assert is_case_noticed(name)
 
 
 @pytest.mark.stress
-def test_what_transformers_wraps_around_a_text_of_the_table_runs_or_is_refused_by_name():
-    refused = {name for names in UNSUPPORTED.values() for name in names}
+def test_wrappers_of_table_texts_run_or_are_rejected():
+    refused = {name for names in REFUSED.values() for name in names}
     texts = {*MODEL_TYPES.values(), "glm4v_text", "qwen3_vl_text", "mllama_text_model"}
     wrapped = {}
     for model_type, architecture in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():
@@ -714,7 +710,7 @@ def test_what_transformers_wraps_around_a_text_of_the_table_runs_or_is_refused_b
 
 
 @pytest.mark.stress
-def test_a_layer_beyond_the_last_is_passed_by_where_files_may_have_one(tmp_path: Path):
+def test_layer_beyond_the_last_is_skipped_if_allowed(tmp_path: Path):
     for name in ("glm_ocr", "glm4v"):
         shutil.copytree(family_folder(name), tmp_path / name)
         tensors = load_file(tmp_path / name / "model.safetensors")
@@ -727,7 +723,7 @@ def test_a_layer_beyond_the_last_is_passed_by_where_files_may_have_one(tmp_path:
 
 
 @pytest.mark.matrix
-def test_text_passes_by_the_layers_that_look_at_images(tmp_path: Path):
+def test_text_skips_image_layers(tmp_path: Path):
     """As transformers without an image: what is in those layers makes no difference, and their numbers are counted."""
     folder = family_folder("mllama")
     config = read_model_files(folder).model_config
@@ -754,7 +750,7 @@ def test_text_passes_by_the_layers_that_look_at_images(tmp_path: Path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("listed", "missing"), [((0, 3, 4), ""), ((1, 3), "layers.0.self_attn"), ((0,), "layers.3.")])
-def test_a_wrong_list_of_layers_that_look_at_images_is_noticed(listed: tuple[int, ...], missing: str, tmp_path: Path):
+def test_comparison_detects_wrong_list_of_image_layers(listed: tuple[int, ...], missing: str, tmp_path: Path):
     """Negative control: a layer of text that is taken for one of images, and one the other way round."""
     shutil.copytree(family_folder("mllama"), tmp_path / "other")
     path = tmp_path / "other" / "config.json"
@@ -777,7 +773,7 @@ def test_a_wrong_list_of_layers_that_look_at_images_is_noticed(listed: tuple[int
         (list(range(9)), "leaves none of num_hidden_layers=8 for text"),
     ],
 )
-def test_what_is_wrong_with_layers_that_look_at_images_is_one_sentence(layers: Any, message: str):
+def test_invalid_image_layers_are_rejected_by_key(layers: Any, message: str):
     text = {**SIZES, "num_key_value_heads": 8, "cross_attention_layers": layers}
     config = {"architectures": ["MllamaForConditionalGeneration"], "text_config": text}
     with pytest.raises(ModelConfigError) as caught:
@@ -789,7 +785,7 @@ def test_what_is_wrong_with_layers_that_look_at_images_is_one_sentence(layers: A
 
 
 @pytest.mark.stress
-def test_a_token_of_an_image_is_an_error_row_where_it_has_a_row_of_the_table():
+def test_image_token_makes_an_error_row():
     with LLM(family_folder("mllama"), num_blocks=60) as llm:
         fine, image = llm.generate([[5, 6, 7], [5, 96, 7]], GREEDY, use_tqdm=False, on_error="row")
     assert fine.error is None
@@ -798,7 +794,7 @@ def test_a_token_of_an_image_is_an_error_row_where_it_has_a_row_of_the_table():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["opt_350m", "stablelm_12b", "mllama"])
-def test_a_stage_knows_the_tensors_of_the_other_one(name: str):
+def test_stage_knows_tensors_of_other_stage(name: str):
     folder = family_folder(name)
     whole = new_model(folder).weights.shapes
     for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 2, is_first=False, is_last=True)):
@@ -807,7 +803,7 @@ def test_a_stage_knows_the_tensors_of_the_other_one(name: str):
 
 @pytest.mark.stress
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
-def test_a_classifier_of_projected_embeddings_scores_as_transformers_does(pooling_type: str, tmp_path: Path):
+def test_classifier_of_projected_embeddings_equals_transformers(pooling_type: str, tmp_path: Path):
     """Its scores and its vectors are as wide as an embedding, not as a layer."""
     config = AutoConfig.from_pretrained(family_folder("opt_350m"), num_labels=3)
     model = OPTForSequenceClassification(config).float().eval()

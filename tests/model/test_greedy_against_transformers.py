@@ -112,7 +112,7 @@ OTHERS = [*WINDOWED_OR_STATEFUL, "yarn", "llama_tied", "llama_biased", "llama_ni
         ),
     ],
 )
-def test_greedy_tokens_of_other_families_and_scalings_are_transformers(name: str, schedule: str):
+def test_greedy_tokens_of_other_families_equal_transformers(name: str, schedule: str):
     # 122 tokens are the longest row, 19 blocks of 8 hold one and a bit.
     settings = SCHEDULES[schedule] | ({} if schedule == "whole" else {"num_blocks": 19})
     with LLM(checkpoint_folder(name), max_model_len=128, **settings) as llm:
@@ -133,7 +133,7 @@ def test_rows_end_where_transformers_ends_them():
     assert [output.outputs[0].finish_reason for output in outputs] == reasons == ["stop"] * 2 + ["length"] * 4
 
 
-def test_the_comparison_sees_a_preempted_row_that_is_computed_from_a_wrong_place(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_wrongly_resumed_row(monkeypatch: pytest.MonkeyPatch):
     """Negative control: positions that start at 0 for every chunk are right until a prompt is cut."""
     positions = runner_batch._positions
     monkeypatch.setattr(
@@ -143,7 +143,7 @@ def test_the_comparison_sees_a_preempted_row_that_is_computed_from_a_wrong_place
         assert generate(llm, PROMPTS) != expected("llama3")
 
 
-def test_the_comparison_sees_two_rows_that_share_a_block(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_rows_that_share_a_block(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a cache whose block 0 stands for block 1 too."""
     tables = runner_batch._block_tables
     monkeypatch.setattr(runner_batch, "_block_tables", lambda given: tables([[b - (b == 1) for b in t] for t in given]))

@@ -53,7 +53,7 @@ def shown(model: DecoderForCausalLM) -> dict[str, tuple[Tensor, HeldSlice]]:
 
 
 @pytest.mark.parametrize(("folder_of", "name", "size"), CASES, ids=[f"{name} {size}" for _, name, size in CASES])
-def test_parameter_says_which_part_of_its_tensor_it_is(folder_of, name: str, size: int):
+def test_parameter_has_its_checkpoint_slice(folder_of, name: str, size: int):
     folder = folder_of(name)
     stored: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):

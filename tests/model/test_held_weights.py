@@ -107,7 +107,7 @@ def group_of(size: int, rank: int) -> GroupHandle:
 @each_kernels
 @each_dtype
 @each_config
-def test_every_rank_shows_what_it_was_filled_with(kernels: Kernels, dtype: torch.dtype, model_config: ModelConfig):
+def test_view_shows_filled_values_on_every_rank(kernels: Kernels, dtype: torch.dtype, model_config: ModelConfig):
     for size in (1, 2, 4):
         if model_config.num_heads % size == 0:
             for rank in range(size):
@@ -123,9 +123,7 @@ def test_every_rank_shows_what_it_was_filled_with(kernels: Kernels, dtype: torch
 @each_kernels
 @each_dtype
 @each_config
-def test_new_weights_by_name_are_those_of_a_model_that_loads_them(
-    kernels: Kernels, dtype: torch.dtype, model_config: ModelConfig
-):
+def test_new_weights_equal_a_freshly_loaded_model(kernels: Kernels, dtype: torch.dtype, model_config: ModelConfig):
     tensors = whole_tensors(model_config, torch.float32, seed=1)
     for size, rank in ((1, 0), (2, 1), (4, 3)):
         if model_config.num_heads % size == 0:
@@ -138,7 +136,7 @@ def test_new_weights_by_name_are_those_of_a_model_that_loads_them(
 
 
 @each_config
-def test_what_is_changed_through_the_view_is_what_is_loaded(model_config: ModelConfig):
+def test_changes_through_view_equal_loaded_weights(model_config: ModelConfig):
     """On the second of two ranks: rows of the embedding, columns of the output projection, key-value heads."""
     model, expected = (new_model(model_config, group=group_of(2, 1))[0] for _ in range(2))
     with model.as_checkpoint() as view:
@@ -154,7 +152,7 @@ def test_what_is_changed_through_the_view_is_what_is_loaded(model_config: ModelC
 @needs_products
 @each_dtype
 @pytest.mark.parametrize("name", SHAPES)
-def test_joined_layers_compute_with_the_new_weights(dtype: torch.dtype, name: str):
+def test_joined_layers_use_new_weights(dtype: torch.dtype, name: str):
     model, fresh = new_model(SHAPES[name], dtype=dtype)[0], new_model(SHAPES[name], dtype=dtype, seed=1)[0]
     assert not are_equal(prompt_logits(model, PROMPTS), prompt_logits(fresh, PROMPTS))
     model.load_weights(whole_tensors(SHAPES[name], torch.float32, 1).items())
@@ -165,9 +163,7 @@ def test_joined_layers_compute_with_the_new_weights(dtype: torch.dtype, name: st
 
 
 @each_kernels
-def test_a_tied_head_follows_its_embedding_and_the_test_sees_one_that_does_not(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-):
+def test_tied_head_follows_its_embedding(kernels: Kernels, monkeypatch: pytest.MonkeyPatch):
     def change(model: DecoderForCausalLM) -> Tensor:
         before = model.compute_logits(torch.ones(1, 64))
         with model.as_checkpoint() as view:
@@ -183,7 +179,7 @@ def test_a_tied_head_follows_its_embedding_and_the_test_sees_one_that_does_not(
         assert change(new_model(CONFIGS["no panels"], kernels)[0]) == 0, "negative control"
 
 
-def test_a_stage_of_a_pipeline_shows_and_takes_its_own_weights():
+def test_pipeline_stage_views_and_loads_its_weights():
     """The head of a tied model is a copy of the embedding in another stage, under the embedding's name."""
     tied = SHAPES["wide heads"]
     first = new_model(tied, stage=Stage(0, 1, is_first=True, is_last=False))[0]
@@ -219,7 +215,7 @@ class NewBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("kernels", [KERNELS["reference"], KERNELS["panels"]], ids=["reference", "panels"])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-def test_a_new_weight_takes_memory_for_one_slice_of_it_or_none(kernels: Kernels, given: torch.dtype):
+def test_loading_allocates_at_most_one_slice(kernels: Kernels, given: torch.dtype):
     """One where it is converted; beside it, a few numbers for each row that is packed."""
     model = new_model(SHAPES["wide heads"], kernels, torch.bfloat16, group_of(2, 0))[0]
     for name, tensor in whole_tensors(SHAPES["wide heads"], given, seed=1).items():
@@ -256,7 +252,7 @@ class Sharded(Tensor):
         ("lm_head.weight", torch.full((96, 64), 1e39, dtype=torch.float64), "not finite in torch.float32"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused_before_a_byte_is_written(name: str, tensor: Tensor, words: str):
+def test_misfit_tensor_is_rejected_before_any_write(name: str, tensor: Tensor, words: str):
     """Not finite in the other rank's rows, too: both refuse."""
     for rank in range(2):
         model, unchanged = (new_model(PLAIN, group=group_of(2, rank))[0] for _ in range(2))
@@ -274,7 +270,7 @@ def test_a_tensor_that_does_not_fit_is_refused_before_a_byte_is_written(name: st
         assert list(model.weights.update.digests) == [good[0]]
 
 
-def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
+def test_only_accessed_parameters_are_unpacked(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[int, ...]] = []
     kernels = CpuKernels(LIBRARY)
     unpack = kernels.unpack
@@ -315,7 +311,7 @@ def _fill_and_fail(view: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_set_parameter, _set_data, _load_state_dict, _load_weights, _fill_and_fail])
-def test_every_way_of_changing_a_parameter_counts(change: Callable[[Any], None]):
+def test_every_way_to_change_a_parameter_is_written(change: Callable[[Any], None]):
     model, expected = new_model(PLAIN)[0], new_model(PLAIN)[0]
     expected.load_weights([("model.layers.2.mlp.down_proj.weight", torch.full((64, 128), 0.5))])
     try:
@@ -347,7 +343,7 @@ def _one_more(view: Any) -> None:
         (_one_more, "^bias: weights of the checkpoint can be changed, not added or removed"),
     ],
 )
-def test_weights_keep_their_shapes_and_their_names(change: Callable[[Any], None], words: str):
+def test_view_keeps_shapes_and_names(change: Callable[[Any], None], words: str):
     model, unchanged = new_model(PLAIN)[0], new_model(PLAIN)[0]
 
     def run() -> None:

@@ -29,7 +29,7 @@ def quantised(name: str) -> DecoderForCausalLM:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(name: str):
+def test_row_has_equal_bits_alone_batched_and_chunked(name: str):
     model = quantised(name)
     assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.int8
     whole = prompt_logits(model, PROMPTS)
@@ -48,7 +48,7 @@ def test_logits_are_near_transformers_and_not_the_same():
     assert 1e-3 < max(errors) < MOST_ERROR
 
 
-def test_without_the_compiled_kernels_products_have_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+def test_gemms_without_compiled_kernels_have_equal_bits(monkeypatch: pytest.MonkeyPatch):
     """Of plain torch, in one layer's place: what is beside products may differ in the last bit."""
     assert isinstance(int8.int8_kernels(torch.float32)[0], Int8CpuKernels)
     attention = quantised("llama_biased").model.layers[0].self_attn
@@ -64,7 +64,7 @@ def test_without_the_compiled_kernels_products_have_the_same_bits(monkeypatch: p
 
 
 @pytest.mark.matrix
-def test_projections_of_embeddings_are_quantised_counted_and_kept_when_looked_at():
+def test_embedding_projections_are_quantised_and_kept_when_read():
     """OPT-350M's, between embeddings and layers; what `apply_model` shows is written back."""
     folder = family_folder("opt_350m")
     model = load_model(folder, quantization="int8")

@@ -39,7 +39,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
 @each_dtype
-def test_joined_layers_give_the_same_bits(
+def test_joined_layers_have_equal_bits(
     dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
 ):
     model = new_model(model_config, dtype, instruction_set=instruction_set)
@@ -50,7 +50,7 @@ def test_joined_layers_give_the_same_bits(
 @pytest.mark.parametrize("model_config", [SHAPES["biased"], SHAPES["wide heads"]], ids=["biased", "wide heads"])
 @each_library
 @each_dtype
-def test_joined_layers_of_int8_give_the_same_bits(
+def test_joined_int8_layers_have_equal_bits(
     dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
 ):
     model = new_model(model_config, dtype, instruction_set=instruction_set, has_bytes=True)
@@ -58,7 +58,7 @@ def test_joined_layers_of_int8_give_the_same_bits(
     assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
 
 
-def test_layers_that_exchange_sums_of_bytes_run_one_by_one():
+def test_int8_layers_on_ranks_are_not_joined():
     """Each of their products needs the other ranks in its midst."""
     model = new_model(PLAIN, torch.bfloat16, GroupHandle((0, 1), 0, None), has_bytes=True, instruction_set=WITHOUT_AMX)
     assert model.model.joined_layers is None
@@ -67,9 +67,7 @@ def test_layers_that_exchange_sums_of_bytes_run_one_by_one():
 @pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=[needs_products, needs_avx512]), WITHOUT_AMX])
 @pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
 @each_dtype
-def test_a_step_that_is_not_fused_gives_the_same_bits(
-    dtype: torch.dtype, model_config: ModelConfig, instruction_set: str
-):
+def test_unfused_step_has_equal_bits(dtype: torch.dtype, model_config: ModelConfig, instruction_set: str):
     """All steps, and every second step: what one has written to the cache the next reads."""
     model = new_model(model_config, dtype, instruction_set=instruction_set)
     fused = prompt_logits(model, PROMPTS, chunk=7)
@@ -79,7 +77,7 @@ def test_a_step_that_is_not_fused_gives_the_same_bits(
 
 @needs_products
 @pytest.mark.parametrize("fused", ["gated_linear", "attend_projected", "run"])
-def test_a_step_that_is_not_fused_calls_nothing_that_is(monkeypatch: pytest.MonkeyPatch, fused: str):
+def test_unfused_step_calls_no_fused_kernel(monkeypatch: pytest.MonkeyPatch, fused: str):
     model = new_model(PLAIN, torch.float32)
     layer, joined = model.model.layers[0], model.model.joined_layers
 
@@ -97,14 +95,14 @@ def test_a_step_that_is_not_fused_calls_nothing_that_is(monkeypatch: pytest.Monk
 
 @needs_products
 @pytest.mark.parametrize("tokens_a_call", [1, 300])
-def test_several_calls_go_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
+def test_consecutive_calls_continue_the_sequence(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
     monkeypatch.setattr(layers, "_TOKENS_A_CALL", tokens_a_call)
     assert are_equal(*joined_and_one_by_one(new_model(PLAIN, torch.bfloat16), PROMPTS))
 
 
 @needs_products
 @each_dtype
-def test_a_stage_in_the_middle_gives_the_same_residual_stream(dtype: torch.dtype):
+def test_middle_stage_gives_equal_residual_stream(dtype: torch.dtype):
     model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
     stack, backend = model.model, model.model.layers[0].self_attn._backend
     incoming = torch.randn(20, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -139,7 +137,7 @@ def _other_bias(stack: Any) -> None:
 
 @needs_products
 @pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
-def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
+def test_comparison_detects_wrongly_joined_layers(change: Any):
     """What was joined keeps what it was joined with, except that a bias is where it was."""
     model = new_model(SHAPES["biased"], torch.float32)
     model.model.join_layers()
@@ -161,14 +159,12 @@ def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
         ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),
     ],
 )
-def test_where_layers_cannot_be_joined_they_run_one_by_one(
-    why: str, model_config: ModelConfig, arguments: dict[str, Any]
-):
+def test_unsupported_layers_are_not_joined(why: str, model_config: ModelConfig, arguments: dict[str, Any]):
     assert new_model(model_config, torch.bfloat16, **arguments).model.joined_layers is None, why
 
 
 @needs_products
-def test_a_cache_that_does_not_fit_is_refused():
+def test_misshapen_cache_is_rejected():
     model = new_model(PLAIN, torch.float32)
     model.model.layers[0].self_attn.num_kv_heads = 1  # the cache is made for this many
     with pytest.raises(AssertionError):
@@ -235,7 +231,7 @@ def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
 
 @needs_products
 @pytest.mark.matrix
-def test_two_ranks_that_share_memory_get_the_same_bits():
+def test_ranks_with_shared_memory_have_equal_bits():
     """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
     done = compare_on_ranks("nothing")
     assert done.returncode == 0, done.output
@@ -245,7 +241,7 @@ def test_two_ranks_that_share_memory_get_the_same_bits():
 
 @needs_products
 @pytest.mark.matrix
-def test_the_comparison_on_ranks_sees_a_bias_that_is_added_twice():
+def test_comparison_detects_bias_added_by_both_ranks():
     done = compare_on_ranks("a bias on every rank")
     assert done.returncode == 0, done.output
     found = set(re.findall(r"rank \d: ([a-z ]+) torch", done.stdout))

@@ -42,7 +42,7 @@ def generate(folder: Path, environment: dict[str, str]) -> ranks.CompletedRanks:
 
 
 @pytest.mark.matrix
-def test_without_a_compiler_it_works_and_says_so_once(
+def test_runs_without_compiler_and_warns_once(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with_compiler = generate(tmp_path, {})
@@ -75,7 +75,7 @@ def test_without_a_compiler_it_works_and_says_so_once(
         ),
     ],
 )
-def test_without_a_compiler_models_are_still_transformers(environment: dict[str, str], names: tuple[str, ...]):
+def test_models_equal_transformers_without_compiler(environment: dict[str, str], names: tuple[str, ...]):
     files = [str(TESTS / name) for name in names]
     command = [
         sys.executable,

@@ -73,7 +73,7 @@ def test_logits_of_shards_are_transformers(name: str, size: int):
     assert worst_error(name, size) < 1e-4
 
 
-def test_a_rank_that_owns_no_token_id_takes_part(tmp_path: Path):
+def test_rank_without_token_ids_takes_part(tmp_path: Path):
     """50 ids fit the padded shard of the first rank, so the second has none."""
     folder = write_checkpoint(tmp_path, CheckpointSpec(LlamaConfig, {"vocab_size": 50, "tie_word_embeddings": True}))
     prompt = random_prompt(30, 0, vocab_size=50)
@@ -82,14 +82,14 @@ def test_a_rank_that_owns_no_token_id_takes_part(tmp_path: Path):
     assert relative_error(first, reference_logits(open_reference(folder), prompt)) < 1e-4
 
 
-def test_the_comparison_sees_key_value_heads_that_go_to_the_wrong_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_key_value_heads_on_wrong_ranks(monkeypatch: pytest.MonkeyPatch):
     right = linear.kv_head_range
     monkeypatch.setattr(linear, "kv_head_range", lambda heads, size, rank: right(heads, size, size - 1 - rank))
     assert worst_error("llama3", 4) > 1e-2
 
 
 @pytest.mark.control("Tensor parallelism: one rank's answers")
-def test_the_comparison_sees_a_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_bias_added_by_every_rank(monkeypatch: pytest.MonkeyPatch):
     def forward(self: linear.RowParallelLinear, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self.weight, self.bias)
 

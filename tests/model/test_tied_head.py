@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model", CheckpointSpec(LlamaConfig, {"tie_word_embeddings": True}))
 
 
-def test_a_head_that_is_the_embedding_is_no_news_and_another_is_refused(folder: Path):
+def test_equal_tied_head_is_ignored_and_another_rejected(folder: Path):
     with LLM(folder, **SETTINGS) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate([[3, 4, 5]])]
     write_with_head(folder, 0.0)
@@ -45,7 +45,7 @@ def test_a_head_that_is_the_embedding_is_no_news_and_another_is_refused(folder: 
     LLM(folder, **SETTINGS).close()
 
 
-def test_a_reload_refuses_it_and_keeps_the_weights(folder: Path, tmp_path: Path):
+def test_reload_rejects_differing_head_and_keeps_weights(folder: Path, tmp_path: Path):
     other = write_checkpoint(tmp_path / "other", CheckpointSpec(LlamaConfig, {"tie_word_embeddings": True}), seed=1)
     write_with_head(other, 1.0)
     with LLM(folder, **SETTINGS) as llm:
@@ -64,7 +64,7 @@ def generated(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("head_first", [True, False])
-def test_new_weights_whose_head_differs_are_refused_until_it_does_not(folder: Path, head_first: bool, at_once: bool):
+def test_update_is_rejected_until_its_head_matches(folder: Path, head_first: bool, at_once: bool):
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors.pop(EMBEDDING)
     other = embedding.clone()
@@ -104,7 +104,7 @@ def test_new_weights_whose_head_differs_are_refused_until_it_does_not(folder: Pa
             llm.update_weights([(HEAD, embedding.to("meta"))])
 
 
-def test_a_head_that_comes_alone_is_refused_unless_it_is_known_to_be_the_embedding(folder: Path):
+def test_head_alone_is_rejected_unless_embedding_is_known(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     head = tensors[EMBEDDING].clone()
 
@@ -140,7 +140,7 @@ def test_a_head_that_comes_alone_is_refused_unless_it_is_known_to_be_the_embeddi
         assert generated(llm) == before
 
 
-def test_an_embedding_that_follows_a_refused_head_is_taken_at_once(folder: Path):
+def test_embedding_after_rejected_head_is_accepted(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     with LLM(folder, **SETTINGS) as llm:
         before = generated(llm)
@@ -152,7 +152,7 @@ def test_an_embedding_that_follows_a_refused_head_is_taken_at_once(folder: Path)
         assert generated(llm) == before
 
 
-def test_a_head_of_an_update_that_broke_off_is_none_of_the_reload_that_makes_it_good(folder: Path):
+def test_reload_forgets_head_of_interrupted_update(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     with LLM(folder, **SETTINGS) as llm:
         before = generated(llm)
@@ -169,7 +169,7 @@ def test_a_head_of_an_update_that_broke_off_is_none_of_the_reload_that_makes_it_
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_head_is_compared_though_somebody_asked_whether_more_is_to_come(folder: Path, asks: bool):
+def test_head_is_compared_after_update_was_queried(folder: Path, asks: bool):
     """`wake_up(tags=["kv_cache"])` asks, and the head was then taken for one of an earlier try."""
     tensors = load_file(folder / "model.safetensors")
     with LLM(folder, **SETTINGS) as llm:

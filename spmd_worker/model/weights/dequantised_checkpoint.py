@@ -79,7 +79,7 @@ class DequantisedCheckpoint:
         """
         weights, problems = _find_weights(files, quantization)
         if problems:
-            more = f" (and {len(problems) - 1} similar problems)" if len(problems) > 1 else ""
+            more = f" (and {len(problems) - 1} similar)" if len(problems) > 1 else ""
             raise CheckpointError(
                 f"{files.folder}: the files do not match quantization_config.{quantization.sizes_key} of config.json, "
                 f"{quantization.words}: {problems[0]}{more}"

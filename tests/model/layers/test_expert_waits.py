@@ -24,7 +24,7 @@ def new_layer(device: str) -> SparseFeedForward:
 
 
 @torch.inference_mode()
-def test_a_sparse_layer_reads_back_once():
+def test_sparse_layer_reads_back_once():
     layer = new_layer("meta")
     with DeviceWaits() as waits:
         layer(torch.empty((5, 32), device="meta"))
@@ -32,7 +32,7 @@ def test_a_sparse_layer_reads_back_once():
 
 
 @torch.inference_mode()
-def test_the_tokens_of_each_expert_are_counted():
+def test_tokens_of_each_expert_are_counted():
     layer = new_layer("cpu")
     for index, parameter in enumerate(layer.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))

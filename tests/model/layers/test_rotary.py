@@ -79,7 +79,7 @@ ROUNDED: Final[dict[str, tuple[str, str]]] = {
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), CPU_KERNELS], ids=["reference", "cpu"])
 @pytest.mark.parametrize("architecture", ROUNDED)
-def test_turning_rounds_where_transformers_rounds(architecture: str, kernels: Kernels):
+def test_rotation_rounds_where_transformers_rounds(architecture: str, kernels: Kernels):
     name, prefix = ROUNDED[architecture]
     theirs = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     keys = {**SIZES, "head_dim": 64, "num_hidden_layers": 4}
@@ -103,7 +103,7 @@ def test_turning_rounds_where_transformers_rounds(architecture: str, kernels: Ke
         assert not torch.equal(angles.rotate(kernels, query[0].transpose(0, 1)), expected[0][0].transpose(0, 1))
 
 
-def test_calls_that_turn_as_llama_does_take_other_ropes_in_float32_alone():
+def test_fused_rotation_of_other_ropes_needs_float32():
     for way in ("each step", "angles", "result"):
         rope = RotaryEmbedding(RopeParameters(rounding=way), 64, 100, CPU)
         assert rope.is_plain(torch.float32), "nothing is rounded there"
@@ -111,7 +111,7 @@ def test_calls_that_turn_as_llama_does_take_other_ropes_in_float32_alone():
     assert not RotaryEmbedding(RopeParameters(is_interleaved=True), 64, 100, CPU).is_plain(torch.float32)
 
 
-def test_the_comparison_sees_frequencies_of_another_scaling():
+def test_comparison_detects_frequencies_of_another_scaling():
     rope, _ = read(LLAMA3)
     _, config = read({**LLAMA3, "low_freq_factor": 1.01})
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
@@ -128,7 +128,7 @@ def angles(positions: list[int], prompt_lengths: list[int], max_positions: int =
 
 
 @pytest.mark.parametrize("length", [101, 150, 1000])
-def test_a_long_prompt_takes_the_base_of_its_whole_length(length: int):
+def test_long_prompt_uses_base_of_its_full_length(length: int):
     config = LlamaConfig(
         **{**SIZES, "hidden_size": 64, "max_position_embeddings": 100, "rope_parameters": {**read_dynamic()}}
     )
@@ -142,7 +142,7 @@ def read_dynamic() -> dict[str, Any]:
     return {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 
 
-def test_dynamic_angles_depend_on_position_and_prompt_length_alone():
+def test_dynamic_angles_depend_on_position_and_prompt_length():
     """Chunks, batches and recomputation see the same angles: a token's base is that of its prompt or its own length."""
     together = angles([0, 149, 150, 500, 3], [150, 150, 150, 20, 20])
     for index, (position, length) in enumerate([(0, 150), (149, 150), (150, 150), (500, 20), (3, 20)]):
@@ -154,7 +154,7 @@ def test_dynamic_angles_depend_on_position_and_prompt_length_alone():
 
 
 @pytest.mark.parametrize("rope_type", ["default", "dynamic"])
-def test_angles_send_nothing_for_which_the_host_waits(rope_type: str):
+def test_angles_need_no_synchronous_copies(rope_type: str):
     meta = torch.device("meta")
     rotary = RotaryEmbedding(RopeParameters(rope_type=rope_type, factor=4.0), 16, 100, meta)
     positions = torch.empty(7, dtype=torch.int64, device=meta)

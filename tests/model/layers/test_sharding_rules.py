@@ -67,7 +67,7 @@ HELD_BY_ALL += (
 
 @pytest.mark.parametrize("architecture", families())
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are_held(architecture: str, size: int):
+def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
     model_config = new_shape(architecture)
     num_holders = max(size // model_config.num_kv_heads, 1)
     for name, count in times_read(model_config, size).items():
@@ -87,9 +87,7 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_a_tensor_by_key_value_heads_has_the_queries_keys_and_values_of_each_head_together(
-    size: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_fused_tensor_is_split_by_key_value_heads(size: int, monkeypatch: pytest.MonkeyPatch):
     """Each row of the file goes where a reshape to [key-value heads, queries + key + value, size] has it."""
     row = FAMILIES["GPTNeoXForCausalLM"]
     monkeypatch.setitem(FAMILIES, "GPTNeoXForCausalLM", replace(row, file_keys={}))
@@ -111,7 +109,7 @@ def test_a_tensor_by_key_value_heads_has_the_queries_keys_and_values_of_each_hea
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_every_element_of_every_parameter_is_filled_exactly_once(size: int, tied: bool):
+def test_every_parameter_element_is_filled_exactly_once(size: int, tied: bool):
     model_config = new_shape(tie_word_embeddings=tied)
     for rank in range(size):
         model = new_model(model_config, size, rank)
@@ -123,7 +121,7 @@ def test_every_element_of_every_parameter_is_filled_exactly_once(size: int, tied
         assert ("lm_head.weight" in in_file) == (not tied)
 
 
-def test_the_check_sees_a_slice_that_is_left_out():
+def test_coverage_check_detects_missing_slice():
     model = new_model(new_shape(), 2, 1)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for index in range(len(model.weights.slices)):
@@ -132,7 +130,7 @@ def test_the_check_sees_a_slice_that_is_left_out():
         assert parameter_problems(slices, model.weights.paddings, shapes) != []
 
 
-def test_only_derived_tensors_may_be_in_a_checkpoint_without_being_read():
+def test_only_derived_tensors_are_ignored():
     tied, untied = new_model(new_shape(tie_word_embeddings=True), 1, 0), new_model(new_shape(), 1, 0)
     assert tied.weights.is_derived("lm_head.weight")
     assert not untied.weights.is_derived("lm_head.weight")
@@ -149,15 +147,13 @@ def test_only_derived_tensors_may_be_in_a_checkpoint_without_being_read():
         (1, 3, [(0, 1), (0, 1), (0, 1)]),
     ],
 )
-def test_key_value_heads_go_to_the_ranks_whose_queries_look_at_them(
-    num_kv_heads: int, size: int, expected: list[tuple[int, int]]
-):
+def test_key_value_heads_follow_their_queries(num_kv_heads: int, size: int, expected: list[tuple[int, int]]):
     assert [kv_head_range(num_kv_heads, size, rank) for rank in range(size)] == expected
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 211, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: int, size: int):
+def test_vocabulary_shards_are_equal_and_cover_ids_once(vocab_size: int, size: int):
     shards = [VocabularyShard(vocab_size, size, rank) for rank in range(size)]
     owned = [token for shard in shards for token in range(shard.start, shard.stop)]
     assert owned == list(range(vocab_size))
@@ -167,7 +163,7 @@ def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: i
     assert all(shard.start == min(rank * shard.size, vocab_size) for rank, shard in enumerate(shards))
 
 
-def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
+def test_indivisible_heads_are_rejected_with_possible_sizes():
     model_config = with_layers(new_shape(), num_heads=9, num_kv_heads=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*9 attention heads.* are 1, 3 and 9"):
         check_divides(RankLayout(2), model_config)
@@ -186,6 +182,6 @@ def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
         ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 5}, 8, r"feed-forward has 5.*1, 2 and 4"),
     ],
 )
-def test_a_size_that_does_not_divide_is_refused_with_those_that_do(changes: dict[str, int], size: int, words: str):
+def test_indivisible_size_is_rejected_with_possible_sizes(changes: dict[str, int], size: int, words: str):
     with pytest.raises(ConfigError, match=words):
         check_divides(RankLayout(size), with_layers(new_shape(), **changes))

@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compressed_tensors_of_every_strategy_are_the_librarys(tmp_path: Path, case: str):
+def test_every_compressed_tensors_strategy_equals_library(tmp_path: Path, case: str):
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -141,7 +141,7 @@ def calibrated(weight: torch.Tensor, how: dict[str, Any]) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["Linear", "re:.*proj", "re:.*mlp.*proj", UP_PROJ])))
-def test_of_several_groups_a_module_is_in_that_which_the_library_takes(order: tuple[str, ...]):
+def test_module_has_group_that_library_selects(order: tuple[str, ...]):
     from compressed_tensors.utils.match import match_targets
 
     group = {"weights": {"num_bits": 4, "strategy": "group"}}

@@ -50,7 +50,7 @@ def test_any_rectangle_equals_torch_indexing(tmp_path, data):
     checkpoint.close()
 
 
-def test_writing_to_a_tensor_that_was_read_neither_warns_nor_changes_the_file(tmp_path):
+def test_read_tensor_is_writable_and_independent_of_file(tmp_path):
     folder = save_single(tmp_path, {"w": tensor(4, 4)})
     before = (folder / "model.safetensors").read_bytes()
     with warnings.catch_warnings():
@@ -62,7 +62,7 @@ def test_writing_to_a_tensor_that_was_read_neither_warns_nor_changes_the_file(tm
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_shard_reads_its_share_of_the_bytes_and_no_more(tmp_path, dim):
+def test_shard_reads_only_its_share_of_bytes(tmp_path, dim):
     shape = (64, 4096)
     folder = save_single(tmp_path, {"w": tensor(*shape)})
     with Checkpoint.open(folder) as checkpoint:
@@ -70,13 +70,13 @@ def test_a_shard_reads_its_share_of_the_bytes_and_no_more(tmp_path, dim):
         assert checkpoint.num_bytes_read == 64 * 4096 * 4 // 2
 
 
-def test_an_empty_region_reads_nothing(tmp_path):
+def test_empty_region_reads_nothing(tmp_path):
     with Checkpoint.open(save_single(tmp_path, {"w": tensor(4, 4)})) as checkpoint:
         assert checkpoint.read("w", ((2, 2), (0, 4))).shape == (0, 4)
         assert checkpoint.num_bytes_read == 0
 
 
-def test_files_are_opened_once_only_when_read_and_closed_again(tmp_path):
+def test_files_are_opened_at_first_read_only(tmp_path):
     def num_open():
         opened = (os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd"))
         return sum(path.startswith(str(tmp_path)) for path in opened)
@@ -92,7 +92,7 @@ def test_files_are_opened_once_only_when_read_and_closed_again(tmp_path):
     checkpoint.close()
 
 
-def test_an_index_finds_each_tensor_in_its_file(tmp_path):
+def test_index_locates_each_tensor(tmp_path):
     files = {
         "model-00001-of-00002.safetensors": {"a": tensor(3, seed=1), "b": tensor(4, seed=2)},
         "model-00002-of-00002.safetensors": {"c": tensor(5, seed=3)},
@@ -103,7 +103,7 @@ def test_an_index_finds_each_tensor_in_its_file(tmp_path):
         assert torch.equal(checkpoint.read("c", ((0, 5),)), tensor(5, seed=3))
 
 
-def test_files_may_be_symlinks_as_in_the_hugging_face_cache(tmp_path):
+def test_files_may_be_symlinks(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     save_indexed(blobs, {"x.safetensors": {"a": tensor(3)}})
     snapshot.mkdir()
@@ -130,7 +130,7 @@ def test_files_may_be_symlinks_as_in_the_hugging_face_cache(tmp_path):
         None,
     ],
 )
-def test_an_index_cannot_name_a_file_outside_the_folder(tmp_path, file_name):
+def test_index_cannot_name_file_outside_the_folder(tmp_path, file_name):
     save_single(tmp_path / "sub", {"a": tensor(1)})
     save_single(tmp_path, {"a": tensor(1)})
     (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
@@ -142,7 +142,7 @@ def test_an_index_cannot_name_a_file_outside_the_folder(tmp_path, file_name):
 @pytest.mark.parametrize(
     ("weight_map", "words"),
     [
-        ({"a": "x.safetensors"}, "'b' is in this file, the index has nothing"),
+        ({"a": "x.safetensors"}, "'b' is in this file, but the index says nothing"),
         ({"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"}, "'c' is not in x.safetensors"),
         ({"a": "x.safetensors", "b": "gone.safetensors"}, "gone.safetensors, which is not in"),
         ({}, "weight_map must be an object"),
@@ -157,16 +157,16 @@ def test_index_and_headers_must_agree_both_ways(tmp_path, weight_map, words):
         Checkpoint.open(tmp_path)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
+def test_tensor_in_two_files_is_rejected(tmp_path):
     files = {"x.safetensors": {"a": tensor(1)}, "y.safetensors": {"a": tensor(1), "b": tensor(1)}}
     save_indexed(tmp_path, files)
     write_index(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
-    with pytest.raises(CheckpointError, match=r"y\.safetensors: tensor 'a' is in this file, the index has x"):
+    with pytest.raises(CheckpointError, match=r"y\.safetensors: tensor 'a' .* the index says x"):
         Checkpoint.open(tmp_path)
 
 
-def test_two_names_that_become_one_are_refused(tmp_path):
-    """The later one won, without a word."""
+def test_two_tensors_of_one_name_are_rejected(tmp_path):
+    """Once the later one won silently."""
     files = {"a.gamma": tensor(2, seed=1), "a.weight": tensor(2, seed=2), "b.gamma": tensor(2)}
     with Checkpoint.open(save_single(tmp_path, files)) as checkpoint:
         checkpoint.rename(lambda name, shape: {name.replace("b.gamma", "b.weight"): None})
@@ -178,8 +178,8 @@ def test_two_names_that_become_one_are_refused(tmp_path):
         assert checkpoint.stored_name("b.weight") == "b.gamma"
 
 
-def test_a_tensor_that_another_has_inside_too_is_refused(tmp_path):
-    """Experts each by itself, beside the stack of all of them."""
+def test_tensor_also_inside_another_is_rejected(tmp_path):
+    """Separate experts next to the stack of all of them."""
     files = {"experts": tensor(2, 4, 3), "experts.1": tensor(4, 3)}
 
     def parts(name, shape):
@@ -196,7 +196,7 @@ def test_a_tensor_that_another_has_inside_too_is_refused(tmp_path):
         checkpoint.rename(parts)
 
 
-def test_an_index_with_a_name_twice_is_refused(tmp_path):
+def test_duplicate_name_in_index_is_rejected(tmp_path):
     save_single(tmp_path, {"a": tensor(1)})
     (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
     text = '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}'
@@ -207,48 +207,48 @@ def test_an_index_with_a_name_twice_is_refused(tmp_path):
 
 @pytest.mark.guarantee("No pickle, no eval; .bin refused")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_a_folder_of_pickles_is_refused_with_the_reason_and_the_way_out(tmp_path, name):
+def test_pickled_weights_are_rejected(tmp_path, name):
     (tmp_path / name).write_bytes(b"never opened")
-    with pytest.raises(CheckpointError, match="reading a pickle can run code") as error_result:
+    with pytest.raises(CheckpointError, match="can run code") as error_result:
         Checkpoint.open(tmp_path)
     assert name in str(error_result.value)
     assert "convert them to safetensors" in str(error_result.value)
 
 
-def test_pickles_beside_safetensors_are_left_alone(tmp_path):
+def test_pickles_next_to_safetensors_are_ignored(tmp_path):
     save_single(tmp_path, {"a": tensor(1)})
     (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
     assert Checkpoint.open(tmp_path).names() == ["a"]
 
 
-def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
-    with pytest.raises(CheckpointError, match=r"looked for model\.safetensors and model\.safetensors\.index\.json"):
+def test_folder_without_weights_is_rejected(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors nor model\.safetensors\.index\.json"):
         Checkpoint.open(tmp_path)
     with pytest.raises(CheckpointError, match="is not a folder"):
         Checkpoint.open(tmp_path / "nowhere")
     save_single(tmp_path, {"a": tensor(1)})
     (tmp_path / "model.safetensors").rename(tmp_path / "part-1.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds part-1\.safetensors without an index"):
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors without an index"):
         Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8", "I64", "BOOL"])
-def test_a_quantised_tensor_is_refused_when_it_is_wanted_not_when_it_is_there(tmp_path, dtype):
+def test_quantised_tensor_is_rejected_only_when_read(tmp_path, dtype):
     num_bytes = 16 if dtype == "I64" else 2
     header = {"q": entry(dtype, [2], 0, num_bytes), "w": entry("F32", [1], num_bytes, num_bytes + 4)}
     write_raw(tmp_path / "model.safetensors", header, bytes(num_bytes + 4))
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.read("w", ((0, 1),)).item() == 0.0
-    with pytest.raises(CheckpointError, match=f"dtype {dtype}.*quantization_config.*is quantised"):
+    with pytest.raises(CheckpointError, match=f"dtype {dtype}.*quantization_config"):
         checkpoint.read("q", ((0, 2),))
 
 
-def test_an_unknown_name_is_refused(tmp_path):
+def test_unknown_name_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="has no tensor 'b'"):
         Checkpoint.open(save_single(tmp_path, {"a": tensor(1)})).shape("b")
 
 
-def test_a_file_that_shrinks_after_it_was_checked_is_an_error_and_not_a_signal(tmp_path):
+def test_shrunk_file_is_an_error_and_no_signal(tmp_path):
     path = save_single(tmp_path, {"a": tensor(1024), "b": tensor(1024)}) / "model.safetensors"
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.read("a", ((0, 1024),))

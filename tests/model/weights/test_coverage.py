@@ -22,7 +22,7 @@ def check(slices=SLICES, paddings=PADDINGS, parameters=PARAMETERS, checkpoint=CH
     raise_problems([*problems, *parameter_problems(slices, paddings, parameters)])
 
 
-def test_merged_slices_and_a_padded_vocabulary_shard_cover_their_parameters():
+def test_merged_slices_and_padding_cover_their_parameters():
     check()
 
 
@@ -30,7 +30,7 @@ def test_one_tensor_may_be_read_into_two_parameters():
     check([*SLICES, replicated("q", (4, 4), "copy")], parameters={**PARAMETERS, "copy": (4, 4)})
 
 
-def test_a_tensor_of_another_stage_is_known_and_needs_no_parameter():
+def test_tensor_of_another_stage_needs_no_parameter():
     check([*SLICES, empty_slice("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 9)})
 
 
@@ -41,7 +41,7 @@ def test_stacked_experts_cover_their_parameter():
     check(slices, [], {"experts": (200, 2, 3)}, {f"e{i}": (2, 3) for i in range(200)})
 
 
-def test_rectangles_side_by_side_in_every_dimension_do_not_overlap():
+def test_adjacent_rectangles_do_not_overlap():
     quarters = [((r, r + 2), (c, c + 2)) for r in (0, 2) for c in (0, 2)]
     slices = [WeightSlice(f"w{i}", (2, 2), ((0, 2), (0, 2)), "w", quarter) for i, quarter in enumerate(quarters)]
     check(slices, [], {"w": (4, 4)}, {f"w{i}": (2, 2) for i in range(4)})
@@ -60,56 +60,56 @@ def test_rectangles_side_by_side_in_every_dimension_do_not_overlap():
             ["1 of another shape than the model's", "k: checkpoint [2, 5], model [2, 4]"],
         ),
         ({"checkpoint": {**CHECKPOINT, "k": (8,)}}, ["k: checkpoint [8], model [2, 4]"]),
-        ({"paddings": []}, ["vocab [4, 4]: 12 elements come from nowhere"]),
-        ({"slices": SLICES[1:], "checkpoint": {**CHECKPOINT}}, ["q", "qkv [8, 4]: 16 elements come from nowhere"]),
+        ({"paddings": []}, ["vocab [4, 4]: 12 elements are not covered"]),
+        ({"slices": SLICES[1:], "checkpoint": {**CHECKPOINT}}, ["q", "qkv [8, 4]: 16 elements are not covered"]),
         ({"slices": [*SLICES, SLICES[0]]}, ["qkv", "overlap"]),
         ({"slices": [merged("q", 4, 1), *SLICES[1:]]}, ["[(1, 5), (0, 4)] and [(4, 6), (0, 4)] overlap"]),
         ({"paddings": [PaddingSlice("vocab", ((0, 4), (0, 4)))]}, ["vocab", "overlap"]),
         ({"paddings": [PaddingSlice("vocab", ((1, 5), (0, 4)))]}, ["[(1, 5), (0, 4)] lies outside of it"]),
         ({"paddings": [PaddingSlice("vocab", ((1, 4),))]}, ["[(1, 4)] lies outside of it"]),
-        ({"parameters": {**PARAMETERS, "norm": (3,)}}, ["norm [3]: 3 elements come from nowhere"]),
-        ({"parameters": {**PARAMETERS, "scale": ()}}, ["scale []: 1 elements come from nowhere"]),
+        ({"parameters": {**PARAMETERS, "norm": (3,)}}, ["norm [3]: 3 elements are not covered"]),
+        ({"parameters": {**PARAMETERS, "scale": ()}}, ["scale []: 1 elements are not covered"]),
         ({"parameters": {"qkv": (8, 4)}}, ["1 slices for a parameter that the model does not have", "  vocab"]),
     ],
 )
-def test_each_way_not_to_fit_is_reported(changes, words):
+def test_each_kind_of_mismatch_is_reported(changes, words):
     with pytest.raises(CheckpointError) as error_result:
         check(**changes)
     for word in words:
         assert word in str(error_result.value)
 
 
-def test_a_scalar_parameter_is_covered_once_and_not_twice():
+def test_scalar_parameter_is_covered_exactly_once():
     check([replicated("s", (), "s")], [], {"s": ()}, {"s": ()})
     with pytest.raises(CheckpointError, match="overlap"):
         check([replicated("s", (), "s"), replicated("t", (), "s")], [], {"s": ()}, {"s": (), "t": ()})
 
 
-def test_the_shape_of_a_tensor_of_another_stage_is_checked_too():
+def test_shape_of_another_stages_tensor_is_checked():
     with pytest.raises(CheckpointError, match=r"far: checkpoint \[9, 8\], model \[9, 9\]"):
         check([*SLICES, empty_slice("far", (9, 9))], checkpoint={**CHECKPOINT, "far": (9, 8)})
 
 
-def test_ignorable_names_may_be_there_but_need_not():
+def test_ignorable_names_are_optional():
     found = {**CHECKPOINT, "layers.0.rotary_emb.inv_freq": (8,)}
     check(checkpoint=found, ignorable=lambda name: name.endswith("rotary_emb.inv_freq"))
     with pytest.raises(CheckpointError, match="inv_freq"):
         check(checkpoint=found)
 
 
-def test_one_error_lists_everything_that_does_not_fit():
+def test_one_error_lists_all_mismatches():
     with pytest.raises(CheckpointError) as error_result:
         check(paddings=[], checkpoint={"q": (3, 3), "k": (2, 4), "x": (1,), "embed": (5, 4)})
     assert str(error_result.value) == (
-        "checkpoint and model do not fit each other\n"
+        "checkpoint and model do not match\n"
         "1 missing from the checkpoint:\n  v\n"
         "1 in the checkpoint but not in the model:\n  x\n"
         "1 of another shape than the model's:\n  q: checkpoint [3, 3], model [4, 4]\n"
-        "1 parameters not filled exactly once:\n  vocab [4, 4]: 12 elements come from nowhere"
+        "1 parameters not filled exactly once:\n  vocab [4, 4]: 12 elements are not covered"
     )
 
 
-def test_long_lists_are_cut_with_the_number_left_out():
+def test_long_lists_end_with_number_omitted():
     with pytest.raises(CheckpointError) as error_result:
         check(checkpoint={**CHECKPOINT, **{f"x{i:02d}": (1,) for i in range(33)}})
     message = str(error_result.value)

@@ -11,7 +11,7 @@ from spmd_worker.model.weights.dense_files import read_denses
 from spmd_worker.model_config.pooling import DenseConfig
 
 
-def test_what_is_not_finite_is_refused_unless_it_is_wanted(tmp_path: Path):
+def test_nonfinite_dense_weights_are_rejected_unless_allowed(tmp_path: Path):
     weight = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
     (tmp_path / "2_Dense").mkdir()
     save_file({"linear.weight": weight}, tmp_path / "2_Dense" / "model.safetensors")

@@ -64,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.mark.guarantee("Quantised files are dequantised exactly")
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_weight_is_what_its_format_defines_to_the_last_bit(made: Made, name: str):
+def test_weight_equals_its_format_bit_for_bit(made: Made, name: str):
     checkpoint, meant = made[name]
     assert (checkpoint.names(), checkpoint.shape(NAME)) == ([NAME], (ROWS, COLUMNS))
     assert checkpoint.dtype(NAME) == torch.float32
@@ -76,7 +76,7 @@ def test_a_weight_is_what_its_format_defines_to_the_last_bit(made: Made, name: s
 @pytest.mark.parametrize("name", EACH)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_any_rectangle_is_that_of_the_whole(made: Made, name: str, data: st.DataObject):
+def test_any_rectangle_equals_that_of_full_weight(made: Made, name: str, data: st.DataObject):
     checkpoint, meant = made[name]
     bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in (ROWS, COLUMNS)]
     region = tuple((start, stop) for start, stop in bounds)
@@ -85,7 +85,7 @@ def test_any_rectangle_is_that_of_the_whole(made: Made, name: str, data: st.Data
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("block_elements", [90, 1000])
-def test_small_blocks_give_the_same_and_none_is_larger(
+def test_small_blocks_give_equal_values_within_limit(
     made: Made, name: str, block_elements: int, monkeypatch: pytest.MonkeyPatch
 ):
     checkpoint, meant = made[name]
@@ -106,7 +106,7 @@ def test_small_blocks_give_the_same_and_none_is_larger(
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_a_rank_reads_its_share_and_not_the_whole(made: Made, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_rank_reads_only_its_share(made: Made, name: str, monkeypatch: pytest.MonkeyPatch):
     checkpoint, _ = made[name]
     monkeypatch.setattr("spmd_worker.model.weights.checkpoint._MAX_GAP_BYTES", 0)
 
@@ -122,7 +122,7 @@ def test_a_rank_reads_its_share_and_not_the_whole(made: Made, name: str, monkeyp
     assert bytes_of((0, ROWS), (0, COLUMNS // 2)) <= max(limit, 0.6) * whole
 
 
-def test_a_symmetric_file_with_the_middle_itself_as_zero_point_is_read_right_under_either_name(tmp_path: Path):
+def test_symmetric_gptq_zero_point_without_offset_is_read(tmp_path: Path):
     """https://github.com/vllm-project/vllm/pull/38966: a writer of today names it the first version."""
     parts, meant = gptq(matrix(), bits=4, is_symmetric=True, has_order=False, is_second=True)
     for kind in ("gptq", "gptq_v2"):
@@ -138,11 +138,11 @@ def test_a_symmetric_file_with_the_middle_itself_as_zero_point_is_read_right_und
     ("name", "key", "wrong"),
     [
         ("awq", "AWQ_ORDER", tuple(range(8))),
-        ("gptq_order", "_whole", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
+        ("gptq_order", "_full_words", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
         ("w4a16_zeros", "_groups_of", lambda groups: (groups * 0, (0, 1))),
     ],
 )
-def test_the_comparison_sees_another_order_of_bits_and_another_group(
+def test_comparison_detects_wrong_bit_order_and_groups(
     made: Made, name: str, key: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ):
     checkpoint, meant = made[name]
@@ -152,7 +152,7 @@ def test_the_comparison_sees_another_order_of_bits_and_another_group(
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_every_part_that_is_missing_is_named(tmp_path: Path, name: str):
+def test_every_missing_part_is_named(tmp_path: Path, name: str):
     parts, _ = FORMATS[name].pack(matrix())
     first = next(iter(parts))
     needed = [ending for ending in parts if ending not in (first, ".input_scale")]
@@ -169,19 +169,19 @@ def test_every_part_that_is_missing_is_named(tmp_path: Path, name: str):
         assert "\n" not in words
 
 
-def test_an_order_that_is_the_plain_one_may_be_left_out(tmp_path: Path):
+def test_ascending_order_is_optional(tmp_path: Path):
     parts, meant = FORMATS["gptq"].pack(matrix())
     del parts[".g_idx"]
     assert torch.equal(opened(tmp_path, FORMATS["gptq"], named(parts)).read(NAME, WHOLE), meant)
 
 
-def test_a_weight_that_is_there_plain_and_quantised_is_refused(tmp_path: Path):
+def test_plain_and_quantised_weight_are_rejected_together(tmp_path: Path):
     parts, _ = FORMATS["gptq"].pack(matrix())
     with pytest.raises(CheckpointError, match=r"up_proj\.qweight' and '.*up_proj\.weight' are the same weight"):
         opened(tmp_path, FORMATS["gptq"], {**named(parts), NAME: matrix()})
 
 
-def test_a_part_without_its_weight_keeps_its_name_and_is_found_by_the_check_of_names(tmp_path: Path):
+def test_part_without_its_weight_keeps_its_name(tmp_path: Path):
     parts, _ = FORMATS["awq"].pack(matrix())
     checkpoint = opened(tmp_path, FORMATS["awq"], {**named(parts), "model.layers.1.mlp.up_proj.scales": matrix()})
     assert checkpoint.names() == [NAME, "model.layers.1.mlp.up_proj.scales"]
@@ -192,17 +192,33 @@ def test_a_part_without_its_weight_keeps_its_name_and_is_found_by_the_check_of_n
     [
         ("fp8_block", {"weight_block_size": [16, 16]}, ["weight_block_size", "FP8 in blocks of 16 x 16", "[5, 6]"]),
         ("fp8_block", {"weight_block_size": None}, ["weight_block_size", "one scale a tensor or a row"]),
-        ("gptq", {"group_size": 36}, ["bits and group_size", "96 inputs, which groups of 36 do not divide"]),
-        ("gptq", {"group_size": 32}, ["group_size", "scales has the shape [6, 72], and [3, 72] follows"]),
-        ("gptq", {"bits": 8}, ["bits and group_size", "8-bit integers in groups of 16", "[3, 72] follows"]),
-        ("awq", {"group_size": -1}, ["group_size", "scales has the shape [6, 72], and [1, 72] follows"]),
+        (
+            "gptq",
+            {"group_size": 36},
+            ["bits and group_size", "96 inputs, which is not a multiple of the group size 36"],
+        ),
+        (
+            "gptq",
+            {"group_size": 32},
+            ["group_size", "scales has the shape [6, 72], but the other tensors imply [3, 72]"],
+        ),
+        ("gptq", {"bits": 8}, ["bits and group_size", "8-bit integers in groups of 16", "imply [3, 72]"]),
+        (
+            "awq",
+            {"group_size": -1},
+            ["group_size", "scales has the shape [6, 72], but the other tensors imply [1, 72]"],
+        ),
         ("w4a16", FORMATS["w8a16_rows"].config, ["config_groups", "weight_packed has the shape [72, 12]"]),
-        ("w4a16", FORMATS["w4a16_zeros"].config, ["config_groups", "weight_zero_point beside it"]),
-        ("int_row", FORMATS["float_row"].config, ["config_groups", "is int8, and must be float8_e4m3fn"]),
+        (
+            "w4a16",
+            FORMATS["w4a16_zeros"].config,
+            ["config_groups", "gate_proj.weight_packed has no model.layers.0.mlp.gate_proj.weight_zero_point"],
+        ),
+        ("int_row", FORMATS["float_row"].config, ["config_groups", "is int8, but must be float8_e4m3fn"]),
         ("fp8_block", FORMATS["awq"].config, []),
     ],
 )
-def test_a_config_that_is_not_the_files_is_one_sentence_with_the_key(
+def test_mismatching_quantization_config_is_rejected_by_key(
     tmp_path: Path, name: str, changes: dict[str, Any], words: list[str]
 ):
     parts, _ = FORMATS[name].pack(matrix())
@@ -215,13 +231,13 @@ def test_a_config_that_is_not_the_files_is_one_sentence_with_the_key(
     with pytest.raises(CheckpointError) as caught:
         opened(tmp_path, FORMATS[name], {**named(parts), **named(parts, "model.layers.0.mlp.gate_proj")}, **changes)
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path}: the files do not have what quantization_config.")
-    assert message.endswith("(and 1 more like it)")
+    assert message.startswith(f"{tmp_path}: the files do not match quantization_config.")
+    assert message.endswith("(and 1 similar)")
     for word in words:
         assert word in message, message
 
 
-def test_groups_that_do_not_exist_are_refused_when_they_are_read(tmp_path: Path):
+def test_invalid_groups_are_rejected_when_read(tmp_path: Path):
     parts, _ = FORMATS["gptq_order"].pack(matrix())
     parts[".g_idx"][5] = 6
     checkpoint = opened(tmp_path, FORMATS["gptq_order"], named(parts))
@@ -230,7 +246,7 @@ def test_groups_that_do_not_exist_are_refused_when_they_are_read(tmp_path: Path)
         checkpoint.read(NAME, WHOLE)
 
 
-def test_modules_that_are_listed_and_weights_that_are_plain_are_read_as_they_are(tmp_path: Path):
+def test_listed_modules_and_plain_weights_are_read_unchanged(tmp_path: Path):
     parts, meant = FORMATS["fp8_block"].pack(matrix())
     plain = {"lm_head.weight": matrix(seed=1), "model.visual.proj.weight": matrix(seed=2).bfloat16()}
     checkpoint = opened(
@@ -243,7 +259,7 @@ def test_modules_that_are_listed_and_weights_that_are_plain_are_read_as_they_are
 
 
 @pytest.mark.parametrize("listed", ["up_proj", "model.layers.0", "model.*mlp", "model.layers.0.mlp.up_proj"])
-def test_a_listed_module_is_not_dequantised(tmp_path: Path, listed: str):
+def test_listed_module_is_not_dequantised(tmp_path: Path, listed: str):
     parts, _ = FORMATS["fp8_block"].pack(matrix())
     checkpoint = opened(tmp_path, FORMATS["fp8_block"], named(parts), modules_to_not_convert=[listed])
     assert checkpoint.names() == [NAME, NAME + "_scale_inv"]
@@ -252,13 +268,13 @@ def test_a_listed_module_is_not_dequantised(tmp_path: Path, listed: str):
 
 
 @pytest.mark.parametrize("listed", ["mlp.up", "layers", "model.layers.0.mlp.up_pro", "proj", "el.layers.0"])
-def test_a_part_of_a_word_lists_nothing(tmp_path: Path, listed: str):
+def test_part_of_a_name_lists_no_module(tmp_path: Path, listed: str):
     parts, meant = FORMATS["fp8_block"].pack(matrix())
     checkpoint = opened(tmp_path, FORMATS["fp8_block"], named(parts), modules_to_not_convert=[listed])
     assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
 
 
-def test_groups_of_modules_have_formats_of_their_own(tmp_path: Path):
+def test_groups_of_modules_have_own_formats(tmp_path: Path):
     """As llm-compressor writes mixed precision: names come before classes."""
     group = FORMATS["w4a16"].config["config_groups"]["group_0"]
     eight = FORMATS["w8a16_rows"].config["config_groups"]["group_0"]
@@ -274,18 +290,18 @@ def test_groups_of_modules_have_formats_of_their_own(tmp_path: Path):
     assert torch.equal(checkpoint.read("model.layers.0.mlp.down_proj.weight", WHOLE), down_meant)
 
 
-def test_scales_of_activations_are_not_used_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_ignored_activation_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     parts, _ = FORMATS["fp8_tensor"].pack(matrix())
     tensors = {**named(parts), "model.layers.0.self_attn.k_scale": torch.tensor(1.0)}
     with caplog.at_level("INFO"):
         assert opened(tmp_path, FORMATS["fp8_tensor"], tensors).names() == [NAME]
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}: 2 scales of activations and caches, such as model.layers.0.mlp.up_proj.input_scale, are not "
-        f"used: both are computed in the run's dtype"
+        f"{tmp_path}: ignored 2 scales of activations and caches, such as model.layers.0.mlp.up_proj.input_scale: both "
+        f"are computed in the run's dtype"
     ]
 
 
-def test_a_bias_of_zeros_that_the_model_does_not_have_says_nothing(tmp_path: Path):
+def test_unused_bias_of_zeros_is_ignored(tmp_path: Path):
     parts, _ = FORMATS["gptq"].pack(matrix())
     biases = {".bias": torch.zeros(ROWS, dtype=torch.float16)}
     checkpoint = opened(tmp_path / "zeros", FORMATS["gptq"], named({**parts, **biases}))
@@ -296,7 +312,7 @@ def test_a_bias_of_zeros_that_the_model_does_not_have_says_nothing(tmp_path: Pat
     assert not checkpoint.is_unused("b.bias")
 
 
-def test_scales_of_other_dtypes_count_and_those_of_integers_are_refused(tmp_path: Path):
+def test_scales_of_floating_point_dtypes_are_read(tmp_path: Path):
     parts, _ = FORMATS["fp8_block"].pack(matrix())
     powers = torch.exp2(torch.round(torch.log2(parts[".weight_scale_inv"])))
     for dtype in (torch.bfloat16, torch.float8_e8m0fnu):
@@ -304,11 +320,11 @@ def test_scales_of_other_dtypes_count_and_those_of_integers_are_refused(tmp_path
         checkpoint = opened(tmp_path / str(dtype), FORMATS["fp8_block"], named(stored))
         spread = powers.repeat_interleave(BLOCK[0], 0)[:ROWS].repeat_interleave(BLOCK[1], 1)[:, :COLUMNS]
         assert torch.equal(checkpoint.read(NAME, WHOLE), parts[".weight"].float() * spread)
-    with pytest.raises(CheckpointError, match="weight_scale_inv is int32, and must be float32"):
+    with pytest.raises(CheckpointError, match="weight_scale_inv is int32"):
         opened(tmp_path / "int", FORMATS["fp8_block"], named({**parts, ".weight_scale_inv": powers.int()}))
 
 
-def test_ranks_with_copies_of_their_own_compare_quantised_tensors_too(tmp_path: Path):
+def test_digests_cover_quantised_tensors(tmp_path: Path):
     parts, _ = FORMATS["gptq"].pack(matrix())
     digests = {}
     for index, name in enumerate(("a", "b", "c")):
@@ -318,6 +334,6 @@ def test_ranks_with_copies_of_their_own_compare_quantised_tensors_too(tmp_path: 
     assert digests["a"] == digests["b"] != digests["c"]
 
 
-def test_group_size_of_the_formats_is_what_the_tests_think():
+def test_formats_have_expected_group_size():
     assert COLUMNS % GROUP == 0
     assert ROWS % BLOCK[0], "a block that is cut off"

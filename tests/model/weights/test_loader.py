@@ -90,7 +90,7 @@ def assert_untouched(model):
 
 
 @pytest.mark.parametrize(("rank", "parts"), [(0, 1), (0, 2), (1, 2), (0, 4), (3, 4), (5, 6)])
-def test_every_rank_gets_its_part_of_the_checkpoint(tmp_path, rank, parts):
+def test_every_rank_loads_its_part_of_the_checkpoint(tmp_path, rank, parts):
     model, slices, paddings = build(rank, parts)
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint:
         fill(model, slices, paddings, checkpoint)
@@ -99,7 +99,7 @@ def test_every_rank_gets_its_part_of_the_checkpoint(tmp_path, rank, parts):
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_are_converted_to_the_dtype_of_the_parameter(tmp_path, stored, held):
+def test_weights_are_converted_to_parameter_dtype(tmp_path, stored, held):
     model, slices, paddings = build(dtype=held)
     tensors = full_tensors(dtype=stored)
     with Checkpoint.open(save_single(tmp_path, tensors)) as checkpoint:
@@ -136,7 +136,7 @@ def test_parameters_keep_their_storage_and_their_gradient_flag(tmp_path):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_rank_reads_its_share_of_the_checkpoint(tmp_path, dim):
+def test_rank_reads_its_share_of_the_checkpoint(tmp_path, dim):
     # Hazard #3729, #42840: every rank read the whole checkpoint.
     shape = (512, 4096)
     tensors = {f"{i}.weight": torch.randn(shape) for i in range(2)}
@@ -163,7 +163,7 @@ def test_a_rank_reads_its_share_of_the_checkpoint(tmp_path, dim):
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "misshapen", "quantised", "uncovered"])
-def test_nothing_is_touched_when_checkpoint_and_model_do_not_fit(tmp_path, fault):
+def test_mismatching_checkpoint_writes_nothing(tmp_path, fault):
     model, slices, paddings = build()
     tensors = full_tensors()
     if fault == "missing":
@@ -183,7 +183,7 @@ def test_nothing_is_touched_when_checkpoint_and_model_do_not_fit(tmp_path, fault
     assert_untouched(model)
 
 
-def test_a_quantised_tensor_of_another_stage_fails_on_this_rank_too(tmp_path):
+def test_quantised_tensor_of_another_stage_is_rejected(tmp_path):
     model, slices, paddings = build()
     tensors = {**full_tensors(), "far.weight": torch.ones(4, dtype=torch.int8)}
     with (
@@ -201,7 +201,7 @@ def test_ignorable_tensors_are_not_read_whatever_their_dtype(tmp_path):
     assert report.num_bytes_read == sum(tensor.nbytes for tensor in full_tensors().values())
 
 
-def test_files_of_an_index_are_read_forwards_one_after_the_other(tmp_path, monkeypatch):
+def test_files_are_read_sequentially(tmp_path, monkeypatch):
     tensors, order = full_tensors(), []
     names = list(tensors)
     files = {f"{i}.safetensors": {name: tensors[name] for name in names[i::2]} for i in range(2)}
@@ -219,7 +219,7 @@ def test_files_of_an_index_are_read_forwards_one_after_the_other(tmp_path, monke
     assert_holds(model, expected())
 
 
-def test_parameters_without_storage_are_not_silently_left_empty(tmp_path):
+def test_parameters_without_storage_are_rejected(tmp_path):
     model, slices, paddings = build()
     model = model.to("meta")
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint, pytest.raises(AssertionError):
@@ -228,7 +228,7 @@ def test_parameters_without_storage_are_not_silently_left_empty(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["embed.weight", "k.weight", "down.weight", "norm.weight", "experts.1.weight"])
-def test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, name, value):
+def test_nonfinite_element_is_named_with_its_index(tmp_path, name, value):
     tensors = full_tensors()
     index = tuple(size - 1 for size in tensors[name].shape)
     tensors[name][index] = value
@@ -240,7 +240,7 @@ def test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, name, v
         fill(*build(), checkpoint, allows_nonfinite=True)
 
 
-def test_of_two_ranks_the_one_that_holds_it_finds_it(tmp_path):
+def test_nonfinite_element_is_found_by_its_rank(tmp_path):
     tensors = full_tensors()
     tensors["down.weight"][3, 9] = torch.nan
     save_single(tmp_path, tensors)
@@ -250,7 +250,7 @@ def test_of_two_ranks_the_one_that_holds_it_finds_it(tmp_path):
             fill(*build(1, 2), checkpoint)
 
 
-def test_a_number_that_is_too_large_for_the_parameter_is_not_finite_there(tmp_path):
+def test_overflow_of_parameter_dtype_is_nonfinite(tmp_path):
     tensors = full_tensors()
     tensors["q.weight"][0, 0] = 1e6
     save_single(tmp_path, tensors)
@@ -261,10 +261,10 @@ def test_a_number_that_is_too_large_for_the_parameter_is_not_finite_there(tmp_pa
 
 
 @pytest.mark.control("Weights that are not finite are refused")
-def test_the_tests_see_a_loader_that_looks_at_nothing(tmp_path, monkeypatch):
+def test_comparison_detects_loader_without_finiteness_check(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_checks, "is_finite", lambda values, dtype: True)
     with pytest.raises(pytest.fail.Exception):
-        test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, "k.weight", float("nan"))
+        test_nonfinite_element_is_named_with_its_index(tmp_path, "k.weight", float("nan"))
 
 
 def load_tied(folder, tensors, rank=0, parts=1, tied=True):
@@ -281,7 +281,7 @@ def load_tied(folder, tensors, rank=0, parts=1, tied=True):
     assert_holds(model, expected(rank, parts))
 
 
-def test_a_tied_tensor_that_the_files_have_as_well_may_say_nothing_else(tmp_path):
+def test_stored_tied_head_must_equal_its_embedding(tmp_path):
     tensors = full_tensors()
     load_tied(tmp_path / "without", tensors)
     tensors["head.weight"] = tensors["embed.weight"].clone()
@@ -291,7 +291,7 @@ def test_a_tied_tensor_that_the_files_have_as_well_may_say_nothing_else(tmp_path
         load_tied(tmp_path / "other", tensors)
     assert str(refused.value) == (
         f"{tmp_path / 'other'}: tensor 'head.weight' differs from 'embed.weight' between rows 0 and 9, but "
-        "tie_word_embeddings in config.json says that they are one: set it to false to use both, or remove "
+        "config.json sets tie_word_embeddings: set it to false to use both, or remove "
         "'head.weight' from the files if it is a leftover"
     )
     load_tied(tmp_path / "other", tensors, tied=False)

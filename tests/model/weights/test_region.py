@@ -26,7 +26,7 @@ def fetch(shape, region, max_gap):
 
 
 @given(shape_and_region(), st.integers(0, 200))
-def test_a_plan_fetches_exactly_the_region_whatever_gaps_it_reads_through(case, max_gap):
+def test_plan_reads_exactly_the_region(case, max_gap):
     shape, region = case
     stored = torch.arange(prod(shape)).reshape(shape)
     assert torch.equal(fetch(shape, region, max_gap), stored[tuple(slice(*bounds) for bounds in region)])
@@ -46,24 +46,24 @@ def test_blocks_tile_the_region_within_the_bound(case, max_elements):
     assert torch.equal(covered, expected)
 
 
-def test_rows_are_one_run_and_columns_one_run_per_row():
+def test_rows_are_one_run_and_columns_many():
     assert list(contiguous_runs((4, 10), ((1, 3), (0, 10)))) == [(10, 30)]
     assert list(contiguous_runs((4, 10), ((1, 3), (2, 5)))) == [(12, 15), (22, 25)]
     assert list(contiguous_runs((2, 3, 4), ((0, 2), (1, 2), (0, 4)))) == [(4, 8), (16, 20)]
     assert list(contiguous_runs((), ())) == [(0, 1)]
 
 
-def test_short_gaps_are_read_through_and_long_ones_are_not():
+def test_only_short_gaps_are_read_through():
     region = ((0, 4), (2, 5))
     assert widen((4, 10), region, max_gap=7) == ((0, 4), (0, 10))
     assert widen((4, 10), region, max_gap=6) == region
 
 
-def test_a_single_row_has_no_gap_to_read_through():
+def test_single_row_has_no_gap():
     assert widen((4, 10), ((1, 2), (2, 5)), max_gap=100) == ((1, 2), (2, 5))
 
 
-def test_a_block_keeps_its_place_in_a_stack():
+def test_block_keeps_its_index_in_a_stack():
     source, destination = ((4, 8), (0, 6)), ((3, 4), (10, 14), (0, 6))
     moved = move_block(((5, 7), (0, 6)), source, destination)
     assert moved == ((3, 4), (11, 13), (0, 6))

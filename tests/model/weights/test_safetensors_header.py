@@ -25,7 +25,7 @@ def parse(header, data_bytes):
     return parse_header(text, 8 + len(text) + data_bytes, "model.safetensors")
 
 
-def test_a_header_of_the_library_is_read_as_it_was_written(tmp_path):
+def test_header_written_by_library_is_read(tmp_path):
     tensors = {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "empty": torch.ones(0, 5)}
     path = tmp_path / "model.safetensors"
     path.write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -40,7 +40,7 @@ def test_a_header_of_the_library_is_read_as_it_was_written(tmp_path):
     assert header.data_start + 32 == header.file_bytes
 
 
-def test_a_correct_header_written_by_hand_is_accepted():
+def test_correct_header_written_by_hand_is_accepted():
     assert parse(GOOD, 32).tensors == {"a": TensorEntry("F32", (2, 3), 0, 24), "b": TensorEntry("BF16", (4,), 24, 32)}
     assert parse({}, 0).tensors == {}
     assert parse({"scale": entry("F32", [], 0, 4)}, 4).tensors["scale"].shape == ()
@@ -80,11 +80,11 @@ BROKEN = [
     ("half a byte", {"a": entry("F4", [3], 0, 1)}, 1, "size mismatch: shape [3] of F4 takes 1.5 bytes"),
     ("overflowing shape", {"a": entry("U8", [2**40, 2**40], 0, 4)}, 4, "the shape overflows"),
     ("overflow wrapping to the size", {"a": entry("U8", [2**32, 2**32], 0, 0)}, 0, "the shape overflows"),
-    ("overflow beside a zero", {"a": entry("U8", [0, 2**62, 2**62], 0, 0)}, 0, "the shape overflows"),
-    ("overlap", {"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 4, 12)}, 12, "overlap the tensor before"),
-    ("same place", {"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 0, 8)}, 8, "overlap the tensor before"),
-    ("hole", {"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 8, 12)}, 12, "leave a hole"),
-    ("hole at the start", {"a": entry("U8", [4], 4, 8)}, 8, "leave a hole"),
+    ("overflow next to a zero", {"a": entry("U8", [0, 2**62, 2**62], 0, 0)}, 0, "the shape overflows"),
+    ("overlap", {"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 4, 12)}, 12, "overlap the previous tensor"),
+    ("same offsets", {"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 0, 8)}, 8, "overlap the previous tensor"),
+    ("gap", {"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 8, 12)}, 12, "leave a gap"),
+    ("gap at the start", {"a": entry("U8", [4], 4, 8)}, 8, "leave a gap"),
     ("offsets beyond the end", {"a": entry("U8", [4], 10**12, 10**12 + 4)}, 8, "reach beyond the end of the data at 8"),
     ("truncated data", {"a": entry("U8", [8], 0, 8)}, 7, "truncated: the header describes 8 bytes of data"),
     ("trailing bytes", {"a": entry("U8", [8], 0, 8)}, 9, "1 bytes after the last tensor"),
@@ -97,14 +97,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("header", "data_bytes", "words"), [case[1:] for case in BROKEN], ids=[c[0] for c in BROKEN])
-def test_a_header_that_breaks_a_rule_is_refused_by_name(header, data_bytes, words):
+def test_invalid_header_is_rejected_with_its_rule(header, data_bytes, words):
     with pytest.raises(CheckpointError) as error_result:
         parse(header, data_bytes)
     assert words in str(error_result.value)
     assert str(error_result.value).startswith("model.safetensors: ")
 
 
-def test_messages_about_a_tensor_name_it():
+def test_messages_name_the_tensor():
     with pytest.raises(CheckpointError, match=r"tensor 'model\.norm\.weight'"):
         parse({"model.norm.weight": entry("F32", [2, 3], 0, 20)}, 20)
 
@@ -119,14 +119,14 @@ def test_messages_about_a_tensor_name_it():
         (struct.pack("<Q", 2**64 - 1) + b"{}", "exceeds the limit"),
     ],
 )
-def test_a_torn_file_is_refused_before_its_header_is_parsed(tmp_path, content, words):
+def test_truncated_file_is_rejected_before_parsing(tmp_path, content, words):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         read_header(path)
 
 
-def test_every_truncation_of_a_file_is_refused(tmp_path):
+def test_every_truncation_of_a_file_is_rejected(tmp_path):
     content = save({"a": torch.ones(2, 3), "b": torch.ones(4)})
     path = tmp_path / "model.safetensors"
     for num_bytes in range(len(content)):
@@ -135,13 +135,13 @@ def test_every_truncation_of_a_file_is_refused(tmp_path):
             read_header(path)
 
 
-def test_a_pipe_named_like_a_checkpoint_is_refused_and_not_waited_for(tmp_path):
+def test_pipe_is_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a regular file"):
         read_header(tmp_path / "model.safetensors")
 
 
-def test_the_digest_changes_with_the_header(tmp_path):
+def test_digest_changes_with_the_header(tmp_path):
     first = read_header(write_raw(tmp_path / "x", GOOD, bytes(32)))
     same = read_header(write_raw(tmp_path / "y", GOOD, bytes(range(32))))
     other = read_header(write_raw(tmp_path / "z", {**GOOD, "__metadata__": {"a": "b"}}, bytes(32)))
@@ -185,7 +185,7 @@ def mutated_header(draw):
 
 @settings(max_examples=600, deadline=None)
 @given(mutated_header(), st.sampled_from([32, 32, 32, 0, 31, 40]))
-def test_a_mutated_header_is_refused_with_a_checkpoint_error_or_is_one_the_library_accepts_too(text, data_bytes):
+def test_accepted_mutated_headers_are_valid_to_library(text, data_bytes):
     try:
         header = parse(text, data_bytes)
     except CheckpointError:
@@ -218,7 +218,7 @@ WHAT_THE_LIBRARY_TAKES = {
 @pytest.mark.parametrize(
     ("text", "data_bytes", "words"), WHAT_THE_LIBRARY_TAKES.values(), ids=WHAT_THE_LIBRARY_TAKES.keys()
 )
-def test_headers_that_the_library_takes_are_refused_here(text, data_bytes, words):
+def test_invalid_headers_that_library_accepts_are_rejected(text, data_bytes, words):
     """Why headers are read by code of our own."""
     deserialize(struct.pack("<Q", len(text)) + text + bytes(data_bytes))
     with pytest.raises(CheckpointError, match=f"model.safetensors: .*{words}"):
@@ -227,7 +227,7 @@ def test_headers_that_the_library_takes_are_refused_here(text, data_bytes, words
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
-def test_random_bytes_are_refused_with_a_checkpoint_error(text):
+def test_random_bytes_are_rejected(text):
     try:
         parse(text, 8)
     except CheckpointError:
@@ -243,7 +243,7 @@ def twice(text: bytes) -> bytes:
 
 
 @pytest.mark.finding(number="D17")
-def test_names_that_a_header_has_twice_are_no_names(tmp_path):
+def test_duplicate_names_of_a_header_are_dropped(tmp_path):
     """Nor does a plan take one of the two for the tensor; the file is refused where it is loaded."""
     save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / SINGLE_FILE)
     assert tensor_names(tmp_path) == ("a", "b")
@@ -270,7 +270,7 @@ def test_names_that_a_header_has_twice_are_no_names(tmp_path):
         ("model.safetensors.index.json", CheckpointError),
     ],
 )
-def test_keys_that_a_file_has_twice_are_refused(tmp_path, name, error):
+def test_duplicate_keys_of_a_file_are_rejected(tmp_path, name, error):
     folder = tmp_path / "model"
     shutil.copytree(pooling_folder("mean"), folder)
     path = folder / name

@@ -77,7 +77,7 @@ def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 @each_way
-def test_an_element_that_is_not_finite_is_named_whoever_brings_it(bring: Bring, tmp_path: Path):
+def test_nonfinite_element_is_named_for_every_source(bring: Bring, tmp_path: Path):
     model = plain_model()
     tensors = tensors_of(model)
     tensors[DOWN][3, 5] = -torch.inf
@@ -95,14 +95,16 @@ def test_an_element_that_is_not_finite_is_named_whoever_brings_it(bring: Bring, 
 
 
 @each_way
-def test_the_test_sees_a_store_that_looks_at_nothing(bring: Bring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_comparison_detects_store_without_finiteness_check(
+    bring: Bring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Negative control."""
     monkeypatch.setattr(store, "check_finite", lambda *_: None)
     with pytest.raises(pytest.fail.Exception):
-        test_an_element_that_is_not_finite_is_named_whoever_brings_it(bring, tmp_path)
+        test_nonfinite_element_is_named_for_every_source(bring, tmp_path)
 
 
-def test_what_is_float32_in_every_dtype_is_looked_at_as_such(tmp_path: Path):
+def test_float32_weights_are_checked_in_float32(tmp_path: Path):
     """A number that is too large for float16 was taken by a start and refused by a reload."""
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -119,7 +121,7 @@ def test_what_is_float32_in_every_dtype_is_looked_at_as_such(tmp_path: Path):
         model.load_weights([(other, torch.full(model.weights.shapes[other], 1e6))])
 
 
-def test_every_stage_looks_at_the_tensors_of_all_of_them(tmp_path: Path):
+def test_every_stage_checks_tensors_of_all_stages(tmp_path: Path):
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors["model.layers.1.input_layernorm.weight"]
         tensors["model.layers.1.more"] = torch.zeros(1)
@@ -132,7 +134,7 @@ def test_every_stage_looks_at_the_tensors_of_all_of_them(tmp_path: Path):
         assert "1 in the checkpoint but not in the model:\n  model.layers.1.more" in str(caught.value)
 
 
-def test_files_and_trainers_may_leave_the_prefix_out_of_some_names(tmp_path: Path):
+def test_optional_prefix_may_be_omitted_per_name(tmp_path: Path):
     folder = family_folder("gpt2")
     model_config, tensors = read_model_files(folder).model_config, load_file(folder / "model.safetensors")
     some = {name.removeprefix("transformer.") if ".h.1." in name else name: each for name, each in tensors.items()}
