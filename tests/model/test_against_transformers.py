@@ -1,4 +1,4 @@
-"""Our logits are transformers' for every family, rotary scaling and way of writing a checkpoint.
+"""Our logits equal transformers' for every family, rotary scaling and layout of files.
 
 Float32, 1e-4 of the largest logit: prompts of several lengths in one batch, whole, in chunks, and token by token. Each
 part of a model is also broken on purpose, which the same comparison must see.
@@ -37,7 +37,7 @@ PROMPTS = [random_prompt(length, seed=7) for length in LENGTHS]
 
 
 def worst_error(name: str, logits: list[torch.Tensor]) -> float:
-    """Over the prompts; positions of a prompt are compared together."""
+    """The maximum over the prompts; positions of a prompt are compared together."""
     reference = reference_model(name)
     return max(
         relative_error(ours, reference_logits(reference, prompt)) for prompt, ours in zip(PROMPTS, logits, strict=True)
@@ -59,7 +59,7 @@ def test_logits_computed_in_chunks_are_transformers(name: str, chunk: int):
 
 
 def test_checkpoints_are_written_as_named():
-    """Else older keys and sharded files would be compared by name only."""
+    """Otherwise older keys and sharded files would be tested by name only."""
     assert (checkpoint_folder("llama_sharded") / "model.safetensors.index.json").exists()
     assert (checkpoint_folder("llama2") / "model.safetensors").exists()
     for name in CHECKPOINTS:
@@ -157,7 +157,7 @@ def test_comparison_detects_one_tensor_off_by_one_percent(name: str, tensor: str
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mistral_no_window"])
 def test_last_logits_depend_on_first_token(name: str):
-    """Else the comparisons above would not see a lost context."""
+    """Otherwise the comparisons above could not detect a lost context."""
     reference, prompt = reference_model(name), PROMPTS[-1]
     other = [prompt[0] ^ 1, *prompt[1:]]
     first, second = reference_logits(reference, prompt)[-1], reference_logits(reference, other)[-1]

@@ -1,4 +1,4 @@
-"""Checkpoint tensors that transformers has as buffers: trainers hand over `named_parameters()` alone, which lack them.
+"""Checkpoint tensors that are buffers in transformers, which trainers that pass `named_parameters()` leave out.
 
 They stay as they are where they do not come, also through `sleep(level=2)`, and are taken where they do.
 """
@@ -38,7 +38,7 @@ PROMPTS = [{"prompt_token_ids": [3, 4, 5, 6]}, {"prompt_token_ids": [9, 8, 7]}]
 
 
 def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
-    """Architecture and transformers' configuration of every small checkpoint."""
+    """Architecture and transformers config of every small checkpoint."""
     if with_experts:
         for family, keys in EXPERTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"
@@ -102,7 +102,7 @@ def test_buffers_stay_when_weights_are_dropped(was_on_host: bool):
 
 
 def test_kept_buffers_are_writable_after_inference_mode_sleep():
-    """They came back as inference tensors, and the next update that had one broke off halfway."""
+    """Restored as inference tensors, they made the next update with one fail halfway."""
     model = load(expert_folder("minimax_m2"))[0]
     memory = WeightMemory(model, ReferenceKernels())
     with torch.inference_mode():
@@ -152,7 +152,7 @@ def test_parameters_without_buffers_are_a_complete_update(name: str):
 
 
 class Rank:
-    """One rank's weights: `a`, and `b`, a buffer."""
+    """One rank's weights: `a` and the buffer `b`."""
 
     def __init__(self) -> None:
         self.update = WeightUpdate()
@@ -170,7 +170,7 @@ class Rank:
             self.update.add(name, torch.tensor([value]))
 
     def sleep(self, *, keeps: bool) -> None:
-        """Level 2, and awake again."""
+        """Sleep at level 2 and wake up."""
         self.update.drop({"b"} if keeps else ())
         self.update.wake(were_dropped=True)
 

@@ -1,4 +1,4 @@
-"""Dummy weights know by its name what is a norm, in every family."""
+"""Dummy weights of norms, which are recognised by name, in every family."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 
 
 def norms_of(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Names and shapes of what the model's norms own, and the names of everything else, in the checkpoint's words."""
+    """Checkpoint names and shapes of the weights of norms, and the names of all others."""
     model_config = model_config_of(config, Path("config.json"))
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
     model, norms, others = build_model(context, model_config), {}, set()

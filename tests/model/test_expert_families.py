@@ -1,4 +1,4 @@
-"""Every family with experts against transformers: logits, placements, stages, chunks, and how experts are chosen.
+"""Every family with experts against transformers: logits, expert layouts, stages, chunks, selection of experts.
 
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
@@ -88,7 +88,7 @@ def test_shards_equal_transformers_and_stages_equal_one_rank(name: str):
 def sparse_outputs(
     name: str, owners: tuple[tuple[int, ...], ...], size: int, *, is_exact: bool, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """What the sparse layers give for the same tokens, summed over ranks, and checked to be the same on all."""
+    """Outputs of the sparse layers for the same tokens, summed over ranks, and checked to be equal on all."""
     kernels, _ = cpu_kernels(dtype)
     x = torch.randn((23, 64), generator=torch.Generator().manual_seed(5)).to(dtype)
 
@@ -209,7 +209,7 @@ def test_planted_tie_selects_lower_expert_index(tmp_path: Path):
 @pytest.mark.stress
 @pytest.mark.parametrize("name", CASES)
 def test_tie_selects_lower_expert_in_every_family(name: str, tmp_path: Path):
-    """Experts 2 and 3 are twins, to the router too, and a token has one: whichever it is, the logits are the same."""
+    """Experts 2 and 3 are equal, also to the router, and a token has one: the logits are the same with either."""
 
     def plant(tensors: dict[str, Tensor]) -> None:
         for each, tensor in list(tensors.items()):
@@ -290,7 +290,7 @@ def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
 
 
 def test_tokens_are_counted_by_layer_and_expert():
-    """Of transformers' routers the same, each prompt once: only the last answered token is not computed."""
+    """Counts of transformers' routers, each prompt once: only the last token of an answer is not computed."""
     chosen: dict[int, Tensor] = {}
 
     def count(layer: int, given: tuple[Tensor, ...]) -> None:

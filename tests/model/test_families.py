@@ -1,4 +1,4 @@
-"""Every row of the table of families against transformers: logits, shards, stages, chunks, and each entry by itself.
+"""Every row of the table of families against transformers: logits, shards, stages, chunks, and each entry.
 
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
@@ -59,7 +59,7 @@ PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 6, 17,
 
 
 def quick(*names: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """All cases, but for these in the tier of layouts, and the `slow` ones in that of stress."""
+    """All cases; `names` in the default tier, `slow` ones in the stress tier, others in the matrix tier."""
     later = {name: pytest.mark.stress if name in slow else pytest.mark.matrix for name in ALL_CASES}
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in later.items()]
@@ -84,7 +84,7 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
 def new_model(
     folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
 ) -> DecoderForCausalLM:
-    """With kernels of plain torch, packed by nobody."""
+    """A model with kernels of plain torch, not packed."""
     config = config or read_model_files(folder).model_config
     context = LayerContext(
         group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
@@ -144,7 +144,7 @@ def test_shard_logits_equal_transformers_and_stages_one_rank(name: str):
 
 
 def test_comparison_detects_flat_norm_of_one_rank(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: each rank repeats its own heads instead of asking for the others'."""
+    """Negative control: each rank repeats its own heads instead of gathering the others'."""
     monkeypatch.setattr(Attention, "_all_ranks", lambda self, part, num_copies: torch.cat((part, part), dim=1))
     folder = family_folder("olmo2")
 
@@ -166,7 +166,7 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
             for each, shape in checkpoint.shapes().items()
         }
     model = new_model(folder)
-    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.is_derived(each)}
+    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.names.is_derived(each)}
     assert (len(tensors) == len(checkpoint.names())) == (name not in WITH_IMAGES)
     with model.as_checkpoint() as view:
         shown = dict(view.named_parameters())
@@ -186,7 +186,7 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
 
 
 def test_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
-    """It was packed again for each head's queries, keys and values."""
+    """Each head's queries, keys and values packed the tensor again."""
     folder, calls = family_folder("gpt_neox"), []
     model, name = new_model(folder), "gpt_neox.layers.1.attention.query_key_value.weight"
     tensor, write_region = load_file(folder / "model.safetensors")[name].flip(0), PackedLayer.write_region
@@ -262,7 +262,7 @@ def test_greedy_ids_are_transformers(name: str):
 
 
 def _stateless(model: Any) -> Any:
-    """`reference_greedy` forgets what dynamic ropes remember; these have nothing to forget."""
+    """Without dynamic ropes, whose state `reference_greedy` resets."""
 
     class Shown:
         def __init__(self) -> None:
@@ -456,7 +456,7 @@ TIED_BY_DEFAULT = {
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
 }
-"""A case of each architecture whose class ties where its file says nothing."""
+"""A case of each architecture whose class ties by default."""
 
 
 def text_part_config(architecture: str, of_whole: bool | None, of_text: bool | None) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def text_part_config(architecture: str, of_whole: bool | None, of_text: bool | N
 
 
 def is_tied_to_transformers(config: dict[str, Any]) -> bool:
-    """Mllama's class is the one that ties nothing, whatever a file says."""
+    """Mllama's class never ties."""
     if config["model_type"] == "mllama":
         return False
     return AutoConfig.for_model(**deepcopy(config)).tie_word_embeddings
@@ -652,7 +652,7 @@ def readings(architecture: str) -> list[ModelConfig | str]:
 
 
 def is_case_noticed(name: str) -> bool:
-    """By the comparison of either of its files with transformers."""
+    """A difference to transformers' logits, with either of its files."""
 
     def logits_of(folder: Path) -> list[Tensor]:
         return prompt_logits(new_model(folder, config=read_model_files(folder).model_config), PROMPTS)
@@ -724,7 +724,7 @@ def test_layer_beyond_the_last_is_skipped_if_allowed(tmp_path: Path):
 
 @pytest.mark.matrix
 def test_text_skips_image_layers(tmp_path: Path):
-    """As transformers without an image: what is in those layers makes no difference, and their numbers are counted."""
+    """Equal to transformers without an image: the contents of those layers have no effect, but their indices count."""
     folder = family_folder("mllama")
     config = read_model_files(folder).model_config
     assert (config.num_layers, config.image_layers, config.layer_numbers) == (3, (0, 3), (1, 2, 4))

@@ -1,4 +1,4 @@
-"""Greedy tokens through the whole engine are those of transformers' `generate`, however the rows are scheduled.
+"""Greedy tokens of the engine equal those of transformers' `generate` in any schedule.
 
 64 tokens for 32 prompts of 1 to 100 tokens: together and alone, whole and in chunks, with a cache so small that rows
 are preempted and computed again. Other families and scalings: 32 tokens for a few.
@@ -55,7 +55,7 @@ def generate(llm: LLM, prompts: list[list[int]], sampling: SamplingParams = GREE
 
 
 def check_same(name: str, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]) -> None:
-    """A failure says whether the two likeliest tokens were about equally likely, in which case rounding decides."""
+    """A failure reports whether the top two tokens were about equally likely, so that rounding decides."""
     for prompt, mine, reference in zip(prompts, ours, theirs, strict=True):
         if mine != reference:
             place = next(index for index, (a, b) in enumerate(zip(mine, reference, strict=True)) if a != b)
@@ -70,7 +70,7 @@ LONG = {(name, "one token a prompt a step") for name in ("qwen2", "qwen3")}
 
 
 def tier(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    """One family shows the longest schedule by `--matrix`, the others in the stress tier."""
+    """The longest schedule of one family is in the matrix tier, of the others in the stress tier."""
     return [] if case in QUICK else [pytest.mark.stress if case in LONG else pytest.mark.matrix]
 
 
@@ -144,7 +144,7 @@ def test_comparison_detects_wrongly_resumed_row(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_comparison_detects_rows_that_share_a_block(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: a cache whose block 0 stands for block 1 too."""
+    """Negative control: a cache whose block 0 is block 1 too."""
     tables = runner_batch._block_tables
     monkeypatch.setattr(runner_batch, "_block_tables", lambda given: tables([[b - (b == 1) for b in t] for t in given]))
     with LLM(checkpoint_folder("llama3"), num_blocks=400) as llm:

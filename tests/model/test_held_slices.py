@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank has: said by the parameter and by the model's inspection."""
+"""A rank's slices of checkpoint tensors, as `checkpoint_slice` and as text of the model's inspection."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Weights by checkpoint name: what a packed model shows is what it was filled with, and what is written counts.
+"""Weights by checkpoint name: a packed model shows the values that it was filled with, and writes are effective.
 
 Models of one rank of a group that exchanges nothing: to hold weights takes no other rank.
 """
@@ -67,7 +67,7 @@ def new_model(
     stage: Stage | None = None,
     seed: int = 0,
 ) -> tuple[DecoderForCausalLM, dict[str, Tensor]]:
-    """Packed, and what it was filled with, by checkpoint name."""
+    """A packed model, and the values that it was filled with, by checkpoint name."""
     backend = CpuBackend(LIBRARY, dtype, model_config.head_size, BLOCK_SIZE)
     context = LayerContext(group or single_group(), kernels, backend, dtype, torch.device("cpu"))
     model = build_model(context, model_config, stage)
@@ -85,7 +85,7 @@ def whole_tensors(model_config: ModelConfig, dtype: torch.dtype, seed: int) -> d
 
 
 def held(model: DecoderForCausalLM) -> Iterator[tuple[str, Tensor, int]]:
-    """Everything that the model holds, as it is in memory, and where."""
+    """All tensors of the model as they are in memory, and their addresses."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_mkldnn:
             yield name, tensor.to_dense(), torch.ops.mkldnn.data_ptr(tensor)
@@ -201,7 +201,7 @@ def test_pipeline_stage_views_and_loads_its_weights():
 
 
 class NewBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes: no less than what there is at a time."""
+    """Counts the bytes of every storage that an operation makes: an upper bound of the memory at any time."""
 
     num_bytes = 0
 
@@ -216,7 +216,7 @@ class NewBytes(TorchDispatchMode):
 @pytest.mark.parametrize("kernels", [KERNELS["reference"], KERNELS["panels"]], ids=["reference", "panels"])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_loading_allocates_at_most_one_slice(kernels: Kernels, given: torch.dtype):
-    """One where it is converted; beside it, a few numbers for each row that is packed."""
+    """One slice if it is converted, and a few numbers for each packed row."""
     model = new_model(SHAPES["wide heads"], kernels, torch.bfloat16, group_of(2, 0))[0]
     for name, tensor in whole_tensors(SHAPES["wide heads"], given, seed=1).items():
         model.load_weights([])  # slices are indexed once
@@ -232,7 +232,7 @@ def test_loading_allocates_at_most_one_slice(kernels: Kernels, given: torch.dtyp
 
 
 class Sharded(Tensor):
-    """Stands for a DTensor."""
+    """A tensor like a DTensor."""
 
     def full_tensor(self) -> Tensor:
         raise AssertionError("gathering is a collective: not ours to start")
@@ -253,7 +253,7 @@ class Sharded(Tensor):
     ],
 )
 def test_misfit_tensor_is_rejected_before_any_write(name: str, tensor: Tensor, words: str):
-    """Not finite in the other rank's rows, too: both refuse."""
+    """Both ranks reject a tensor that is not finite in the rows of one of them."""
     for rank in range(2):
         model, unchanged = (new_model(PLAIN, group=group_of(2, rank))[0] for _ in range(2))
         with pytest.raises(ValueError, match=rf"{name}: .*{words}"):

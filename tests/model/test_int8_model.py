@@ -1,4 +1,4 @@
-"""A model with int8 products: near transformers' logits, and a row's bits are its own, in any batch and chunks.
+"""A model with int8 GEMMs: near transformers' logits, with equal bits of a row in any batch and chunks.
 
 On more ranks: `tests/ranks/test_int8_on_ranks.py`.
 """
@@ -49,7 +49,7 @@ def test_logits_are_near_transformers_and_not_the_same():
 
 
 def test_gemms_without_compiled_kernels_have_equal_bits(monkeypatch: pytest.MonkeyPatch):
-    """Of plain torch, in one layer's place: what is beside products may differ in the last bit."""
+    """One layer in plain torch: other operations than GEMMs may differ in the last bit."""
     assert isinstance(int8.int8_kernels(torch.float32)[0], Int8CpuKernels)
     attention = quantised("llama_biased").model.layers[0].self_attn
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def test_gemms_without_compiled_kernels_have_equal_bits(monkeypatch: pytest.Monk
 
 @pytest.mark.matrix
 def test_embedding_projections_are_quantised_and_kept_when_read():
-    """OPT-350M's, between embeddings and layers; what `apply_model` shows is written back."""
+    """Projections between embeddings and layers (OPT-350M); `apply_model` writes back what it reads."""
     folder = family_folder("opt_350m")
     model = load_model(folder, quantization="int8")
     assert model.model.project_in.weight.dtype == torch.int8

@@ -1,4 +1,4 @@
-"""All layers in one call give what they give one by one, bit for bit, on one rank and on ranks that share memory.
+"""Layers joined into one call have the bits of separate layers, on one rank and on ranks with shared memory.
 
 Layers are joined where there is a AMX unit; where the processor has none it is emulated.
 """
@@ -59,7 +59,7 @@ def test_joined_int8_layers_have_equal_bits(
 
 
 def test_int8_layers_on_ranks_are_not_joined():
-    """Each of their products needs the other ranks in its midst."""
+    """Each of their GEMMs exchanges sums with the other ranks."""
     model = new_model(PLAIN, torch.bfloat16, GroupHandle((0, 1), 0, None), has_bytes=True, instruction_set=WITHOUT_AMX)
     assert model.model.joined_layers is None
 
@@ -68,7 +68,7 @@ def test_int8_layers_on_ranks_are_not_joined():
 @pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
 @each_dtype
 def test_unfused_step_has_equal_bits(dtype: torch.dtype, model_config: ModelConfig, instruction_set: str):
-    """All steps, and every second step: what one has written to the cache the next reads."""
+    """Unfused in all steps and in every second step: the next step reads the cache that one has written."""
     model = new_model(model_config, dtype, instruction_set=instruction_set)
     fused = prompt_logits(model, PROMPTS, chunk=7)
     assert are_equal(prompt_logits(model, PROMPTS, 7, is_fused=(False,)), fused)
@@ -138,7 +138,7 @@ def _other_bias(stack: Any) -> None:
 @needs_products
 @pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
 def test_comparison_detects_wrongly_joined_layers(change: Any):
-    """What was joined keeps what it was joined with, except that a bias is where it was."""
+    """Joined layers keep the sizes and addresses that they were joined with."""
     model = new_model(SHAPES["biased"], torch.float32)
     model.model.join_layers()
     joined = model.model.joined_layers
@@ -232,7 +232,7 @@ def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
 @needs_products
 @pytest.mark.matrix
 def test_ranks_with_shared_memory_have_equal_bits():
-    """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
+    """Sums split by rows or not; parts that fit a slot or take several rounds."""
     done = compare_on_ranks("nothing")
     assert done.returncode == 0, done.output
     assert "differ" not in done.stdout, done.stdout

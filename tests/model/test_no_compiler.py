@@ -1,4 +1,4 @@
-"""Where no compiler is: everything works in plain torch, right within the same tolerances, and says so once."""
+"""Without a compiler everything runs in plain torch, within the same tolerances, and one warning says so."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ with LLM(sys.argv[1], num_blocks=64, device="cpu") as llm:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """No program can be found, and nothing was built before."""
+    """No program is found and no library is cached."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     inherited = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC")}
@@ -35,7 +35,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def generate(folder: Path, environment: dict[str, str]) -> ranks.CompletedRanks:
-    """In a process that has not used the kernels before."""
+    """Greedy ids of a new process."""
     (folder / "greedy.py").write_text(GREEDY)
     command = [folder / "greedy.py", ranks.REPOSITORY / "scripts" / "demo" / "model"]
     return ranks.run_script(command, timeout_s=120, env=environment)

@@ -1,4 +1,4 @@
-"""Logits of tensor-parallel shards are transformers': every rank computes its part, and together they are the model.
+"""Logits of tensor-parallel shards equal transformers'.
 
 Ranks are threads of this process; torchrun's ranks are in tests/parallel. The vocabulary of 211 and the 90 columns
 divide by no number of ranks, and with 4 ranks the two key-value heads are held twice.

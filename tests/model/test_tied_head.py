@@ -1,4 +1,4 @@
-"""A config that ties the head to the embedding, beside files that have a head of their own."""
+"""A config that ties the head to the embedding, with files that have a head too."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SETTINGS = {"num_blocks": 20, "max_model_len": 32}
 
 
 def write_with_head(folder: Path, by: float) -> None:
-    """The embedding again, one element of it larger `by`."""
+    """The embedding with one element increased `by`."""
     tensors = load_file(folder / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
     head[3, 2] += by
@@ -170,7 +170,7 @@ def test_reload_forgets_head_of_interrupted_update(folder: Path):
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_head_is_compared_after_update_was_queried(folder: Path, asks: bool):
-    """`wake_up(tags=["kv_cache"])` asks, and the head was then taken for one of an earlier try."""
+    """`wake_up(tags=["kv_cache"])` queries the update; the head then counted as one of an earlier try."""
     tensors = load_file(folder / "model.safetensors")
     with LLM(folder, **SETTINGS) as llm:
         before = generated(llm)

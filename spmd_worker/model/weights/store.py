@@ -78,14 +78,14 @@ class WeightStore:
         *,
         allows_nonfinite: bool = False,
     ) -> None:
-        self._names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
+        self.names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
         self._allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
 
     @cached_property
     def slices(self) -> list[WeightSlice]:
         """This rank's slices of checkpoint tensors."""
-        return self._names.slices(self._layers)
+        return self.names.slices(self._layers)
 
     @property
     def paddings(self) -> list[PaddingSlice]:
@@ -95,7 +95,7 @@ class WeightStore:
     @cached_property
     def tensors(self) -> dict[str, ModelTensor]:
         """All checkpoint tensors of the model by name, those of other stages too."""
-        return self._names.tensors(self._stage_slices)
+        return self.names.tensors(self._stage_slices)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -118,15 +118,11 @@ class WeightStore:
         held = [self.held[name] for name in self.buffer_names if name in self.held]
         return frozenset(each.piece.parameter_name for weight in held for each in weight.pieces)
 
-    def is_derived(self, name: str) -> bool:
-        """See `CheckpointNames.is_derived`."""
-        return self._names.is_derived(name)
-
     @contextmanager
     def open(self, folder: Path, quantization: Quantization | None = None) -> Iterator[WeightSource]:
         """The files of a folder with the names of the family's table, dequantised."""
         with Checkpoint.open(folder) as files:
-            files.rename(self._names.parts)
+            files.rename(self.names.parts)
             yield files if quantization is None else DequantisedCheckpoint.open(files, quantization)
 
     def dummy(self, seed: int = 0) -> WeightSource:
@@ -149,7 +145,7 @@ class WeightStore:
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
         with ThreadPoolExecutor(num_threads, "fill-weights", keep_alone) as threads:
             for name, held in sorted(pieces, key=lambda pair: (source.position(pair[0]), pair[1].piece.source)):
-                _check_tied(source, self._names.tied, name, held.piece.source)
+                _check_tied(source, self.names.tied, name, held.piece.source)
                 blocks = list(source.blocks(name, held.piece.source, _BLOCK_BYTES))
                 # A thread has neighbouring blocks, which may share a larger block of the source.
                 num_each = max(-(-len(blocks) // num_threads), 1)
@@ -174,7 +170,7 @@ class WeightStore:
         """Update all weights from files. Raises CheckpointError as `fill` does, and RuntimeError as `load` does."""
         self._check_covered(source)
         for name, shape in self.shapes.items():
-            _check_tied(source, self._names.tied, name, full_rectangle(shape))
+            _check_tied(source, self.names.tied, name, full_rectangle(shape))
         self.update.forget_tied_head()
         for name in sorted(self.tensors, key=source.position):
             self._write(name, source.read(name, full_rectangle(self.shapes[name])), _in_file(source, name))
@@ -209,8 +205,8 @@ class WeightStore:
         # The embedding may be changed.
         self.update.embedding_digest = ""
         names = {name: name for name in self.held}
-        embedding, head = self._names.tied or ("", "")
-        if embedding in self.held and self._names.is_last_stage:
+        embedding, head = self.names.tied or ("", "")
+        if embedding in self.held and self.names.is_last_stage:
             names[head] = embedding
         view = CheckpointView(self.held, names, self.load, self._check_change, **attributes)
         try:
@@ -248,9 +244,9 @@ class WeightStore:
         """
         for given_name, tensor in tensors:
             check_pair(given_name, tensor)
-            for name, view in self._names.parts(given_name, tensor.shape).items():
+            for name, view in self.names.parts(given_name, tensor.shape).items():
                 is_head = self._is_tied_head(name)
-                if self.is_derived(name) and not is_head:
+                if self.names.is_derived(name) and not is_head:
                     continue
                 if name not in self.tensors and not is_head:
                     raise CheckpointError(
@@ -286,7 +282,7 @@ class WeightStore:
         """Raise CheckpointError unless the source has the model's tensors and, except ignorable ones, no others."""
         found = {name: source.shape(name) for name in source.names()}
         problems = checkpoint_problems(
-            self.shapes, found, ignorable=lambda name: self.is_derived(name) or source.is_unused(name)
+            self.shapes, found, ignorable=lambda name: self.names.is_derived(name) or source.is_unused(name)
         )
         raise_problems([*problems, *other_problems])
         for name in self.tensors:
@@ -302,7 +298,7 @@ class WeightStore:
             held.write_block(block, values)
 
     def _is_tied_head(self, name: str) -> bool:
-        return self._names.tied is not None and name == self._names.tied[1]
+        return self.names.tied is not None and name == self.names.tied[1]
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if self.tensors[name].is_float32 else self._dtype

@@ -1,4 +1,4 @@
-"""What a sparse layer waits for: the numbers of tokens that meet each expert, once."""
+"""The only read-back of a sparse layer: the number of tokens of each expert."""
 
 from pathlib import Path
 

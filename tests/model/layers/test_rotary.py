@@ -74,7 +74,7 @@ ROUNDED: Final[dict[str, tuple[str, str]]] = {
     "Glm4ForCausalLM": ("glm4", "Glm4"),
     "LlamaForCausalLM": ("llama", "Llama"),
 }
-"""Of architectures that round in each of the ways: transformers' module, and how its classes begin."""
+"""One architecture for each rounding: transformers' module, and the prefix of its classes."""
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), CPU_KERNELS], ids=["reference", "cpu"])
@@ -143,7 +143,7 @@ def read_dynamic() -> dict[str, Any]:
 
 
 def test_dynamic_angles_depend_on_position_and_prompt_length():
-    """Chunks, batches and recomputation see the same angles: a token's base is that of its prompt or its own length."""
+    """Chunks, batches and recomputation have equal angles: a token's base follows from its prompt or its position."""
     together = angles([0, 149, 150, 500, 3], [150, 150, 150, 20, 20])
     for index, (position, length) in enumerate([(0, 150), (149, 150), (150, 150), (500, 20), (3, 20)]):
         assert torch.equal(angles([position], [length])[0], together[index])

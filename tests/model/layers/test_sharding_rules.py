@@ -1,4 +1,4 @@
-"""What every rank reads of every checkpoint tensor: together exactly the tensor, key-value heads as often as needed.
+"""Slices of all ranks: together exactly the tensor, with key-value heads replicated as often as needed.
 
 Pure arithmetic on the slices that the layers name; the parameters have no storage.
 """
@@ -46,7 +46,7 @@ def new_model(model_config: ModelConfig, size: int, rank: int) -> DecoderForCaus
 
 
 def times_read(model_config: ModelConfig, size: int) -> dict[str, np.ndarray]:
-    """How many ranks read each element of each checkpoint tensor."""
+    """Number of ranks that read each element of each checkpoint tensor."""
     counts: dict[str, np.ndarray] = {}
     for rank in range(size):
         for piece in new_model(model_config, size, rank).weights.slices:
@@ -88,7 +88,7 @@ def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_fused_tensor_is_split_by_key_value_heads(size: int, monkeypatch: pytest.MonkeyPatch):
-    """Each row of the file goes where a reshape to [key-value heads, queries + key + value, size] has it."""
+    """Rows of the file are those of a reshape to [key-value heads, queries + key + value, size]."""
     row = FAMILIES["GPTNeoXForCausalLM"]
     monkeypatch.setitem(FAMILIES, "GPTNeoXForCausalLM", replace(row, file_keys={}))
     model_config = new_shape("GPTNeoXForCausalLM", rotary_pct=1.0)
@@ -117,7 +117,7 @@ def test_every_parameter_element_is_filled_exactly_once(size: int, tied: bool):
         in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weights.slices}
         weights = model.weights
         assert parameter_problems(weights.slices, weights.paddings, shapes) == []
-        assert checkpoint_problems(weights.shapes, in_file, ignorable=weights.is_derived) == []
+        assert checkpoint_problems(weights.shapes, in_file, ignorable=weights.names.is_derived) == []
         assert ("lm_head.weight" in in_file) == (not tied)
 
 
@@ -132,10 +132,10 @@ def test_coverage_check_detects_missing_slice():
 
 def test_only_derived_tensors_are_ignored():
     tied, untied = new_model(new_shape(tie_word_embeddings=True), 1, 0), new_model(new_shape(), 1, 0)
-    assert tied.weights.is_derived("lm_head.weight")
-    assert not untied.weights.is_derived("lm_head.weight")
-    assert untied.weights.is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
-    assert not untied.weights.is_derived("model.layers.3.self_attn.q_proj.weight")
+    assert tied.weights.names.is_derived("lm_head.weight")
+    assert not untied.weights.names.is_derived("lm_head.weight")
+    assert untied.weights.names.is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not untied.weights.names.is_derived("model.layers.3.self_attn.q_proj.weight")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A store of hand-made parameters, which is filled as a model is. Names of the checkpoint are those of the slices."""
+"""A store of hand-made parameters, filled like a model's. Checkpoint names are those of the slices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class _Layer(CheckpointLayer):
 
 
 class _Names:
-    """As `CheckpointNames`, of names that need no table."""
+    """`CheckpointNames` without a table."""
 
     is_last_stage = True
 

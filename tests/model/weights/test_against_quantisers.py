@@ -1,4 +1,4 @@
-"""Dequantised weights are those of implementations nobody here wrote: transformers' FP8 and MXFP4, compressed-tensors.
+"""Dequantised weights equal those of other implementations: transformers' FP8 and MXFP4, compressed-tensors.
 
 Where the run's dtype is that of the scales both round once, so the bits are equal.
 """
@@ -120,7 +120,7 @@ def test_every_compressed_tensors_strategy_equals_library(tmp_path: Path, case: 
 
 
 def calibrated(weight: torch.Tensor, how: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 scales and int8 zero points for what the library rounds to."""
+    """float32 scales and int8 zero points of the library's rounded values."""
     shape = {"tensor": (ROWS, COLUMNS), "channel": (1, COLUMNS), "group": (1, how.get("group_size"))}
     rows, columns = shape.get(how["strategy"]) or how["block_structure"]
     places = [[weight[i : i + rows, j : j + columns] for j in range(0, COLUMNS, columns)] for i in range(0, ROWS, rows)]

@@ -1,4 +1,4 @@
-"""Dense layers behind a pooled vector, as sentence-transformers writes them."""
+"""Dense layers after a pooled vector, as sentence-transformers writes them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Quantised weights read as the formats' own definitions give them, bit for bit in float32, whatever part is read."""
+"""Quantised weights equal the definitions of their formats, bit for bit in float32, for any rectangle."""
 
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ def named(parts: dict[str, torch.Tensor], module: str = "model.layers.0.mlp.up_p
 NAME = "model.layers.0.mlp.up_proj.weight"
 ONE_OF_EACH_LAYOUT = ("fp8_block", "gptq_order", "awq", "int_row_zeros", "w4a16_zeros")
 EACH = [pytest.param(name, marks=() if name in ONE_OF_EACH_LAYOUT else pytest.mark.matrix) for name in FORMATS]
-"""In the default tier one of each layout."""
+"""One of each layout in the default tier."""
 
 
 class Made(dict[str, tuple[DequantisedCheckpoint, torch.Tensor]]):
-    """By format: a checkpoint of one weight, and what it means."""
+    """A checkpoint of one weight and its values, by format."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_rank_reads_only_its_share(made: Made, name: str, monkeypatch: pytest.Mo
 
 
 def test_symmetric_gptq_zero_point_without_offset_is_read(tmp_path: Path):
-    """https://github.com/vllm-project/vllm/pull/38966: a writer of today names it the first version."""
+    """https://github.com/vllm-project/vllm/pull/38966: a current writer calls it the first version."""
     parts, meant = gptq(matrix(), bits=4, is_symmetric=True, has_order=False, is_second=True)
     for kind in ("gptq", "gptq_v2"):
         checkpoint = opened(tmp_path / kind, FORMATS["gptq"], named(parts), checkpoint_format=kind)

@@ -76,7 +76,7 @@ def test_shards_of_any_ranks_reassemble_to_equal_tensors():
 
 
 def test_comparison_detects_generator_without_position(monkeypatch):
-    """The negative control of the test above: values by order of generation, as a naive dummy loader has them."""
+    """Negative control: values in the order of generation, as in a naive dummy loader."""
 
     def forgetful(self, region):
         size = tuple(stop - start for start, stop in region)

@@ -19,7 +19,7 @@ def shape_and_region(draw):
 
 
 def fetch(shape, region, max_gap):
-    """What a reader does with a plan, on a tensor that holds its own positions."""
+    """Read a plan from a tensor whose elements are their positions."""
     plan = plan_read(shape, region, max_gap)
     positions = [position for begin, end in plan.runs for position in range(begin, end)]
     return torch.tensor(positions, dtype=torch.int64).reshape(plan.buffer_shape)[plan.wanted]

@@ -219,7 +219,7 @@ WHAT_THE_LIBRARY_TAKES = {
     ("text", "data_bytes", "words"), WHAT_THE_LIBRARY_TAKES.values(), ids=WHAT_THE_LIBRARY_TAKES.keys()
 )
 def test_invalid_headers_that_library_accepts_are_rejected(text, data_bytes, words):
-    """Why headers are read by code of our own."""
+    """The reason for reading headers with our own code."""
     deserialize(struct.pack("<Q", len(text)) + text + bytes(data_bytes))
     with pytest.raises(CheckpointError, match=f"model.safetensors: .*{words}"):
         parse(text, data_bytes)
@@ -236,7 +236,7 @@ def test_random_bytes_are_rejected(text):
 
 
 def twice(text: bytes) -> bytes:
-    """The first key of an object, and what it has, once more at its end."""
+    """An object with its first key repeated at the end."""
     document = json.loads(text)
     name = next(key for key in document if key != "__metadata__")
     return text.rstrip()[:-1] + b"," + json.dumps({name: document[name]}).encode()[1:]
@@ -244,7 +244,7 @@ def twice(text: bytes) -> bytes:
 
 @pytest.mark.finding(number="D17")
 def test_duplicate_names_of_a_header_are_dropped(tmp_path):
-    """Nor does a plan take one of the two for the tensor; the file is refused where it is loaded."""
+    """A plan uses neither of the two; loading rejects the file."""
     save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / SINGLE_FILE)
     assert tensor_names(tmp_path) == ("a", "b")
     content = (tmp_path / SINGLE_FILE).read_bytes()

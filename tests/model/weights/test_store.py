@@ -1,4 +1,4 @@
-"""One rule for each question, whoever brings the weights: a start, a reload, a trainer's tensors, `apply_model`."""
+"""The same rules for all sources of weights: a start, a reload, a trainer's tensors, `apply_model`."""
 
 import re
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_comparison_detects_store_without_finiteness_check(
 
 
 def test_float32_weights_are_checked_in_float32(tmp_path: Path):
-    """A number that is too large for float16 was taken by a start and refused by a reload."""
+    """A start accepted a number too large for float16, and a reload rejected it."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[ROUTER][0, 0] = 1e6

@@ -1,4 +1,4 @@
-"""Safetensors files for tests: whole ones by the library, broken ones by hand."""
+"""Safetensors files for tests: valid ones by the library, invalid ones by hand."""
 
 import json
 import struct
