@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         is_fused: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
-        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `takes_wanted`, the results
+        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the results
         are [W, hidden], and only keys and values of the other tokens are computed.
         """
         x = _normed(self.input_layernorm, part, residual)
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
         return self._added(self.mlp(x, is_fused=is_fused), self.mlp_output_norm, residual), residual
 
     @property
-    def takes_wanted(self) -> bool:
+    def supports_wanted(self) -> bool:
         """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted."""
         return self._defers and isinstance(self.mlp, FeedForward)
 
@@ -200,7 +200,7 @@ class DecoderStack(nn.Module):
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` [layers, blocks,
         ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
-        `takes_wanted`, [W, hidden]: the last layer computes no other tokens.
+        `supports_wanted`, [W, hidden]: the last layer computes no other tokens.
 
         `incoming` is the residual stream [T, hidden] of the previous stage, changed in place; every stage but the last
         returns it for the next.
@@ -231,11 +231,11 @@ class DecoderStack(nn.Module):
         return hidden if self.project_out is None else self.project_out(hidden)
 
     @property
-    def takes_wanted(self) -> bool:
+    def supports_wanted(self) -> bool:
         """Whether the last layer can leave tokens out: not if outputs are summed over ranks, which have the residual
         stream by rows.
         """
-        return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].takes_wanted)
+        return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].supports_wanted)
 
     def _embed(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         x: Tensor = self.embed_tokens(token_ids)
@@ -322,9 +322,9 @@ class DecoderForCausalLM(nn.Module):
         return hidden
 
     @property
-    def takes_wanted(self) -> bool:
-        """See `DecoderStack.takes_wanted`."""
-        return not self.model_config.is_encoder and self.model.takes_wanted
+    def supports_wanted(self) -> bool:
+        """See `DecoderStack.supports_wanted`."""
+        return not self.model_config.is_encoder and self.model.supports_wanted
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> this rank's logits [R, Vs], of the same dtype."""

@@ -121,7 +121,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         has_state = keeps_state and not model.model_config.is_encoder
         self._state = BatchState(block_size, self._device) if has_state else None
-        self._leaves_out = self._state is None and self._pooling is None and model.takes_wanted
+        self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._chosen = ChosenTokens(self._device)
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
