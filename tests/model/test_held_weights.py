@@ -262,7 +262,7 @@ def test_misfit_tensor_is_rejected_before_any_write(name: str, tensor: Tensor, w
         good = ("model.layers.0.mlp.up_proj.weight", torch.ones(128, 64, dtype=torch.float16, requires_grad=True))
         with pytest.raises(ValueError, match=name):
             model.load_weights([good, (name, tensor)])
-        assert are_same(model, unchanged) == ("not finite" not in words), "of a list all forms are looked at first"
+        assert are_same(model, unchanged) == ("not finite" not in words), "names and shapes of a list are checked first"
         assert model.weights.update.is_open == ("not finite" in words)
         with pytest.raises(ValueError, match=name):
             model.load_weights(iter([good, (name, tensor)]))
@@ -338,9 +338,9 @@ def _one_more(view: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_other_shape, r"^model\.norm\.weight: has the shape \[64\] here, not \[65\]"),
-        (_no_weight, "^weight: weights of the checkpoint can be changed, not added or removed"),
-        (_one_more, "^bias: weights of the checkpoint can be changed, not added or removed"),
+        (_other_shape, r"^model\.norm\.weight: has the shape \[64\].* not \[65\]"),
+        (_no_weight, "^weight: .*not added or removed"),
+        (_one_more, "^bias: .*not added or removed"),
     ],
 )
 def test_view_keeps_shapes_and_names(change: Callable[[Any], None], words: str):

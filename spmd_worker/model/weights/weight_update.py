@@ -68,8 +68,8 @@ class WeightUpdate:
         num_requests = self.num_in_flight() if self.num_in_flight is not None else 0
         if num_requests:
             raise RuntimeError(
-                f"{num_requests} requests are in flight, which the current weights have to finish: before new weights "
-                f"are loaded, call llm_engine.step until none is left, or abort them and call it once"
+                f"{num_requests} requests are being answered with the weights that are there: call llm_engine.step "
+                f"until none is left, or abort them and call it once, before new weights are loaded"
             )
         self.is_open, self._num_rejected_before = True, len(self.rejected_calls)
 
