@@ -72,8 +72,8 @@ class DecoderLayer(nn.Module):
         is_fused: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
-        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the results
-        are [W, hidden], and only keys and values of the other tokens are computed.
+        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
+        results are [W, hidden], and only keys and values of the other tokens are computed.
         """
         x = _normed(self.input_layernorm, part, residual)
         parallel_input = self._parallel_input(x, residual) if self.config.is_parallel else None
