@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from spmd_worker.model.layers.embedding import (
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
-from spmd_worker.model.layers.linear import ReplicatedLinear
+from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
@@ -76,7 +77,10 @@ class DecoderLayer(nn.Module):
         results are [W, hidden], and only keys and values of the other tokens are computed.
         """
         x = _normed(self.input_layernorm, part, residual)
-        parallel_input = self._parallel_input(x, residual) if self.config.is_parallel else None
+        parallel_input = None
+        if self.config.is_parallel:
+            assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
+            parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
         part = self.self_attn(x, ropes, layer_cache, metadata, wanted, is_fused=is_fused)
         if wanted is not None:
             residual = residual[wanted.rows]
@@ -91,11 +95,6 @@ class DecoderLayer(nn.Module):
         """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted."""
         return self._defers and isinstance(self.mlp, FeedForward)
 
-    def _parallel_input(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Input of a parallel feed-forward, before attention is added; `x` is attention's."""
-        assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
-        return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-
     def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
         """The scaled part if it is still to be added; None if it was added here."""
         if self._defers:
@@ -108,7 +107,6 @@ class DecoderLayer(nn.Module):
         return None
 
     def weights(self) -> LayerWeights:
-        """See `api.JoinableLayer`."""
         attention, feed_forward = self.self_attn, self.mlp
         norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
@@ -128,7 +126,6 @@ class DecoderLayer(nn.Module):
         )
 
     def sizes(self) -> LayerSizes:
-        """See `api.JoinableLayer`."""
         attention, feed_forward = self.self_attn, self.mlp
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
         return LayerSizes(
@@ -161,7 +158,9 @@ class DecoderStack(nn.Module):
             self.embed_tokens = VocabularyParallelEmbedding(
                 context, model_config.num_embeddings, model_config.embedding_size
             )
-            self._multiplier = _embedding_multiplier(model_config, context.dtype)
+            self._multiplier = model_config.embedding_multiplier
+            if model_config.rounds_multiplier:
+                self._multiplier = float(torch.tensor(self._multiplier, dtype=context.dtype))
             if self._has_positions:
                 offset, padding_token = model_config.position_offset, model_config.unplaced_token
                 num_positions = model_config.num_positions
@@ -173,8 +172,11 @@ class DecoderStack(nn.Module):
         has_norm = stage.is_last and model_config.has_last_norm
         self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
         # Embeddings of another size are projected to the hidden size, and back before the head.
-        self.project_in = ReplicatedLinear(context, size, hidden_size) if size and stage.is_first else None
-        self.project_out = ReplicatedLinear(context, hidden_size, size) if size and stage.is_last else None
+        self.project_in = self.project_out = None
+        if size and stage.is_first:
+            self.project_in = replicated_linear(context, "project_in", size, hidden_size)
+        if size and stage.is_last:
+            self.project_out = replicated_linear(context, "project_out", hidden_size, size)
         self._stage = stage
         self._rotaries = tuple(
             RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
@@ -232,9 +234,7 @@ class DecoderStack(nn.Module):
 
     @property
     def supports_wanted(self) -> bool:
-        """Whether the last layer can leave tokens out: not if outputs are summed over ranks, which have the residual
-        stream by rows.
-        """
+        """Whether the last layer can leave tokens out: not if ranks sum outputs, by rows of the stream."""
         return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].supports_wanted)
 
     def _embed(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
@@ -263,11 +263,6 @@ def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> 
         replace(context, layer=index), model_config.layers[index], model_config.hidden_size, defers=defers
     )
     return layer
-
-
-def _embedding_multiplier(model_config: ModelConfig, dtype: torch.dtype) -> float:
-    value = model_config.embedding_multiplier
-    return float(torch.tensor(value, dtype=dtype)) if model_config.rounds_multiplier else value
 
 
 class DecoderForCausalLM(nn.Module):
@@ -303,22 +298,9 @@ class DecoderForCausalLM(nn.Module):
             allows_nonfinite=allows_nonfinite,
         )
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rope_regimes: Tensor,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-        incoming: Tensor | None = None,
-        *,
-        is_fused: bool = True,
-        token_types: Tensor | None = None,
-        wanted: WantedTokens | None = None,
-    ) -> Tensor:
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
         """See `DecoderStack.forward`."""
-        inputs = (token_ids, positions, rope_regimes, cache, metadata, incoming)
-        hidden: Tensor = self.model(*inputs, is_fused=is_fused, token_types=token_types, wanted=wanted)
+        hidden: Tensor = self.model(*inputs, **options)
         return hidden
 
     @property

@@ -29,7 +29,6 @@ class _Released:
     is_buffer: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """An uninitialised plain tensor of its shape and dtype."""
         if self.stride is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
@@ -45,7 +44,6 @@ class WeightMemory:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether the weights have memory."""
         return self._released is None
 
     def copy_to_host(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from spmd_worker.model.decoder import DecoderLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.feed_forward import FeedForward
-from spmd_worker.model.layers.linear import ReplicatedLinear
+from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model_config.layer_config import LayerConfig
 
 class GatedFeedForward(FeedForward):
@@ -25,7 +25,7 @@ class GatedFeedForward(FeedForward):
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__(context, layer, hidden_size)
-        self.token_gate = ReplicatedLinear(context, hidden_size, 1)
+        self.token_gate = replicated_linear(context, "token_gate", hidden_size, 1)
 
     def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
         # Sigmoid by tanh, which is row-wise in these kernels.

@@ -81,9 +81,7 @@ class Attention(nn.Module):
         *,
         is_fused: bool = True,
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden], or of [W, hidden] with `wanted`. Writes the step's keys and
-        values to `layer_cache` before it reads.
-        """
+        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
         projected = self.qkv_proj(x)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]

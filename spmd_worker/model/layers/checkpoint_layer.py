@@ -40,24 +40,13 @@ class CheckpointLayer(nn.Module):
         """Copy `values`, of any dtype and device, into a region of the parameter, whose storage stays."""
         self.read_region(parameter, region).copy_(values)
 
-    def needs_full_rows(self, parameter: str) -> bool:
-        """Whether the parameter depends on full rows of the checkpoint tensor, so that `load_rows` is to be called."""
-        del parameter
-        return False
-
-    def load_rows(self, parameter: str, region: Rectangle, values: Tensor, full_rows: Tensor) -> None:
-        """`write_region` for a parameter that `needs_full_rows`: `values` are this rank's columns of `full_rows`."""
-        raise AssertionError(parameter)
-
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """Raise CheckpointError if `write_region` cannot write `values` into this region of the parameter."""
         del parameter, region, values
 
 
 class PackedLayer(CheckpointLayer):
-    """A layer whose `weight` [outputs, inputs] is prepacked for its kernels by `pack_weights`. From then on a region of
-    the weight is a range of its rows.
-    """
+    """`weight` [outputs, inputs] is prepacked by `pack_weights`; from then on its regions are ranges of rows."""
 
     weight: nn.Parameter
     is_packed = False
@@ -74,24 +63,22 @@ class PackedLayer(CheckpointLayer):
         return self._kernels.pack(self.weight)
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
-        """See `CheckpointLayer.read_region`."""
         if parameter != "weight" or not self.is_packed:
             return super().read_region(parameter, region)
         return self._kernels.unpack(self.weight, *region[0])
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """See `CheckpointLayer.write_region`."""
         if parameter != "weight" or not self.is_packed:
             super().write_region(parameter, region, values)
         else:
             self._kernels.repack_(self.weight, region[0][0], self._converted(values))
 
     def needs_full_rows(self, parameter: str) -> bool:
-        """True for a quantised weight: a row's scale follows from all of its inputs."""
+        """Whether `load_rows` is to load the parameter: a quantised weight, whose scales follow from full rows."""
         return self.is_packed and self._quantised is not None and parameter == "weight"
 
     def load_rows(self, parameter: str, region: Rectangle, values: Tensor, full_rows: Tensor) -> None:
-        """See `CheckpointLayer.load_rows`. The result does not depend on the weight before."""
+        """`write_region` of `values`, this rank's columns of `full_rows`, whatever the weight was before."""
         assert self._quantised is not None, parameter
         rows, maxima = self._converted(values), row_maxima(self._converted(full_rows))
         self._quantised.repack_part_(self.weight, region[0][0], rows, maxima)

@@ -30,9 +30,7 @@ class LayerContext:
 
     @property
     def parts_group(self) -> GroupHandle:
-        """Ranks over which the outputs of row-parallel layers are still to be summed: one rank with quantised kernels,
-        whose row-parallel layers return the sum.
-        """
+        """Ranks that sum the outputs of row-parallel layers: with quantised kernels these are sums already."""
         return self.tensor_group if self.quantised is None else single_group(self.tensor_group.ranks[0])
 
     def parameter(self, *shape: int) -> nn.Parameter:

@@ -31,7 +31,6 @@ class VocabularyShard:
 
     @property
     def num_owned(self) -> int:
-        """Number of rows that are no padding."""
         return self.stop - self.start
 
     def weight_slices(self, prefix: str, hidden_size: int) -> Iterator[WeightSlice]:
@@ -74,7 +73,6 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         return self._group.all_reduce(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0), is_exact=True)
 
     def pack_for_head(self) -> None:
-        """Make the packed copy for a tied head."""
         packed = self._kernels.pack(self.weight)
         self.packed = None if packed is self.weight else packed
 
@@ -83,7 +81,6 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         return self.weight if self.packed is None else self.packed
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """See `CheckpointLayer.write_region`. Updates the packed copy too."""
         super().write_region(parameter, region, values)
         self.num_changes += 1
         if self.packed is not None:
@@ -182,9 +179,7 @@ class VocabularyParallelHead(PackedLayer):
         return logits
 
     def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, hidden_size] -> the maximum logit of each row, float32 [R], and its column, int64 [R], the first of equal
-        ones.
-        """
+        """[R, hidden_size] -> each row's maximum logit, float32 [R], and the first column with it, int64 [R]."""
         if self.shard.num_owned == 0:
             return self._kernels.largest(self(hidden))
         if not self._is_plain:
@@ -197,7 +192,6 @@ class VocabularyParallelHead(PackedLayer):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the weight is the embedding's."""
         return self._tied_to[0] is not None
 
     @property
@@ -206,7 +200,6 @@ class VocabularyParallelHead(PackedLayer):
         return self.weight if tied_to is None else tied_to.gemm_weight()
 
     def pack_weights(self) -> None:
-        """See `PackedLayer.pack_weights`. A tied head uses the embedding's packed copy."""
         (tied_to,) = self._tied_to
         if tied_to is None:
             super().pack_weights()

@@ -13,6 +13,7 @@ T: tokens of the step; E: experts of the layer; k: experts of a token.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from math import nan
 from typing import Final
 
@@ -25,7 +26,6 @@ from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
-from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import shard_range
 
@@ -34,9 +34,7 @@ _MIN_SUM: Final = 1e-20
 
 
 class Router(PackedLayer):
-    """Selects each token's experts and their weights. The last row of `weight` is the shared expert's gate, if it has
-    one. In float32.
-    """
+    """Selects experts and their weights, in float32. A shared expert's gate is the last row of `weight`."""
 
     is_float32 = True
 
@@ -49,9 +47,7 @@ class Router(PackedLayer):
         self.choice_bias = context.parameter(experts.num_experts) if experts.has_choice_bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[T, hidden] -> expert indices, int64 [T, k] ascending, their weights, float32 [T, k], and the shared expert's
-        weight, float32 [T, 1], or None.
-        """
+        """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None."""
         logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_experts
         shared_gate = _sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
@@ -89,7 +85,8 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
     if experts.score == "softmax_chosen":
         weights = weights.softmax(-1)
     if experts.renormalises:
-        weights = weights / (_sum_in_order(weights) + (_MIN_SUM if experts.score == "sigmoid" else 0.0))
+        total = reduce(torch.add, weights.unbind(1)).unsqueeze(1)
+        weights = weights / (total + (_MIN_SUM if experts.score == "sigmoid" else 0.0))
     return ids, (weights * experts.scaling).masked_fill(scores.isnan().any(-1, keepdim=True), nan)
 
 
@@ -110,14 +107,6 @@ def _sigmoid(logits: Tensor) -> Tensor:
     return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(-1)[..., 0]
 
 
-def _sum_in_order(rows: Tensor) -> Tensor:
-    """[T, k] -> [T, 1], added from the first column to the last."""
-    total = rows[:, :1]
-    for column in range(1, rows.shape[1]):
-        total = total + rows[:, column : column + 1]
-    return total
-
-
 class _ClampedGates(ColumnParallelLinear):
     """[T, input_size] -> [T, half of the outputs of this rank]. Gate and up alternate among the outputs, as in the
     checkpoint, and both are bounded (https://arxiv.org/abs/2508.10925).
@@ -129,18 +118,16 @@ class _ClampedGates(ColumnParallelLinear):
         self._limit = limit
 
     def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
-        """The same either way."""
+        """gate * sigmoid(1.702 * gate) * (up + 1), in float32, rounded once."""
         del is_fused
-        return clamped_gates(super().forward(x), self._limit, self._kernels)
-
-
-def clamped_gates(columns: Tensor, limit: float, kernels: Kernels) -> Tensor:
-    """[T, 2 I] -> [T, I]: gate * sigmoid(1.702 * gate) * (up + 1), in float32, rounded once."""
-    gates, ups = columns.float().view(len(columns), -1, 2).unbind(-1)
-    # x * sigmoid(a * x) is silu(a * x) / a: silu is a row-wise kernel, as torch's sigmoid is not.
-    activated = kernels.activate((gates.clamp(max=limit) * _GATE_SLOPE).contiguous(), "silu") / _GATE_SLOPE
-    gated: Tensor = activated * (ups.clamp(-limit, limit) + 1.0)
-    return gated.to(columns.dtype)
+        columns = super().forward(x)
+        gates, ups = columns.float().view(len(columns), -1, 2).unbind(-1)
+        # x * sigmoid(a * x) is silu(a * x) / a: silu is a row-wise kernel, as torch's sigmoid is not.
+        scaled = (gates.clamp(max=self._limit) * _GATE_SLOPE).contiguous()
+        gated: Tensor = (
+            self._kernels.activate(scaled, "silu") / _GATE_SLOPE * (ups.clamp(-self._limit, self._limit) + 1.0)
+        )
+        return gated.to(columns.dtype)
 
 
 class _Down(RowParallelLinear):

@@ -55,10 +55,11 @@ class FeedForward(nn.Module):
         self.down_proj = RowParallelLinear(context, columns, size, hidden_size, has_bias)
 
     def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
-        activated = self.gate_up_proj(x, is_fused=is_fused) if self._is_gated else self._activated_up(x)
+        if self._is_gated:
+            activated = self.gate_up_proj(x, is_fused=is_fused)
+        else:
+            outputs = self.up_proj(x)
+            kernels = self._kernels
+            activated = kernels.activate(outputs, self._activation) if self.act_fn is None else self.act_fn(outputs)
         output: Tensor = self.down_proj(activated)
         return output
-
-    def _activated_up(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.up_proj(x)
-        return self._kernels.activate(outputs, self._activation) if self.act_fn is None else self.act_fn(outputs)

@@ -74,30 +74,18 @@ class GatedLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
         """If not `is_fused`, the GEMM's outputs are stored before the activation is applied, with the same bits."""
-        if self._activation != "silu":
-            columns = self._kernels.linear(x, self.weight, self.bias)
-            return self._kernels.activate_and_mul(columns, self._activation)
-        if is_fused:
+        if is_fused and self._activation == "silu":
             return self._kernels.gated_linear(x, self.weight, self.bias)
-        return self._kernels.silu_and_mul(self._kernels.linear(x, self.weight, self.bias))
+        columns = super().forward(x)
+        is_silu = self._activation == "silu"
+        return (
+            self._kernels.silu_and_mul(columns)
+            if is_silu
+            else self._kernels.activate_and_mul(columns, self._activation)
+        )
 
     def _packed(self) -> Tensor:
         return self._kernels.pack_gated(self.weight) if self._activation == "silu" else super()._packed()
-
-
-class ReplicatedLinear(PackedLayer):
-    """[T, input_size] -> [T, output_size], without a bias."""
-
-    def __init__(self, context: LayerContext, input_size: int, output_size: int) -> None:
-        super().__init__()
-        self._shape, self._kernels, self._quantised = (output_size, input_size), context.kernels, context.quantised
-        self.weight = context.parameter(*self._shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self.weight, None)
-
-    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        yield replicated(f"{prefix}.weight", self._shape, f"{prefix}.weight")
 
 
 class RowParallelLinear(PackedLayer):
@@ -181,3 +169,8 @@ def gate_up_linear(
     start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
     parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
     return GatedLinear(context, hidden_size, parts, has_bias, activation)
+
+
+def replicated_linear(context: LayerContext, name: str, input_size: int, output_size: int) -> ColumnParallelLinear:
+    """[T, input_size] -> [T, output_size] on every rank, without a bias. `name` is the layer's own in its parent."""
+    return ColumnParallelLinear(context, input_size, (OutputPart(name, output_size, 0, output_size),), has_bias=False)

@@ -40,9 +40,7 @@ class RMSNorm(CheckpointLayer):
 
 
 class FullNorm(CheckpointLayer):
-    """[..., size] -> [..., size]. Replicated. All norms but the plain one: in float32 from the input to the result,
-    rounded once.
-    """
+    """[..., size] -> [..., size]. Replicated. Any other norm, in float32 and rounded once."""
 
     def __init__(self, context: LayerContext, size: int, norm: NormConfig) -> None:
         super().__init__()

@@ -50,14 +50,13 @@ class Angles:
         size = 2 * self.cos.shape[1]
         if size == x.shape[-1] and not self.is_interleaved:
             return kernels.rotate(x, self.cos, self.sin)
-        rotated, kept = x[..., :size], x[..., size:]
+        rotated = x[..., :size]
         if self.is_interleaved:
-            halves = rotated.reshape(*rotated.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
-            rotated = kernels.rotate(halves, self.cos, self.sin)
+            rotated = rotated.reshape(*rotated.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
+        rotated = kernels.rotate(rotated, self.cos, self.sin)
+        if self.is_interleaved:
             rotated = rotated.reshape(*rotated.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
-        else:
-            rotated = kernels.rotate(rotated, self.cos, self.sin)
-        return torch.cat((rotated, kept), dim=-1)
+        return torch.cat((rotated, x[..., size:]), dim=-1)
 
 
 class RotaryEmbedding:
@@ -71,9 +70,7 @@ class RotaryEmbedding:
         self._amplitude = attention_factor(rope)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
-        """Whether full heads of `dtype` are rotated, in halves and rounded at each step, as fused kernels do it. In
-        float32 nothing is rounded.
-        """
+        """Whether full heads rotate in halves, rounded at each step, as in fused kernels; float32 never rounds."""
         return self._is_full and (self._rope.rounding == "each step" or dtype == torch.float32)
 
     def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> Angles:
@@ -109,9 +106,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
-    """Radians per token of each pair of dimensions, float32 [R / 2], or [2, R / 2] for `longrope`: short and long.
-    `head_size` is R.
-    """
+    """Radians per token of each pair, float32 [R / 2], of `longrope` [2, R / 2]: short, long. `head_size` is R."""
     plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
     if rope.rope_type == "linear":
         return plain / rope.factor

@@ -60,13 +60,10 @@ class HeldSlice:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is the full tensor."""
         return all(ranges == ((0, size),) for ranges, size in zip(self.ranges, self.checkpoint_shape, strict=True))
 
     def of(self, tensor: Any) -> Any:
-        """This slice of the full checkpoint tensor, or of an array of its shape: a view if each dimension has one
-        range.
-        """
+        """This slice of the full tensor, or of an array of its shape: a view if each dimension has one range."""
         for axis, ranges in enumerate(self.ranges):
             before = (slice(None),) * axis
             indices = [index for start, stop in ranges for index in range(start, stop)]
@@ -138,28 +135,23 @@ class WeightSlice:
 
     @property
     def tensor(self) -> ModelTensor:
-        """The checkpoint tensor."""
         return ModelTensor(self.checkpoint_shape, self.is_buffer, self.is_float32)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor as a view of another, `stored`: rows of its slice `index`, or, if `index` is None, all of it with the
-    last two dimensions transposed.
-    """
+    """A view of the tensor `stored`: rows of its slice `index`, or, if that is None, its transpose."""
 
     stored: str
     index: int | None = None
     rows: tuple[int, int] = (0, 0)
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the view, from that of `stored`."""
         if self.index is None:
             return (*stored[:-2], stored[-1], stored[-2])
         return (self.rows[1] - self.rows[0], *stored[2:])
 
     def of(self, stored: Any) -> Any:
-        """The view of the tensor `stored`."""
         return stored.transpose(-1, -2) if self.index is None else stored[self.index, slice(*self.rows)]
 
     def stored_region(self, region: Rectangle) -> Rectangle:

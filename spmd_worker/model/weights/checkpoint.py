@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -78,9 +77,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -109,11 +106,9 @@ class Checkpoint:
         self._stored_names, self._views = stored_names, views
 
     def names(self) -> list[str]:
-        """All tensor names, sorted."""
         return sorted(self._file_of)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, by name, in the order of `names`."""
         return {name: self.shape(name) for name in self.names()}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -179,7 +174,6 @@ class Checkpoint:
         return read.transpose(-1, -2) if view.index is None else read[0]
 
     def stored_name(self, name: str) -> str:
-        """Name of a tensor in the files."""
         return self._stored_names.get(name, name)
 
     def is_unused(self, name: str) -> bool:

@@ -77,7 +77,6 @@ class CheckpointNames:
         ]
 
     def _layer_prefix(self, index: int) -> str:
-        """Prefix of the checkpoint names of the model's layer of this index."""
         return f"{self._names.layers}.{self._numbers[index]}."
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
@@ -113,8 +112,12 @@ class CheckpointNames:
         name = f"{prefix}{fused or self._parts.get(part, part)}.{leaf}"
         is_transposed = self._names.are_transposed and len(piece.checkpoint_shape) == 2
         for each in inside:
-            named = replace(each, checkpoint_name=name)
-            yield transposed(named) if is_transposed else named
+            shape, source = each.checkpoint_shape, each.source
+            if is_transposed:
+                shape, source = shape[::-1], source[::-1]
+            yield replace(
+                each, checkpoint_name=name, checkpoint_shape=shape, source=source, is_transposed=is_transposed
+            )
 
     def _expert_piece(self, piece: WeightSlice, index: int, expert: int, matrix: str, leaf: str) -> WeightSlice:
         """A separate tensor, or a slice of the stacked tensor of all experts."""
@@ -141,9 +144,14 @@ class CheckpointNames:
         views of it, or None for the tensor itself. Raises CheckpointError for stacked experts of a wrong shape.
         """
         name = self._table_name(given_name)
-        if self._is_transposed_stack(name, shape):
-            return {name: TensorView(given_name)}
-        return self._stacked_parts(name, given_name, shape) or {name: None}
+        found = self._layer_of(name)
+        experts = None if found is None else self._model_config.layers[found[0]].experts
+        if found is None or experts is None:
+            return {name: None}
+        if self._names.stacked:
+            is_transposed = self._is_transposed_stack(found[1], experts, shape)
+            return {name: TensorView(given_name) if is_transposed else None}
+        return self._stacked_parts(*found, experts, TensorView(given_name), shape) or {name: None}
 
     def _table_name(self, given_name: str) -> str:
         """The table's name of a tensor, which may be given by an alias or without the prefix."""
@@ -156,40 +164,36 @@ class CheckpointNames:
         module = name.rpartition(".")[0]
         return module in self._top_modules or self._layer_of(name) is not None or self.is_derived(name)
 
-    def _stacked_parts(self, name: str, given_name: str, shape: Sequence[int]) -> dict[str, TensorView | None]:
+    def _stacked_parts(
+        self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
+    ) -> dict[str, TensorView | None]:
         """Matrices of separate experts in a stack of `_IN_MEMORY`; empty for other tensors."""
-        found = self._layer_of(name)
-        if found is None or self._names.stacked:
-            return {}
-        index, inside = found
         module, _, stack = inside.rpartition(".")
-        experts, parts = self._model_config.layers[index].experts, _IN_MEMORY.get(stack, ())
+        parts = _IN_MEMORY.get(stack, ())
         patterns = [self._parts.get(ours, ours) for ours in (f"mlp.experts.{{}}.{part}" for part in parts)]
-        if experts is None or not parts or module != patterns[0].partition(".{}")[0]:
+        if not parts or module != patterns[0].partition(".{}")[0]:
             return {}
+        prefix = self._layer_prefix(index)
         if len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(parts):
             raise CheckpointError(
-                f"{name}: has the shape {list(shape)}, but this layer of the model has {experts.num_experts} experts: "
-                f"a stack is [experts, outputs, inputs]"
+                f"{prefix}{inside}: has the shape {list(shape)}, but this layer of the model has "
+                f"{experts.num_experts} experts: a stack is [experts, outputs, inputs]"
             )
-        prefix, rows = self._layer_prefix(index), shape[1] // len(parts)
+        rows = shape[1] // len(parts)
         return {
-            f"{prefix}{pattern.format(expert)}.weight": TensorView(given_name, expert, (part * rows, (part + 1) * rows))
+            f"{prefix}{pattern.format(expert)}.weight": replace(
+                given, index=expert, rows=(part * rows, (part + 1) * rows)
+            )
             for expert in range(experts.num_experts)
             for part, pattern in enumerate(patterns)
         }
 
-    def _is_transposed_stack(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether `name` is a stack of experts that is transposed compared to the table (`StackedTensor`)."""
-        found = self._layer_of(name)
-        if found is None:
-            return False
-        index, inside = found
+    def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
+        """Whether it is a stack of experts that is transposed compared to the table (`StackedTensor`)."""
         stack = next((each for each in self._names.stacked if each.name == inside), None)
-        experts, hidden_size = self._model_config.layers[index].experts, self._model_config.hidden_size
-        if stack is None or not stack.may_be_transposed or experts is None:
+        if stack is None or not stack.may_be_turned:
             return False
-        rows, inputs = len(stack.parts) * experts.intermediate_size, hidden_size
+        rows, inputs = len(stack.parts) * experts.intermediate_size, self._model_config.hidden_size
         if stack.parts == ("down_proj",):
             rows, inputs = inputs, rows
         return rows != inputs and tuple(shape) == (experts.num_experts, inputs, rows)
@@ -214,9 +218,7 @@ class CheckpointNames:
             )
 
     def is_derived(self, name: str) -> bool:
-        """Whether the tensor is redundant or unused: rotary frequencies, masks, a tied head, weights of other layers or
-        for other input than text.
-        """
+        """Whether the tensor is not needed: frequencies, masks, a tied head, other layers, other input than text."""
         if name.rpartition(".")[0] in self._head_modules:
             return False
         is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
@@ -268,11 +270,6 @@ def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
             source=tuple(columns),
             destination=((at, at + 1), *others),
         )
-
-
-def transposed(piece: WeightSlice) -> WeightSlice:
-    """The slice for a matrix that the checkpoint has as [inputs, outputs]."""
-    return replace(piece, checkpoint_shape=piece.checkpoint_shape[::-1], source=piece.source[::-1], is_transposed=True)
 
 
 def _part_sizes(layer: LayerConfig) -> dict[str, int]:

@@ -115,7 +115,6 @@ class _Layers(nn.Module):
 
 
 def _grow(module: nn.Module, accessed: _Accessed, names: Mapping[str, str]) -> None:
-    """Add the parameters of a module and the modules below it."""
     own = {name: checkpoint_name for name, checkpoint_name in names.items() if "." not in name}
     module.__dict__["_parameters"] = _Parameters(accessed, own)
     below: dict[str, dict[str, str]] = {}

@@ -54,7 +54,6 @@ class DummyWeights:
         return torch.float32
 
     def position(self, name: str) -> tuple[str, int]:
-        """The order of the model."""
         return "", self._index[name]
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
@@ -95,7 +94,6 @@ class NormalStream:
     _cached: tuple[int, NDArray[np.float32]] | None = field(default=None)
 
     def region(self, region: Rectangle) -> NDArray[np.float32]:
-        """The values of a rectangle of the full tensor."""
         plan = plan_read(self.shape, region, _MAX_GAP_ELEMENTS)
         buffer = np.empty(plan.buffer_shape, dtype=np.float32)
         flat, filled = buffer.reshape(-1), 0

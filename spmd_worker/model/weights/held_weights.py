@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.weight_slice import HeldSlice, Rectangle, WeightSlice, extents, joined_ranges
 from spmd_worker.model.weights.region import move_block
 
@@ -30,7 +30,6 @@ class HeldPiece:
         return held.transpose(-1, -2) if piece.is_transposed else held
 
     def write(self, values: Tensor) -> None:
-        """Replace the slice by `values`."""
         self.write_block(self.piece.source, values)
 
     def write_block(self, block: Rectangle, values: Tensor) -> None:
@@ -59,7 +58,6 @@ class HeldPiece:
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter in the layer."""
         return self.piece.parameter_name.rpartition(".")[2]
 
     def is_before(self, other: "HeldPiece") -> bool:
@@ -85,7 +83,6 @@ class HeldWeight:
 
     @property
     def checkpoint_name(self) -> str:
-        """Name of the tensor."""
         return self.pieces[0].piece.checkpoint_name
 
     @property
@@ -100,7 +97,6 @@ class HeldWeight:
 
     @property
     def held_slice(self) -> HeldSlice:
-        """This rank's slices as part of the checkpoint tensor."""
         return HeldSlice(self.pieces[0].piece.checkpoint_shape, tuple(map(joined_ranges, self._ranges())))
 
     def read(self) -> Tensor:
@@ -131,15 +127,15 @@ class HeldWeight:
         """Copy this rank's slices of the full checkpoint tensor, and nothing else of it, into its parameters."""
         sources = [tuple(slice(*bounds) for bounds in held.piece.source) for held in self.pieces]
         for run in self._runs():
-            pieces = [self.pieces[number] for number in run]
             values = [tensor.detach()[sources[number]] for number in run]
-            if not pieces[0].layer.needs_full_rows(pieces[0].parameter):
+            layer, parameter = self.pieces[run[0]].layer, self.pieces[run[0]].parameter
+            if not isinstance(layer, PackedLayer) or not layer.needs_full_rows(parameter):
                 self._write_run(run, values)
                 continue
             # The tensor is a matrix: experts, which may be stacked, are not quantised.
-            for held, each in zip(pieces, values, strict=True):
+            for held, each in zip([self.pieces[number] for number in run], values, strict=True):
                 full_rows = held.full_rows(tensor.detach())
-                held.layer.load_rows(held.parameter, held.piece.destination, held.oriented(each), full_rows)
+                layer.load_rows(parameter, held.piece.destination, held.oriented(each), full_rows)
         for copy in self.copies:
             copy.write(tensor.detach()[tuple(slice(*bounds) for bounds in copy.piece.source)])
 

@@ -16,9 +16,7 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str | int]]:
-    """Machine, name, device, inode, size and mtime of every safetensors file of the folder and of the folders `inside`
-    it that have weights of the model.
-    """
+    """Machine, name, device, inode, size and mtime of each safetensors file of the folder and those `inside` it."""
     # Inodes of two machines may be equal; the id of this boot is unique.
     machine = boot_id() or platform.node()
     identities: list[list[str | int]] = []

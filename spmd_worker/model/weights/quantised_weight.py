@@ -45,7 +45,6 @@ class QuantisedWeight(ABC):
     is_stored_transposed = False
 
     def __post_init__(self) -> None:
-        """Raises MisfitError."""
         self.shape = self._check()
 
     def blocks(self, region: Rectangle, max_elements: int) -> Iterator[Rectangle]:
@@ -76,17 +75,11 @@ class QuantisedWeight(ABC):
     def _shape_of(self, role: str) -> tuple[int, ...]:
         return self.files.shape(self.parts[role])
 
-    def _expect(self, role: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-        """Raise MisfitError for a part of another shape or dtype."""
-        name, found = self.parts[role], self._shape_of(role)
-        if found != shape:
+    def _expect(self, role: str, shape: tuple[int, ...] | None, *dtypes: torch.dtype) -> None:
+        """Raise MisfitError for a part of another shape, unless it is None, or of another dtype."""
+        name, found, dtype = self.parts[role], self._shape_of(role), self.files.stored_dtype(self.parts[role])
+        if shape is not None and found != shape:
             raise MisfitError(f"{name} has the shape {list(found)}, but the other tensors imply {list(shape)}")
-        self._expect_dtype(role, *dtypes)
-
-    def _expect_dtype(self, role: str, *dtypes: torch.dtype) -> None:
-        """Raise MisfitError for a part of another dtype."""
-        name = self.parts[role]
-        dtype = self.files.stored_dtype(name)
         if dtype not in dtypes:
             words = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
             raise MisfitError(f"{name} is {str(dtype).removeprefix('torch.')}, but must be {words}")
@@ -144,9 +137,7 @@ class LinearWeight(QuantisedWeight):
 
 
 class ScaledWeight(LinearWeight):
-    """FP8 or int8 `weight` [O, I] with `weight_scale` (`weight_scale_inv` in DeepSeek's files, which multiplies too)
-    and zero points of its shape.
-    """
+    """FP8 or int8 `weight` [O, I], `weight_scale` (DeepSeek: `weight_scale_inv`), zero points of its shape."""
 
     _scale_shape: tuple[int, int]
 
@@ -155,8 +146,8 @@ class ScaledWeight(LinearWeight):
         if len(shape) != 2:
             raise MisfitError(f"{self.parts['numbers']} has the shape {list(shape)}, but must be a matrix")
         wanted = torch.float8_e4m3fn if self.format.number == "e4m3" else torch.int8
-        self._expect_dtype("numbers", wanted)
-        self._expect_dtype("scales", *_SCALE_DTYPES)
+        self._expect("numbers", None, wanted)
+        self._expect("scales", None, *_SCALE_DTYPES)
         pair = shape[0], shape[1]
         found = self._shape_of("scales")
         if self.format.block_rows is None:
@@ -211,8 +202,8 @@ class PackedWeight(ScaledWeight):
             raise MisfitError(
                 f"{self.parts['numbers']} has the shape {list(packed)}, but {self.parts['shape']} says {list(shape)}"
             )
-        self._expect_dtype("numbers", torch.int32)
-        self._expect_dtype("scales", *_SCALE_DTYPES)
+        self._expect("numbers", None, torch.int32)
+        self._expect("scales", None, *_SCALE_DTYPES)
         self._block_size = self._find_block_size((rows, columns))
         self._scale_shape = self._num_groups((rows, columns))
         self._check_scales("scales")
@@ -250,7 +241,7 @@ class GptqWeight(LinearWeight):
         num_packed = 32 // self.format.bits
         self._block_size = self._find_block_size(shape)
         num_groups = self._num_groups(shape)[1]
-        self._expect_dtype("numbers", torch.int32)
+        self._expect("numbers", None, torch.int32)
         self._expect("scales", (num_groups, shape[0]), *_SCALE_DTYPES)
         self._expect("zeros", (num_groups, -(-shape[0] // num_packed)), torch.int32)
         if "order" in self.parts:
@@ -311,7 +302,7 @@ class Mxfp4Weight(QuantisedWeight):
             raise MisfitError(
                 f"{self.parts['numbers']} has the shape {list(found)}, but must have 4 dimensions, the last 16"
             )
-        self._expect_dtype("numbers", torch.uint8)
+        self._expect("numbers", None, torch.uint8)
         self._expect("scales", found[:3], torch.uint8, torch.float8_e8m0fnu)
         return found[0], found[2] * 32, found[1]
 
@@ -324,7 +315,6 @@ class Mxfp4Weight(QuantisedWeight):
 
 
 def _transposed(rectangle: Rectangle) -> Rectangle:
-    """The rectangle with the last two dimensions transposed."""
     return (*rectangle[:-2], rectangle[-1], rectangle[-2])
 
 

@@ -65,9 +65,7 @@ class LoadReport:
 
 
 class WeightStore:
-    """Fills, packs and writes the weights of `layers`, by name. `dtype` is the model's; `stage_slices(stage)` are the
-    slices of any pipeline stage of the model.
-    """
+    """Fills, packs and writes the weights of `layers`. `stage_slices` are the slices of any pipeline stage."""
 
     def __init__(
         self,
@@ -84,7 +82,6 @@ class WeightStore:
 
     @cached_property
     def slices(self) -> list[WeightSlice]:
-        """This rank's slices of checkpoint tensors."""
         return self.names.slices(self._layers)
 
     @property
@@ -99,7 +96,6 @@ class WeightStore:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of `tensors`."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @cached_property
@@ -126,7 +122,6 @@ class WeightStore:
             yield files if quantization is None else DequantisedCheckpoint.open(files, quantization)
 
     def dummy(self, seed: int = 0) -> WeightSource:
-        """Random weights instead of files."""
         return DummyWeights(self.tensors, self.slices, seed)
 
     @torch.no_grad()
@@ -219,9 +214,7 @@ class WeightStore:
                 raise
 
     def _write(self, name: str, tensor: Tensor, subject: str) -> bool:
-        """Write and record one full tensor. Returns whether this rank has a part of it. `subject` is for the message if
-        the tensor is not finite.
-        """
+        """Write and record one full tensor; whether this rank has a part of it. Errors begin with `subject`."""
         self._check_tensor(name, tensor)
         is_head = self._is_tied_head(name)
         # A tied head is compared with the embedding, which is checked.
@@ -239,9 +232,7 @@ class WeightStore:
         return name in self.held
 
     def _normalised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors with the checkpoint's names: without derived ones, except a tied head, and with stacked experts
-        separated if the checkpoint has them so.
-        """
+        """Tensors by checkpoint name, stacked experts separated, without derived ones except a tied head."""
         for given_name, tensor in tensors:
             check_pair(given_name, tensor)
             for name, view in self.names.parts(given_name, tensor.shape).items():
@@ -257,9 +248,7 @@ class WeightStore:
                 yield name, tensor if view is None else view.of(tensor)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise CheckpointError for a tensor that cannot be the weight, whatever its elements. A tied head of another
-        shape is an error at the commit.
-        """
+        """Raise CheckpointError for a shape or dtype the weight cannot have; a tied head is checked at the commit."""
         if not self._is_tied_head(name) and tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
                 f"{name}: has the shape {list(tensor.shape)}, but the model's has {list(self.shapes[name])}"
@@ -316,9 +305,7 @@ def _parameters(layers: Mapping[str, CheckpointLayer]) -> dict[str, Tensor]:
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, region: Rectangle) -> None:
-    """Raise CheckpointError if files have a tied head that differs from this region of the embedding. `name` is any
-    tensor.
-    """
+    """Raise CheckpointError if files have a tied head that differs in this region, should `name` be the embedding."""
     embedding, head = tied or ("", "")
     if name != embedding or head not in source.names():
         return

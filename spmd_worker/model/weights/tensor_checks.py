@@ -42,9 +42,7 @@ def check_data(name: str, tensor: Tensor) -> None:
 
 
 def check_finite(subject: str, values: Tensor, dtype: torch.dtype, start: Sequence[int] = ()) -> None:
-    """Raise CheckpointError for an element that is not finite in `dtype`. `values` start at index `start` of the
-    tensor.
-    """
+    """Raise CheckpointError for an element not finite in `dtype`. `start` is the index of the first one."""
     if is_finite(values, dtype):
         return
     inside = values.to(dtype).isfinite().logical_not().nonzero()[0].tolist()

@@ -59,9 +59,7 @@ class WeightUpdate:
             raise RuntimeError(f"the weights are asleep: call wake_up(tags=['weights']) {before}")
 
     def begin(self) -> None:
-        """Open the update, before the first byte is written. Raises RuntimeError while requests are in flight, and as
-        `check_awake` does.
-        """
+        """Open the update, before any write. Raises RuntimeError while requests are in flight or weights sleep."""
         self.check_awake("before new ones are loaded")
         if self.is_open:
             return
@@ -124,7 +122,6 @@ class WeightUpdate:
         )
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Those of `names` that were not loaded."""
         return [name for name in names if name not in self.digests]
 
     def report(self, names: Collection[str], buffers: Collection[str] = ()) -> "WeightUpdateReport | None":
