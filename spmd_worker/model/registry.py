@@ -10,5 +10,5 @@ def build_model(
     context: LayerContext, model_config: ModelConfig, stage: Stage | None = None, *, allows_nonfinite: bool = False
 ) -> DecoderForCausalLM:
     """The model, or a stage of it, uninitialised. `allows_nonfinite`: weights may be NaN or infinite."""
-    stage = stage or whole_model(model_config)
+    stage = stage or complete_model(model_config)
     return DecoderForCausalLM(context, model_config, stage, allows_nonfinite=allows_nonfinite).eval()

@@ -117,8 +117,17 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
+        return self._family.names
+
+    @property
+    def layer(self) -> str:
+        """See `Family.layer`."""
+        return self._family.layer
+
+    @property
+    def _family(self) -> Family:
         family = family_of(self.architecture)
-        return family.variants[self.variant - 1].family.names if self.variant else family.names
+        return family.variants[self.variant - 1].family if self.variant else family
 
     @property
     def embedding_size(self) -> int:

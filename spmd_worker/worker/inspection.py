@@ -40,7 +40,7 @@ def describe_slices(model: DecoderForCausalLM) -> str:
     sliced: dict[tuple[str, str, HeldSlice], list[str]] = {}
     for name, held in model.weights.held.items():
         part = held.held_slice
-        if not part.is_whole:
+        if not part.is_complete:
             parent = held.module_name.rpartition(".")[2]
             sliced.setdefault((_NUMBER.sub("*", name), parent, part), []).append(name)
     for (pattern, parent, part), names in sliced.items():

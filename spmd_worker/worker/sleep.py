@@ -54,7 +54,7 @@ class WorkerSleep:
 
     def prepare_sleep(self, level: int) -> GoingToSleep:
         """Copy the weights to host memory if they are on another device and are kept (level 1)."""
-        leaves = checked_level(level) == 1 and self.device.type != "cpu" and self.weights.is_there
+        leaves = checked_level(level) == 1 and self.device.type != "cpu" and self.weights.is_allocated
         return GoingToSleep(level, self.weights.copy_to_host() if leaves else None)
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
@@ -68,8 +68,8 @@ class WorkerSleep:
             self.cache.release()
         weights = self.model.weights
         if staged.level == 2 or staged.host_weights is not None:
-            freed[WEIGHTS] = self.weights.num_bytes * self.weights.is_there
-            self.weights.give_back(staged.host_weights)
+            freed[WEIGHTS] = self.weights.num_bytes * self.weights.is_allocated
+            self.weights.release(staged.host_weights)
         if staged.level == 2:
             weights.update.drop(weights.buffer_names)
         weights.update.sleep()
@@ -81,13 +81,13 @@ class WorkerSleep:
     def prepare_wake_up(self, tags: list[str]) -> WakingUp:
         """Allocate memory for the sleeping ones of `tags`. Raises MemoryError with the number of missing bytes."""
         waking = tuple(tag for tag in checked_tags(tags) if tag in self.tags)
-        takes_weights = WEIGHTS in waking and not self.weights.is_there
+        takes_weights = WEIGHTS in waking and not self.weights.is_allocated
         takes_cache = KV_CACHE in waking
         needed = {WEIGHTS: self.weights.num_bytes * takes_weights}
         needed[KV_CACHE] = (self.cache.num_device_bytes + self.cache.num_host_bytes) * takes_cache
         self._check_available(needed)
         try:
-            weights = self.weights.take() if takes_weights else None
+            weights = self.weights.allocate() if takes_weights else None
             if takes_cache:
                 self.cache.allocate()
         except (MemoryError, RuntimeError) as error:

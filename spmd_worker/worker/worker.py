@@ -165,7 +165,7 @@ class Worker(WorkerBase):
         return weights.update.report(weights.tensors, weights.buffer_names)
 
     def reject_weight_update(self) -> None:
-        self.loaded.model.weights.update.refuse()
+        self.loaded.model.weights.update.reject()
 
     def end_weight_update(self) -> None:
         self.loaded.model.weights.update.end()

@@ -32,14 +32,14 @@ class GatedFeedForward(FeedForward):
         gate = (self._kernels.bound(self.token_gate(x) / 2, 1.0) + 1) / 2
         return super().forward(x, is_fused=is_fused) * gate
 
-class GatedLayer(DecoderLayer):
+class Layer(DecoderLayer):
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
         super().__init__(context, layer, hidden_size, defers=defers)
         self.mlp = GatedFeedForward(context, layer, hidden_size)
 '''
 TABLE = "spmd_worker/model_config/families/table.py"
 BEFORE = '    "LlamaForCausalLM": Family('
-ENTRY = '    "GatedForCausalLM": Family(models="Gated", layer_class="spmd_worker.model.gated_layer:GatedLayer"),\n'
+ENTRY = '    "GatedForCausalLM": Family(models="Gated", layer="gated_layer"),\n'
 COMPARE = """
 import sys, torch
 from our_model import load_model, prompt_logits

@@ -114,7 +114,7 @@ class RowParallelLinear(PackedLayer):
             sums = self._parts.sums(x, maxima, self.weight)
             return self._parts.scaled(self._group.all_gather(sums), maxima, self.weight, self.bias)
         fast = self._group.fast
-        room = None if fast is None else fast.room_for_part((len(x), self.output_size), x.dtype)
+        room = None if fast is None else fast.part_buffer((len(x), self.output_size), x.dtype)
         return self._kernels.linear(x, self.weight, self.rank_bias, room)
 
     @property

@@ -63,7 +63,7 @@ class RotaryEmbedding:
     """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
 
     def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
-        self._rope, self._head_size, self._max_positions = rope, rope.turned_size(head_size), max_positions
+        self._rope, self._head_size, self._max_positions = rope, rope.rotary_size(head_size), max_positions
         self._is_full = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
         self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
         self._exponents = _exponents(self._head_size).double().to(device)

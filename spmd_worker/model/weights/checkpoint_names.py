@@ -15,7 +15,7 @@ from typing import Final
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
-from spmd_worker.model_config.families.family import NORM_PLACES
+from spmd_worker.model_config.families.family import NORM_POSITIONS
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
@@ -191,7 +191,7 @@ class CheckpointNames:
     def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
         """Whether it is a stack of experts that is transposed compared to the table (`StackedTensor`)."""
         stack = next((each for each in self._names.stacked if each.name == inside), None)
-        if stack is None or not stack.may_be_turned:
+        if stack is None or not stack.may_be_transposed:
             return False
         rows, inputs = len(stack.parts) * experts.intermediate_size, self._model_config.hidden_size
         if stack.parts == ("down_proj",):

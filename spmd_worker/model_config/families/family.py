@@ -288,6 +288,9 @@ class Family:
     `defaults` are those of keys missing in config.json, where transformers has another value than the plain decoder's.
     `file_keys` are the file's names of our keys, "" for keys that it does not have. `required` keys must have one value
     if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
+
+    `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
+    are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -308,6 +311,7 @@ class Family:
     required: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     variants: "tuple[Variant, ...]" = ()
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
