@@ -23,7 +23,7 @@ ENTRY = """    "AcmeForCausalLM": Family(
             fused={"mlp.gates": ("mlp.gate_proj", "mlp.up_proj")},
         ),
         attention=Attention(qk_norm="head"),
-        spelled={"hidden_size": "width", "num_hidden_layers": "depth"},
+        file_keys={"hidden_size": "width", "num_hidden_layers": "depth"},
     ),
 """
 COMPARE = """
