@@ -1,14 +1,9 @@
 """A family with arithmetic of its own is two files: a module with its layer, and its entry in the table."""
 
-import json
-import shutil
-import sys
 from pathlib import Path
 
-import ranks
 import torch
-from ranks import REPOSITORY
-from safetensors.torch import save_file
+from new_family import check_logits, copy_with_family
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LAYER = '''
@@ -37,27 +32,11 @@ class Layer(DecoderLayer):
         super().__init__(context, layer, hidden_size, defers=defers)
         self.mlp = GatedFeedForward(context, layer, hidden_size)
 '''
-TABLE = "spmd_worker/model_config/families/table.py"
-BEFORE = '    "LlamaForCausalLM": Family('
 ENTRY = '    "GatedForCausalLM": Family(models="Gated", layer="gated_layer"),\n'
-COMPARE = """
-import sys, torch
-from our_model import load_model, prompt_logits
-folder, prompt, expected = sys.argv[1], *torch.load(sys.argv[2])
-model = load_model(folder)
-found = prompt_logits(model, [prompt])[0]
-assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-assert torch.equal(prompt_logits(model, [prompt], 7)[0], found)
-"""
 
 
 def test_family_of_code_is_two_files(tmp_path: Path):
-    shutil.copytree(REPOSITORY / "spmd_worker", tmp_path / "spmd_worker", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "kv_cache").symlink_to(REPOSITORY / "kv_cache")
-    (tmp_path / "spmd_worker" / "model" / "gated_layer.py").write_text(LAYER)
-    table = (tmp_path / TABLE).read_text(encoding="utf-8")
-    assert table.count(BEFORE) == 1
-    (tmp_path / TABLE).write_text(table.replace(BEFORE, ENTRY + BEFORE), encoding="utf-8")
+    copy_with_family(tmp_path, ENTRY, {"spmd_worker/model/gated_layer.py": LAYER})
     torch.manual_seed(5)
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     theirs = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).eval()
@@ -65,14 +44,6 @@ def test_family_of_code_is_two_files(tmp_path: Path):
     for index, layer in enumerate(theirs.model.layers):
         gate = tensors[f"model.layers.{index}.mlp.token_gate.weight"] = torch.randn(1, 64)
         layer.mlp.register_forward_hook(lambda mlp, args, output, w=gate: output * torch.sigmoid(args[0] @ w.T))
-    (tmp_path / "model").mkdir()
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    config = {"architectures": ["GatedForCausalLM"], "num_attention_heads": 4, "eos_token_id": 2, **sizes}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    config = {"architectures": ["GatedForCausalLM"], "num_attention_heads": 4, **sizes}
     prompt = list(range(3, 43))
-    torch.save((prompt, theirs(torch.tensor([prompt])).logits[0].detach()), tmp_path / "expected.pt")
-    (tmp_path / "compare.py").write_text(COMPARE)
-    command = [sys.executable, *(str(tmp_path / name) for name in ("compare.py", "model", "expected.pt"))]
-    own = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'tests' / 'support'}"}
-    done = ranks.run_command(command, timeout_s=240, env=own, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    check_logits(tmp_path, config, tensors, prompt, theirs(torch.tensor([prompt])).logits[0])
