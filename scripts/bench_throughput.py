@@ -211,6 +211,8 @@ class StepWatch:
             if hasattr(module, "_kernels"):
                 kernels = kernels or _TimedKernels(module._kernels, self)
                 module._kernels = kernels
+            if hasattr(getattr(module, "argmax_module", None), "find"):
+                module.argmax_module.find = self.timed("other kernels", module.argmax_module.find)
             if hasattr(module, "_backend"):
                 backend = backend or _Timed(module._backend, self, "attention")
                 module._backend = backend

@@ -20,11 +20,6 @@ SCALE_BYTES: Final = 4
 MAX_INPUTS: Final = 131_072
 """Maximum inputs of a row: a longer sum of byte multiplications may overflow an int32."""
 
-LEAST_SCREENED: Final = 1 << 21
-MOST_SCREENED: Final = 1 << 32
-"""Range of elements of a weight that has an int8 pre-filter, whose pairs are numbered by an int32."""
-
-_BOUNDS_BYTES: Final = 2 * 4
 _TAIL_BYTES: Final = 2 * 64
 _LONG_TAIL_BYTES: Final = 512
 
@@ -58,13 +53,3 @@ def int8_bytes(num_outputs: int, num_inputs: int, *, is_gated: bool = False) -> 
 def row_bytes(num_inputs: int) -> int:
     """Bytes of a row of inputs, padded for the compiled GEMMs."""
     return -(-num_inputs // ROW_STEP) * ROW_STEP
-
-
-def screen_bytes(num_outputs: int, num_inputs: int) -> int:
-    """Bytes of a weight's int8 pre-filter (`native/screened_argmax.cpp`): its panels, and two bounds each. 0 if its
-    sizes fit no panels, or it is too small to gain from one or too big.
-    """
-    is_worth_it = LEAST_SCREENED <= num_outputs * num_inputs <= MOST_SCREENED
-    if not is_worth_it or not fits_panels(num_outputs, num_inputs, is_gated=False):
-        return 0
-    return num_outputs // PANEL * (panel_bytes(num_inputs) + _BOUNDS_BYTES)

@@ -109,7 +109,6 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         device=device,
         expert_layout=resolved.layout.experts,
         quantised=operations.quantised,
-        screens_head=resolved.config.executor.argmax_screen,
     )
     stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"

@@ -26,7 +26,6 @@ class LayerContext:
     expert_layout: ExpertLayout | None = None
     layer: int = 0
     quantised: QuantisedKernels | None = None
-    screens_head: bool = False
 
     @property
     def parts_group(self) -> GroupHandle:

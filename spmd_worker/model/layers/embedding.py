@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.context import LayerContext
@@ -163,8 +163,7 @@ class VocabularyParallelHead(PackedLayer):
         self._tied_to = (tied_to,)
         # Rounded, different logits may become equal.
         self._is_plain = divisor == 1.0 and not cap and not has_bias
-        self._may_screen = context.screens_head and self._is_plain
-        self.screen: HeadScreen | None = None
+        self.argmax_module: nn.Module | None = None
         self._num_changes = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -184,11 +183,14 @@ class VocabularyParallelHead(PackedLayer):
             return self._kernels.largest(self(hidden))
         if not self._is_plain:
             return self._kernels.largest(self(hidden)[:, : self.shard.num_owned])
-        if self.screen is None:
+        if self.argmax_module is None:
             return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
         (tied_to,) = self._tied_to
         rows, changes = (None, self._num_changes) if tied_to is None else (tied_to.weight, tied_to.num_changes)
-        return self.screen.largest(hidden, self._gemm_weight, self.shard.num_owned, rows, changes)
+        found: tuple[Tensor, Tensor] = self.argmax_module(
+            hidden, self._gemm_weight, self.shard.num_owned, rows, changes
+        )
+        return found
 
     @property
     def is_tied(self) -> bool:
@@ -205,9 +207,8 @@ class VocabularyParallelHead(PackedLayer):
             super().pack_weights()
         else:
             tied_to.pack_for_head()
-        num_bytes = self._kernels.screen_bytes(self._gemm_weight) if self._may_screen else 0
-        if num_bytes > 0:
-            self.screen = HeadScreen(self._kernels, num_bytes)
+        if self._is_plain:
+            self.argmax_module = self._kernels.argmax_module(self._gemm_weight)
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """See `CheckpointLayer.write_region`. The int8 pre-filter is rebuilt at its next use."""

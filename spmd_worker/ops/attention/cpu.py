@@ -18,7 +18,7 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
-from spmd_worker.ops.kernels.cpu.native import NATIVE_DTYPES, dtype_name
+from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 
 MAX_HEAD_SIZE = 256
@@ -160,7 +160,6 @@ class CpuBackend:
         return output
 
     def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> "CpuLayers | None":
-        """See `AttentionBackend.join_layers`."""
         assert all(layer.config.head_size == self._head_size for layer in layers), self._head_size
         joined = join_layers(self._library, layers, self._block_size, group)
         return None if joined is None else CpuLayers(self, joined)
@@ -217,7 +216,6 @@ class CpuLayers:
     def run(
         self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """See `attention.backend.JoinedLayers`."""
         return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
 
 

@@ -27,11 +27,9 @@ class SdpaBackend:
     """Implements `attention.backend.AttentionBackend`."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        """See `AttentionBackend.block_shape`."""
         return (2, block_size, num_kv_heads, head_size)
 
     def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
-        """See `AttentionBackend.write`."""
         layer_cache[metadata.token_blocks, 0, metadata.token_offsets] = key
         layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = value
 
@@ -45,7 +43,6 @@ class SdpaBackend:
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
         output = torch.empty_like(query)
         for index, num_keys in enumerate(metadata.context_lengths):
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])

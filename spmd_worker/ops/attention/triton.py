@@ -59,7 +59,6 @@ class TritonFixedAttention:
         self._steps: dict[int, AttentionMetadata] = {}
 
     def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
-        """See `FixedAttention.fill`."""
         assert metadata.starts is not None, "of batches that the device keeps: see `BatchState`"
         assert metadata.lengths is not None, "as starts"
         count, width = metadata.block_tables.shape
@@ -114,11 +113,9 @@ class TritonBackend:
         """Of the step before."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        """See `AttentionBackend.block_shape`."""
         return (2, num_kv_heads, block_size, head_size)
 
     def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
-        """See `AttentionBackend.write`."""
         rows.write_rows(key, value, layer_cache, self._slots(metadata, layer_cache))
 
     def attend(
@@ -131,7 +128,6 @@ class TritonBackend:
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
         num_heads, head_size = query.shape[1:]
         assert not metadata.sees_later, "these kernels are causal"
         # A token's heads side by side; tokens may lie apart.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmd_worker.model_config.layer_config import LayerConfig
 
@@ -113,19 +113,12 @@ class Kernels(Protocol):
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[R, in] x [V, in] -> `largest` of each row of the product among its first `count` columns."""
 
-    def screen_bytes(self, weight: Tensor) -> int:
-        """Of the screen of a weight from `pack`: what finds the few columns of a product that may be a row's largest.
-        0 where `linear_argmax` is as fast without one.
-        """
+    def argmax_module(self, weight: Tensor) -> nn.Module | None:
+        """A module that replaces `linear_argmax` for a weight from `pack`: the same bits, faster by buffers that it
+        keeps. None if there is no faster way.
 
-    def make_screen_(self, screen: Tensor, weight: Tensor) -> None:
-        """Make `screen`, int8 of that many bytes, the screen of the weight as it is now."""
-
-    def screened_argmax(
-        self, x: Tensor, weight: Tensor, count: int, screen: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """As `linear_argmax`, bit for bit, and of how many columns of rows the products were computed. `rows`: the
-        weight before `pack`, if it is there.
+        It is called with x, the weight and `count`; then the weight before `pack`, or None if the caller has none; and
+        the number of writes to the weight so far, which tells it that its buffers are stale.
         """
 
     def pack_gated(self, weight: Tensor) -> Tensor:

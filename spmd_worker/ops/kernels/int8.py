@@ -138,11 +138,9 @@ class Int8Packing:
     weights: Int8Weights
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`."""
         return self.weights.pack(weight, row_maxima(weight))
 
     def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
-        """See `QuantisedKernels.pack_part`."""
         return self.weights.pack(weight, maxima)
 
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
@@ -154,11 +152,9 @@ class Int8Packing:
         self.weights.take_changed(packed, start, rows)
 
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
-        """See `QuantisedKernels.repack_part_`."""
         self.weights.overwrite(packed, start, rows, maxima)
 
     def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> bool:
-        """See `QuantisedKernels.is_changed`."""
         return bool(self.weights.is_changed(packed, start, rows).any())
 
 
@@ -169,7 +165,6 @@ class Int8Kernels(Int8Packing, ReferenceKernels):
         self.dtype, self.weights = dtype, Int8Weights(dtype)
 
     def row_maxima(self, x: Tensor) -> Tensor:
-        """See `QuantisedKernels.row_maxima`."""
         return row_maxima(x)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
@@ -180,10 +175,8 @@ class Int8Kernels(Int8Packing, ReferenceKernels):
         return self.scaled(self.sums(x, maxima, weight).unsqueeze(0), maxima, weight, bias)
 
     def sums(self, x: Tensor, maxima: Tensor, weight: Tensor) -> Tensor:
-        """See `QuantisedKernels.sums`."""
         return exact_sums(quantised(x, maxima), self.weights.numbers_and_scales(weight, 0, len(weight))[0])
 
     def scaled(self, parts: Tensor, maxima: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `QuantisedKernels.scaled`."""
         scales = self.weights.numbers_and_scales(weight, 0, len(weight))[1]
         return scaled(parts.sum(dim=0, dtype=torch.int32), maxima, scales, bias, self.weights.dtype)

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmd_worker.ops.kernels.api import MASS_BITS, Cuts
 
@@ -29,7 +29,6 @@ class ReferenceKernels:
         return packed.detach()[start:stop]
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """See `Kernels.repack_`."""
         packed.detach()[start : start + len(rows)].copy_(rows)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
@@ -38,30 +37,17 @@ class ReferenceKernels:
         return F.linear(x, weight, bias)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.linear_argmax`."""
         return self.largest(self.linear(x, weight, None)[:, :count])
 
-    def screen_bytes(self, weight: Tensor) -> int:
-        """See `Kernels.screen_bytes`: there are none."""
+    def argmax_module(self, weight: Tensor) -> nn.Module | None:
+        """None: `linear_argmax` is all there is."""
         del weight
-        return 0
-
-    def make_screen_(self, screen: Tensor, weight: Tensor) -> None:
-        """See `Kernels.make_screen_`."""
-        raise AssertionError("there are no screens")
-
-    def screened_argmax(
-        self, x: Tensor, weight: Tensor, count: int, screen: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """See `Kernels.screened_argmax`."""
-        raise AssertionError("there are no screens")
+        return None
 
     def pack_gated(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack_gated`."""
         return self.pack(weight)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.gated_linear`."""
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,13 +57,11 @@ class ReferenceKernels:
         return weight * x32.to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.add_rms_norm`."""
         return self.rms_norm(residual.add_(x), weight, eps)
 
     def full_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
     ) -> Tensor:
-        """See `Kernels.full_norm`."""
         x32 = x.float()
         x32 = x32 - x32.mean(-1, keepdim=True) if is_centred else x32
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)
@@ -90,12 +74,10 @@ class ReferenceKernels:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """See `Kernels.activate`."""
         if activation in ("gelu", "gelu_tanh"):
             return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
         if activation in ("relu", "relu2"):
@@ -104,16 +86,13 @@ class ReferenceKernels:
         return F.silu(x)
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """See `Kernels.activate_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activate(gate, activation) * up
 
     def bound(self, x: Tensor, cap: float) -> Tensor:
-        """See `Kernels.bound`."""
         return ((x.float() / cap).tanh() * cap).to(x.dtype)
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Kernels.largest`."""
         values, indices = rows.float().max(dim=-1)
         return values, indices
 
@@ -123,7 +102,6 @@ class ReferenceKernels:
         return torch.cat(sums)
 
     def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
-        """See `Kernels.find_mass`."""
         found = [
             torch.searchsorted(_masses(*each).cumsum(dim=-1), sought.unsqueeze(1), right=True).squeeze(1)
             for *each, sought in _row_blocks(logits, largest, factors, targets)
@@ -131,12 +109,10 @@ class ReferenceKernels:
         return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
 
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
-        """See `Kernels.count_above`."""
         rows = _row_blocks(logits, values)
         return torch.cat([(each.float() > limits.unsqueeze(1)).sum(dim=-1) for each, limits in rows])
 
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
-        """See `Kernels.forbid_`."""
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         words = F.pad(allowed, (0, max(0, -(-(first_id + logits.shape[1]) // 32) - allowed.shape[1])))
         for row, place in zip(torch.split(rows, 1), torch.split(places, 1), strict=True):

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.model_config.int8_format import int8_bytes, screen_bytes
+from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
+from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
@@ -86,15 +87,14 @@ def weights_bytes(
     return num_bytes
 
 
-def screen_bytes_of(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str) -> int:
-    """Of the screen of a rank's head, where it may have one (`model/layers/head_screen.py`). Where the CPU does not
-    multiply bytes faster than bfloat16 it is counted and not made.
-    """
+def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str) -> int:
+    """Bytes that kernels may keep alongside a rank's head to find its argmax faster."""
     has_head = stage_of(layout, model_config, rank).is_last and model_config.pooling is None
     is_plain = model_config.logit_divisor == 1.0 and not model_config.logit_cap and not model_config.has_head_bias
-    if device != "cpu" or dtype != "bfloat16" or not has_head or not is_plain:
+    if not has_head or not is_plain:
         return 0
-    return screen_bytes(rank_sizes(model_config, layout, rank).num_vocabulary_rows, model_config.embedding_size)
+    num_rows = rank_sizes(model_config, layout, rank).num_vocabulary_rows
+    return argmax_bytes(num_rows, model_config.embedding_size, dtype, device)
 
 
 def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:

@@ -19,8 +19,8 @@ from spmd_worker.worker.memory.estimate import (
     RankSizes,
     activation_bytes,
     expert_bytes,
+    head_argmax_bytes,
     rank_sizes,
-    screen_bytes_of,
     weights_bytes,
 )
 from spmd_worker.worker.memory.plan import (
@@ -134,7 +134,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"{model_config.num_kv_heads} key-value heads",
         *_quantised(plan),
         *_int8(plan),
-        *_screen(plan),
+        *_head_argmax(plan),
         *_experts(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
@@ -152,7 +152,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     quantization = resolved.config.model.quantization
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization)
-    weights += _screen_bytes(resolved, rank)
+    weights += _argmax_bytes(resolved, rank)
     return RankShare(
         rank_sizes(model_config, layout, rank),
         weights,
@@ -161,10 +161,10 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     )
 
 
-def _screen_bytes(resolved: ResolvedRun, rank: int) -> int:
+def _argmax_bytes(resolved: ResolvedRun, rank: int) -> int:
     if resolved.config.model.quantization is not None or not resolved.config.executor.argmax_screen:
         return 0
-    return screen_bytes_of(resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type)
+    return head_argmax_bytes(resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type)
 
 
 def _sizing(resolved: ResolvedRun, rank: int, share: RankShare, total_bytes: int) -> CacheSizing:
@@ -208,9 +208,9 @@ def _int8(plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _screen(plan: MemoryPlan) -> list[str]:
-    """What a head's screen takes of the weights of the rank that has most."""
-    num_bytes = max(_screen_bytes(plan.resolved, rank) for rank in range(plan.resolved.layout.world_size))
+def _head_argmax(plan: MemoryPlan) -> list[str]:
+    """The int8 pre-filter of the head, on the rank whose is largest."""
+    num_bytes = max(_argmax_bytes(plan.resolved, rank) for rank in range(plan.resolved.layout.world_size))
     if num_bytes == 0:
         return []
     return [

@@ -22,7 +22,8 @@ from spmd_worker.model_config.int8_format import (
 )
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
-from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels, dtype_name
+from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.ops.kernels.cpu.panels import dtype_name
 from spmd_worker.ops.kernels.int8 import Int8Kernels, Int8Packing, Int8Weights, row_maxima
 
 _OFFSET: Final = 128
@@ -56,7 +57,6 @@ class Int8Panels(Int8Weights):
     """
 
     def empty(self, weight: Tensor, *, is_gated: bool) -> Tensor:
-        """See `Int8Weights.empty`."""
         num_outputs, num_inputs = weight.shape
         if not fits_panels(num_outputs, num_inputs, is_gated=is_gated):
             return super().empty(weight, is_gated=is_gated)
@@ -72,7 +72,6 @@ class Int8Panels(Int8Weights):
         return numbers[index].flatten(1), scales[index]
 
     def put(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
-        """See `Int8Weights.put`."""
         if not are_byte_panels(packed):
             return super().put(packed, start, numbers, scales)
         to, to_scales, starts = _parts_of(packed)
@@ -93,11 +92,9 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         self._int8["sums"] = library.functions["int8_sums"]
 
     def pack_gated(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack_gated`."""
         return self.weights.pack(weight, row_maxima(weight), is_gated=True)
 
     def row_maxima(self, x: Tensor) -> Tensor:
-        """See `QuantisedKernels.row_maxima`."""
         x = self._checked(x)
         maxima = torch.empty(len(x), dtype=torch.float32)
         self._int8["maxima"](x.data_ptr(), x.stride(0), *x.shape, maxima.data_ptr(), num_threads())
@@ -119,7 +116,6 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         return columns.transpose(1, 2).flatten(1)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.gated_linear`."""
         if weight.dtype == torch.int8 and not are_byte_panels(weight):
             return self.silu_and_mul(self._rows.linear(x, weight, bias))
         if weight.dtype != torch.int8:
@@ -156,7 +152,6 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         return output
 
     def sums(self, x: Tensor, maxima: Tensor, weight: Tensor) -> Tensor:
-        """See `QuantisedKernels.sums`."""
         if not are_byte_panels(weight):
             return self._rows.sums(x, maxima, weight)
         sums = torch.empty((len(x), _num_outputs(weight)), dtype=torch.int32)
@@ -165,7 +160,6 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         return sums
 
     def scaled(self, parts: Tensor, maxima: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `QuantisedKernels.scaled`."""
         if not are_byte_panels(weight):
             return self._rows.scaled(parts, maxima, weight, bias)
         num_parts, num_rows, num_outputs = parts.shape

@@ -22,7 +22,7 @@ from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
-from spmd_worker.ops.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
+from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 

@@ -24,33 +24,26 @@ class TritonKernels(ReferenceKernels):
         return matmul.gated_linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`."""
         return rows.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.add_rms_norm`."""
         return rows.add_rms_norm(x, residual, weight, eps)
 
     def full_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
     ) -> Tensor:
-        """See `Kernels.full_norm`."""
         return rows.full_norm(x, weight, bias, eps, offset=offset, is_centred=is_centred)
 
     def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
-        """See `Kernels.masses`."""
         return draws.masses(logits, largest, factors)
 
     def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
-        """See `Kernels.find_mass`."""
         return draws.find_mass(logits, largest, factors, masses, targets)
 
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
-        """See `Kernels.count_above`."""
         return draws.count_above(logits, values)
 
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
-        """See `Kernels.forbid_`."""
         draws.forbid_(logits, allowed, rows, places, first_id)
 
     def cut_(self, logits: Tensor, cuts: Cuts) -> None:

@@ -87,7 +87,6 @@ class PeerSums:
         self._turn = 0
 
     def takes(self, tensor: Tensor) -> bool:
-        """See `Collectives.takes`."""
         return tensor.dtype in _DTYPES and tensor.device == self._memory.addresses.device
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -129,7 +128,6 @@ class PeerSums:
         return None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See `Collectives.all_gather`."""
         own = tensor.contiguous().view(-1).view(torch.uint8)
         gathered = own.new_empty((self._size, len(own)))
         for start in range(0, len(own), self._room):
@@ -140,7 +138,6 @@ class PeerSums:
         return gathered.view(-1).view(tensor.dtype).view(self._size, *tensor.shape)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """See `Collectives.broadcast`."""
         whole = tensor.contiguous()
         own = whole.view(-1).view(torch.uint8)
         for start in range(0, len(own), self._room):

@@ -1,0 +1,90 @@
+"""Panels: weights in the layout of the compiled GEMMs, and checks of the tensors whose addresses these are given.
+
+A packed weight is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2, 16, 2]. AMX takes 32
+inputs at a time.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.int8_format import PANEL, STEP
+
+NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16)
+_PANELS_NDIM, _GATED_NDIM = 4, 5
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The suffix of compiled functions for a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def fits_panels(weight: Tensor, *, is_gated: bool) -> bool:
+    """Whether a weight [outputs, inputs] has the sizes of panels, in pairs of them if it `is_gated`."""
+    return weight.shape[1] % STEP == 0 and weight.shape[0] % (PANEL * (1 + is_gated)) == 0
+
+
+def are_panels(weight: Tensor) -> bool:
+    """Whether `Kernels.pack` put a weight into panels."""
+    return weight.ndim == _PANELS_NDIM
+
+
+def are_gated_panels(weight: Tensor) -> bool:
+    """Whether `Kernels.pack_gated` put a weight into panels."""
+    return weight.ndim == _GATED_NDIM
+
+
+def panels_of(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> [outputs / 16, inputs / 2, 16, 2], a view."""
+    num_outputs, num_inputs = weight.shape
+    return weight.detach().view(num_outputs // PANEL, PANEL, num_inputs // 2, 2).transpose(1, 2)
+
+
+def rows_of_panels(panels: Tensor, start: int, stop: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A view [..., 16, inputs / 2, 2] of panels, and the indices there of rows `start` to `stop`."""
+    num_rows = panels.shape[:-3].numel() * PANEL
+    assert 0 <= start <= stop <= num_rows, (start, stop, num_rows)
+    row = torch.arange(start, stop)
+    if are_panels(panels):
+        return panels.detach().transpose(-3, -2), (row // PANEL, row % PANEL)
+    half = num_rows // 2
+    return panels.detach().transpose(-3, -2), (row % half // PANEL, row // half, row % PANEL)
+
+
+def panel_shape(panels: Tensor) -> tuple[int, int]:
+    """Outputs and inputs of panels that are not gated."""
+    return panels.shape[0] * PANEL, panels.shape[1] * 2
+
+
+def checked_input(x: Tensor, panels: Tensor) -> Tensor:
+    """The input rows of a GEMM, each contiguous."""
+    check_dtype(x, panels)
+    assert x.ndim == 2, x.shape
+    assert x.shape[1] == panels.shape[-3] * 2, (x.shape, panels.shape)
+    return contiguous_rows(x)
+
+
+def argmax_results(num_rows: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised values, float32 [R], and indices, int64 [R]."""
+    return torch.empty(num_rows, dtype=torch.float32), torch.empty(num_rows, dtype=torch.int64)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous, otherwise a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def check_contiguous(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise AssertionError unless the tensor is contiguous and of this shape."""
+    assert tensor.shape == shape, (tensor.shape, shape)
+    assert tensor.is_contiguous(), tensor.stride()
+
+
+def check_dtype(*tensors: Tensor) -> None:
+    """Raise AssertionError unless the tensors are in host memory and have one dtype that the library computes in."""
+    dtype = tensors[0].dtype
+    assert dtype in NATIVE_DTYPES, dtype
+    for tensor in tensors:
+        assert tensor.dtype == dtype, (tensor.dtype, dtype)
+        assert tensor.is_cpu, tensor.device
