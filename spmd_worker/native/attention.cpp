@@ -23,7 +23,7 @@
 #include "attention_amx.h"
 #include "exports.h"
 #include "shared_blocks.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -401,7 +401,7 @@ struct Attention {
     const Plan planned = plan(num_sequences, num_threads);
     const std::vector<Bundle>& all = planned.bundles;
     const int64_t count = int64_t(all.size()), num_chunks = int64_t(planned.chunks.size()) - 1;
-    run_by_team(num_chunks, int(std::min<int64_t>(num_threads, count)), [&](Items& chunks) {
+    run_items(num_chunks, int(std::min<int64_t>(num_threads, count)), [&](Items& chunks) {
       int unit_rows = 0;
       for (int64_t chunk = chunks.next(), following = -1; chunk >= 0; chunk = following)
         for (int64_t index = planned.chunks[chunk], end = planned.chunks[chunk + 1]; index < end; ++index) {
@@ -440,13 +440,13 @@ struct Attention {
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,                                                                                 \
-      int64_t window, int64_t ahead, const float* sinks, Type::Element* output, int64_t may_use_unit,                  \
+      int64_t window, int64_t ahead, const float* sinks, Type::Element* output, int64_t may_use_amx,                  \
       int64_t num_threads) {                                                                                           \
     const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, may_use_unit != 0 && amx::is_granted(),     \
+        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, may_use_amx != 0 && amx::is_granted(),     \
         sinks};                                                                                                        \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }

@@ -33,7 +33,7 @@
 #include <vector>
 
 #include "gemm.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -111,7 +111,7 @@ void run_gemm(const Gemm<typename Micro::Element>& gemm, const Epilogue& epilogu
     return gemm.panel(pair * 2) + cut.first_input(part) * kPanel;
   };
   std::mutex finishing;
-  run_by_team(cut.num_items(), num_threads, [&](Items& items) {
+  run_items(cut.num_items(), num_threads, [&](Items& items) {
     Epilogue own = epilogue;
     typename Micro::template Kernel<Epilogue> kernel(own);
     Block<typename Micro::Element> block;

@@ -10,7 +10,7 @@ constexpr int64_t kSmall = 8192;  // numbers: below this a second thread costs m
 
 template <class Element>
 void row_maxima(const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int64_t num_threads) {
-  each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
     maxima[row] = row_maximum(x + row * x_stride, size);
   });
 }
@@ -20,7 +20,7 @@ void quantise(
     const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, const float* maxima, int8_t* to,
     int64_t to_stride, int64_t num_threads) {
   const int8_t offset = rows_are_offset() ? -128 : 0;
-  each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
     quantise_row(x + row * x_stride, size, maxima[row], offset, to + row * to_stride, to_stride);
   });
 }
@@ -31,7 +31,7 @@ void make_rows(
     const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int8_t* to, int64_t num_threads) {
   const int8_t offset = rows_are_offset() ? -128 : 0;
   const int64_t stride = padded_to_steps(size);
-  each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
     maxima[row] = row_maximum(x + row * x_stride, size);
     quantise_row(x + row * x_stride, size, maxima[row], offset, to + row * stride, stride);
   });
@@ -43,7 +43,7 @@ void scale_sums(
     const int32_t* parts, int64_t num_parts, const Gemm<int8_t>& gemm, const Store<Element, Dequantised>& results,
     int64_t num_threads) {
   const int64_t width = gemm.num_outputs, num_rows = gemm.num_rows;
-  each_by_team(num_rows, num_rows * width < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * width < kSmall ? 1 : num_threads, [&](int64_t row) {
     for (int64_t pair = 0; pair < gemm.num_pairs(); ++pair) {
       const int num_panels = gemm.num_panels_of(pair);
       alignas(64) int32_t sums[32] = {};
@@ -72,7 +72,7 @@ void scale_sums(
   }                                                                                                                    \
   /* Numbers by a weight. Where the gemm `is_gated`, `num_outputs` counts gates and what they open, and `to` has half as\
      many columns. `maxima` [num_rows] and `rows` [num_rows][num_inputs rounded up to 64] are memory to work in. */    \
-  extern "C" void spmd_int8_product_##name(                                                                            \
+  extern "C" void spmd_int8_gemm_##name(                                                                            \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                  \
       int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, float* maxima, int8_t* rows,            \
       int64_t num_threads) {                                                                                           \

@@ -18,7 +18,7 @@ struct Calls;
     static constexpr auto rms_norm = spmd_rms_norm_##name;                                                             \
     static constexpr auto add_rms_norm = spmd_add_rms_norm_##name;                                                     \
     static constexpr auto gemm = spmd_gemm_##name;                                                                     \
-    static constexpr auto int8_product = spmd_int8_product_##name;                                                     \
+    static constexpr auto int8_gemm = spmd_int8_gemm_##name;                                                     \
     static constexpr auto attend_projected = spmd_attend_projected_##name;                                             \
     SPMD_CALLS_OF_A_GROUP(name)                                                                                        \
   };
@@ -95,7 +95,7 @@ struct Run {
       const Element* x, int64_t num_inputs, const void* weight, int64_t num_outputs, const Element* bias, Element* to,
       bool is_gated = false) const {
     if (stack.has_bytes)
-      Calls<Element>::int8_product(
+      Calls<Element>::int8_gemm(
           x, num_inputs, step.num_tokens, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to,
           is_gated, step.maxima, step.bytes, step.num_threads);
     else

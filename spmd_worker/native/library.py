@@ -66,13 +66,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "gemm": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
     "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
-    "masses": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 3, _INTEGER),
-    "find_mass": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5),
+    "prob_sums": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 3, _INTEGER),
+    "invert_cdf": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5),
     "count_above": (*(_POINTER, *(_INTEGER,) * 3), _POINTER, _POINTER, _INTEGER),
     "forbid": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER, _POINTER), *(_INTEGER,) * 2),
     "int8_maxima": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "int8_quantise": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
-    "int8_product": (*_BYTE_GEMM, *(_POINTER, _POINTER, _INTEGER), *(_POINTER, _POINTER, _INTEGER)),
+    "int8_gemm": (*_BYTE_GEMM, *(_POINTER, _POINTER, _INTEGER), *(_POINTER, _POINTER, _INTEGER)),
     "int8_argmax": (*_BYTE_GEMM, *(_INTEGER, _POINTER, _POINTER), *(_POINTER, _POINTER, _INTEGER)),
     "int8_scaled": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER,) * 3, _INTEGER),
 }
@@ -82,9 +82,9 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
-    "make_screen_bfloat16": (_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
-    "team_counters": (_POINTER,),
-    "cut_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
+    "fill_prefilter_bfloat16": (_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
+    "thread_pool_counters": (_POINTER,),
+    "filter_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
     "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
 }
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
@@ -92,8 +92,8 @@ _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, 
 _SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
 # Each returns a number, or an address, 0 for none; what is shared is of Linux alone.
 _COUNTING: dict[str, tuple[type, ...]] = {
-    "screens_bfloat16": (),
-    "screened_argmax_bfloat16": (
+    "has_argmax_prefilter": (),
+    "filtered_argmax_bfloat16": (
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER),
         *(_POINTER,) * 5,
@@ -133,8 +133,8 @@ class NativeLibrary:
     functions: Mapping[str, Function]
 
 
-class TeamCounters(NamedTuple):
-    """What the threads of one process have computed together so far (team.h)."""
+class ThreadPoolCounters(NamedTuple):
+    """What the threads of one process have computed together so far (thread_pool.h)."""
 
     num_jobs: int
     """Pieces of work that several threads shared."""
@@ -150,18 +150,18 @@ _LIBRARIES: dict[str, NativeLibrary | str] = {}
 """By architecture, what this process has loaded, or why not."""
 
 
-def team_counters(library: NativeLibrary) -> TeamCounters:
+def thread_pool_counters(library: NativeLibrary) -> ThreadPoolCounters:
     """Of this process, as of now."""
     numbers = (ctypes.c_int64 * 4)()
-    library.functions["team_counters"](ctypes.addressof(numbers))
+    library.functions["thread_pool_counters"](ctypes.addressof(numbers))
     num_jobs, num_waits, waited_ns, num_slept = numbers
-    return TeamCounters(num_jobs, num_waits, waited_ns / 1e9, num_slept)
+    return ThreadPoolCounters(num_jobs, num_waits, waited_ns / 1e9, num_slept)
 
 
-def thread_waits() -> TeamCounters:
+def thread_waits() -> ThreadPoolCounters:
     """Of the library that this process computes with; zeros where it has none."""
     library = native_library()
-    return TeamCounters(0, 0, 0.0, 0) if isinstance(library, str) else team_counters(library)
+    return ThreadPoolCounters(0, 0, 0.0, 0) if isinstance(library, str) else thread_pool_counters(library)
 
 
 def native_library(architecture: str = "native") -> NativeLibrary | str:

@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "rotate_row.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -191,7 +191,7 @@ void write_all(
   const int num_heads = cache.num_kv_heads, head_size = cache.head_size;
   // Below this many numbers a second thread costs more than it brings.
   const bool is_small = num_tokens * num_heads * head_size < 4096;
-  ranges_by_team(num_tokens, is_small ? 1 : num_threads, [&](int64_t first, int64_t end) {
+  parallel_ranges(num_tokens, is_small ? 1 : num_threads, [&](int64_t first, int64_t end) {
     for (int64_t token = first, num_written = 1; token < end; token += num_written) {
       const int64_t block = blocks[token], offset = offsets[token];
       if (token == first || blocks[token - 1] != block) {

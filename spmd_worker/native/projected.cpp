@@ -13,7 +13,7 @@
       const int64_t* tables, int64_t table_stride, const Element* projected, int64_t token_stride, int64_t num_heads,  \
       const Element* cos, const Element* sin, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,       \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
-      int64_t window, Element* output, int64_t may_use_unit, int64_t num_threads) {                                    \
+      int64_t window, Element* output, int64_t may_use_amx, int64_t num_threads) {                                    \
     const Element* const keys = projected + num_heads * head_size;                                                     \
     const Element* const values = keys + num_kv_heads * head_size;                                                     \
     spmd_write_##name(                                                                                                 \
@@ -22,7 +22,7 @@
     spmd_attend_##name(                                                                                                \
         cache, block_stride, num_kv_heads, head_size, block_size, tables, table_stride, projected, token_stride,       \
         head_size, num_heads, cos, sin, query_starts, context_lengths, num_sequences, scale, 0.0f, window, 0,       \
-        nullptr, output, may_use_unit, num_threads);                                                                   \
+        nullptr, output, may_use_amx, num_threads);                                                                   \
   }
 
 SPMD_PROJECTED(float32, float)

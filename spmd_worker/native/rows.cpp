@@ -6,7 +6,7 @@
 #include "exports.h"
 #include "norm_rows.h"
 #include "rotate_row.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -19,7 +19,7 @@ template <class Element>
 void rms_norm(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
     const Element* weight, float epsilon, Element* to, int64_t num_threads) {
-  each_by_team(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+  parallel_for(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     for (int64_t head = 0; head < num_heads; ++head)
       norm_row(
           x + token * token_stride + head * head_stride, size, weight, epsilon, to + (token * num_heads + head) * size);
@@ -30,7 +30,7 @@ template <class Element>
 void add_rms_norm(
     Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,
     const Element* weight, float epsilon, int64_t num_threads) {
-  each_by_team(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+  parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     Element* row = x + token * x_stride;
     const auto x_at = [&](int64_t place, int64_t count) { return load_some(row + place, count); };
     add_and_norm_row(x_at, residual + token * residual_stride, size, weight, epsilon, row);
@@ -42,7 +42,7 @@ void full_norm(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
     const Element* weight, const Element* bias, float epsilon, float offset, bool is_centred, Element* to,
     int64_t num_threads) {
-  each_by_team(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+  parallel_for(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     for (int64_t head = 0; head < num_heads; ++head)
       full_norm_row(
           x + token * token_stride + head * head_stride, size, weight, bias, epsilon, offset, is_centred,
@@ -58,7 +58,7 @@ void rotate(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
     const Element* cos, const Element* sin, Element* to, int64_t to_token_stride, int64_t num_threads) {
   const int64_t half = size / 2;
-  each_by_team(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+  parallel_for(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     for (int64_t head = 0; head < num_heads; ++head)
       rotate_row(
           x + token * token_stride + head * head_stride, half, cos + token * half, sin + token * half,
@@ -71,7 +71,7 @@ void rotate(
 template <class Element>
 void silu_and_mul(
     const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {
-  each_by_team(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+  parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     const Element* gates = gate_up + token * stride;
     for (int64_t place = 0; place < size; place += kLanes) {
       const int64_t count = size - place;
@@ -88,7 +88,7 @@ template <class Element, class Activation>
 void activate_rows(
     const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, Activation activation, Element* to,
     int64_t num_threads) {
-  each_by_team(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+  parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     const Element* row = x + token * stride;
     for (int64_t place = 0; place < size; place += kLanes) {
       const int64_t count = size - place;
@@ -162,7 +162,7 @@ template <class Element>
 void argmax(
     const Element* rows, int64_t stride, int64_t num_rows, int64_t count, float* values, int64_t* indices,
     int64_t num_threads) {
-  each_by_team(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
     row_argmax(rows + row * stride, count, values + row, indices + row);
   });
 }

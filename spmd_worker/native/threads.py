@@ -1,7 +1,7 @@
 """How many threads the compiled kernels take: as many as torch would, or those that torch leaves to them.
 
 Torch's own threads are OpenMP's, which spin for milliseconds after each of its operations and take the cores from the
-kernels' threads (team.h) meanwhile. In a step nearly all is computed by the kernels, so torch computes the rest of it
+kernels' threads (thread_pool.h) meanwhile. In a step nearly all is computed by the kernels, so torch computes the rest of it
 with the calling thread alone.
 """
 
@@ -30,7 +30,7 @@ def num_threads() -> int:
 
 
 @contextlib.contextmanager
-def torch_alone() -> Iterator[None]:
+def single_threaded_torch() -> Iterator[None]:
     """Inside, torch's operations take one thread and the kernels as many as torch did; in this thread only. May be
     nested.
     """
@@ -50,8 +50,8 @@ def torch_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def torch_together() -> Iterator[None]:
-    """Inside `torch_alone`, where torch's operations are large after all: with as many threads as elsewhere."""
+def multi_threaded_torch() -> Iterator[None]:
+    """Inside `single_threaded_torch`, where torch's operations are large after all: with as many threads as elsewhere."""
     set_openmp_threads = None if _left.num_threads is None else _set_openmp_threads()
     if set_openmp_threads is None:
         yield
@@ -66,7 +66,7 @@ def torch_together() -> Iterator[None]:
         set_openmp_threads(1)
 
 
-def keep_alone() -> None:
+def use_single_threaded_torch() -> None:
     """From now on torch's operations take one thread in the calling thread: one of a pool whose threads are as many as
     the cores, each of which would start as many again. Nothing where torch has another OpenMP than GNU's.
     """
@@ -76,7 +76,7 @@ def keep_alone() -> None:
         set_openmp_threads(1)
 
 
-def torchs_threads_sleep() -> bool:
+def torch_threads_are_passive() -> bool:
     """Whether torch's threads sleep as soon as they have nothing to do, which OpenMP reads when torch is imported
     (`distributed.cores.waiting_variables`).
     """

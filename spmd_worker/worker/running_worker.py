@@ -4,8 +4,8 @@ import contextlib
 from dataclasses import dataclass, replace
 
 from spmd_worker.base.metrics.stage_times import StageClock
-from spmd_worker.native.library import TeamCounters, thread_waits
-from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
+from spmd_worker.native.library import ThreadPoolCounters, thread_waits
+from spmd_worker.native.threads import single_threaded_torch, torch_threads_are_passive
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult

@@ -12,6 +12,15 @@ def probe_library(source_name: str, folder: Path, *more_flags: str) -> ctypes.CD
     sources, library = Path(build.__file__).parent, folder / f"{source_name}.so"
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-O0", "-fPIC", "-shared", f"-I{sources}"]
     source = Path(__file__).with_name(source_name)
-    command = [*build._compilers()[0], *flags, *more_flags, source, sources / "team.cpp", "-pthread", "-o", library]
+    command = [
+        *build._compilers()[0],
+        *flags,
+        *more_flags,
+        source,
+        sources / "thread_pool.cpp",
+        "-pthread",
+        "-o",
+        library,
+    ]
     subprocess.run(list(map(str, command)), check=True, timeout=240)
     return ctypes.CDLL(str(library))

@@ -1,6 +1,6 @@
-// The items of native/team.h that grow shorter, for tests that look at them.
+// The items of native/thread_pool.h that grow shorter, for tests that look at them.
 
-#include "team.h"
+#include "thread_pool.h"
 
 // `starts` are those of the items, and where the last one ends. Returns the number of items.
 extern "C" int64_t shrinking_items(

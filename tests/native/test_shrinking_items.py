@@ -1,4 +1,4 @@
-"""How units of work are cut into items for threads to take (native/team.h): all of them, once, and short ones last."""
+"""How units of work are cut into items for threads to take (native/thread_pool.h): all of them, once, and short ones last."""
 
 import ctypes
 

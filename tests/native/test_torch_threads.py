@@ -14,7 +14,13 @@ import launch
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.frontends import rank_program
 from spmd_worker.native import threads
-from spmd_worker.native.threads import keep_alone, num_threads, torch_alone, torch_together, torchs_threads_sleep
+from spmd_worker.native.threads import (
+    multi_threaded_torch,
+    num_threads,
+    single_threaded_torch,
+    torch_threads_are_passive,
+    use_single_threaded_torch,
+)
 from spmd_worker.ranks.environment import RankEnvironment
 
 
@@ -37,12 +43,12 @@ def in_a_thread(action: Callable[[], int]) -> int:
 @pytest.mark.skipif(not threads._openmp_libraries(), reason="torch has another OpenMP than GNU's")
 def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(two):
     in_a_thread(torch.get_num_threads)  # the first question of a thread is answered with what was set for all
-    with contextlib.suppress(KeyError), torch_alone():
+    with contextlib.suppress(KeyError), single_threaded_torch():
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
-        with torch_alone():
+        with single_threaded_torch():
             assert (torch.get_num_threads(), num_threads()) == (1, 2)
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
-        with torch_together():
+        with multi_threaded_torch():
             assert (torch.get_num_threads(), num_threads()) == (2, 2)
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
         # Threads of the program's own that begin meanwhile have theirs.
@@ -50,13 +56,13 @@ def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(t
         assert in_a_thread(num_threads) == 2
         raise KeyError("w")
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
-    with torch_together():
+    with multi_threaded_torch():
         assert (torch.get_num_threads(), num_threads()) == (2, 2)
 
 
 @pytest.mark.skipif(not threads._openmp_libraries(), reason="torch has another OpenMP than GNU's")
 def test_threads_of_a_pool_compute_alone_and_others_do_not(two):
-    with ThreadPoolExecutor(1, initializer=keep_alone) as pool:
+    with ThreadPoolExecutor(1, initializer=use_single_threaded_torch) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
         pool.submit(torch.ones(1 << 17).sum).result()
         assert pool.submit(torch.get_num_threads).result() == 1
@@ -67,13 +73,13 @@ def test_threads_of_a_pool_compute_alone_and_others_do_not(two):
 def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     rank_program.prepare_torch()
-    assert not torchs_threads_sleep()  # too late
+    assert not torch_threads_are_passive()  # too late
     monkeypatch.delitem(sys.modules, "torch")
     rank_program.prepare_torch()
-    assert torchs_threads_sleep()
+    assert torch_threads_are_passive()
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     rank_program.prepare_torch()
-    assert not torchs_threads_sleep()
+    assert not torch_threads_are_passive()
 
 
 def test_a_job_tells_torch_before_it_reads_the_model(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
 from spmd_worker.ops.attention.triton import TritonBackend
-from spmd_worker.ops.kernels.triton import attention_kernels, draw_kernels, matmul_kernels, row_kernels
+from spmd_worker.ops.kernels.triton import attention_kernels, matmul_kernels, row_kernels, sampling_kernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.worker.backends import triton as triton_backend
 from spmd_worker.worker.backends.backend import Operations
@@ -50,7 +50,7 @@ class Counted:
 def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
     """Of every launch so far."""
     found: set[tuple] = set()
-    for module in (attention_kernels, draw_kernels, matmul_kernels, row_kernels):
+    for module in (attention_kernels, sampling_kernels, matmul_kernels, row_kernels):
         for name, kernel in inspect.getmembers(module, lambda each: isinstance(each, JITFunction)):
             if not name.startswith("_"):
                 monkeypatch.setattr(module, name, Counted(kernel, found))
@@ -94,14 +94,23 @@ def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_step_compiles_after_warm_up(forms: set[tuple], dtype: str, settings: dict[str, int]):
     assert new_forms(forms, dtype, **settings) == set()
-    assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "cut", "find_mass"}
+    assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "filter_logits", "invert_cdf"}
 
 
 def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypatch: pytest.MonkeyPatch):
     """Control, and how it was."""
     monkeypatch.setattr(TritonDevice, "warm_up", lambda self, *arguments: None)
     compiled = {form[0] for form in new_forms(forms, "bfloat16")}
-    assert compiled >= {"attend", "join_partials", "linear", "gated_linear", "masses", "forbid", "cut", "find_mass"}
+    assert compiled >= {
+        "attend",
+        "join_partials",
+        "linear",
+        "gated_linear",
+        "prob_sums",
+        "forbid",
+        "filter_logits",
+        "invert_cdf",
+    }
 
 
 @pytest.mark.parametrize("missing", ["few rows", "keys of two segments"])

@@ -180,9 +180,9 @@ class VocabularyParallelHead(PackedLayer):
     def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[R, hidden_size] -> each row's maximum logit, float32 [R], and the first column with it, int64 [R]."""
         if self.shard.num_owned == 0:
-            return self._kernels.largest(self(hidden))
+            return self._kernels.argmax(self(hidden))
         if not self._is_plain:
-            return self._kernels.largest(self(hidden)[:, : self.shard.num_owned])
+            return self._kernels.argmax(self(hidden)[:, : self.shard.num_owned])
         if self.argmax_module is None:
             return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
         (tied_to,) = self._tied_to

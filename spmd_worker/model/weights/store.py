@@ -138,7 +138,7 @@ class WeightStore:
         self._check_covered(source, parameter_problems(self.slices, self.paddings, shapes))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
-        with ThreadPoolExecutor(num_threads, "fill-weights", keep_alone) as threads:
+        with ThreadPoolExecutor(num_threads, "fill-weights", use_single_threaded_torch) as threads:
             for name, held in sorted(pieces, key=lambda pair: (source.position(pair[0]), pair[1].piece.source)):
                 _check_tied(source, self.names.tied, name, held.piece.source)
                 blocks = list(source.blocks(name, held.piece.source, _BLOCK_BYTES))

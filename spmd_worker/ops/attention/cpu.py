@@ -17,7 +17,7 @@ from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import JoinableLayer
-from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
+from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepPointers, join_layers
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 
@@ -164,12 +164,12 @@ class CpuBackend:
         joined = join_layers(self._library, layers, self._block_size, group)
         return None if joined is None else CpuLayers(self, joined)
 
-    def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepAddresses:
+    def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepPointers:
         """Of a step whose layers' caches are like `layer_cache`; good as long as no other step is asked for."""
         assert not metadata.sees_later, "joined layers are causal"
         self._cache_arguments(layer_cache)
         checked = self._check(metadata, layer_cache)
-        return StepAddresses(
+        return StepPointers(
             *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr()),

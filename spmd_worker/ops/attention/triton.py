@@ -179,7 +179,7 @@ class TritonBackend:
         if (window, num_heads) not in plans:
             before = self._plan_before(metadata, num_heads, window)
             if before is not None and metadata.lengths is not None:
-                plans[window, num_heads] = before.one_further(metadata.lengths, metadata.block_tables)
+                plans[window, num_heads] = before.with_lengths(metadata.lengths, metadata.block_tables)
             else:
                 plans[window, num_heads] = self._new_plan(metadata, layer_cache, num_heads, window)
         return plans[window, num_heads]
@@ -213,4 +213,4 @@ def _is_same_work(before: AttentionMetadata, metadata: AttentionMetadata, *, win
     """Whether a step has the items of the one before: `BatchState` hands on the starts of what goes on."""
     if before.query_starts is not metadata.query_starts:
         return False
-    return attention.have_same_segments(before.context_lengths, metadata.context_lengths, window)
+    return attention.see_same_segments(before.context_lengths, metadata.context_lengths, window)

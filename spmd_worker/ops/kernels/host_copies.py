@@ -1,4 +1,4 @@
-"""Numbers on their way between host and device: the host does not wait until they are there."""
+"""Asynchronous copies between host and device."""
 
 from collections.abc import Callable
 
@@ -7,32 +7,32 @@ from torch import Tensor
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, on `device`; itself where that is the CPU.
+    """Copy a host tensor to `device`; returns the tensor itself if that is the CPU.
 
-    A copy to a CUDA device goes through pinned memory: from any other the host would wait for all that the device has
-    queued. torch hands that memory out again only when the copy is done, so nobody else writes to it before.
+    A copy to a CUDA device goes through pinned memory: from other memory the host would wait for all that the device
+    has queued. torch reuses that memory only after the copy.
     """
-    # Where a trainer has made it torch's default, what is made of a list is on the device already.
+    # A trainer may have made the device torch's default: then the tensor is there already.
     if device.type == "cuda" and numbers.device.type == "cpu":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
 
 
 def from_device(numbers: Tensor) -> Callable[[], Tensor]:
-    """Have numbers copied to the host when the device has made them: what is returned waits for that and gives them.
+    """Start a copy to the host; the returned function waits for it and returns the host tensor.
 
-    A copy from a CUDA device goes to pinned memory, and the wait is for what was queued until now; from any other the
-    host copies when it is asked.
+    A copy from a CUDA device goes to pinned memory, and the wait is for what is queued until now. Other devices are
+    copied from when the function is called.
     """
     if numbers.device.type != "cuda":
         return numbers.cpu
-    there = torch.empty_like(numbers, device="cpu", pin_memory=True)
-    there.copy_(numbers, non_blocking=True)
+    on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    on_host.copy_(numbers, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
     event.record()
 
     def wait() -> Tensor:
         event.synchronize()
-        return there
+        return on_host
 
     return wait

@@ -1,11 +1,10 @@
-"""Products of int8 by int8 in plain torch: what compiled ones are compared with, and what runs where there are none.
+"""W8A8 GEMMs in plain torch: the reference for the compiled kernels, and the fallback if there are none.
 
-A weight has one scale an output, a row of inputs one of its own: the largest magnitude / 127. A number becomes the
-nearest whole number, ties to even, of itself times (127 / the largest magnitude), in float32. Products are summed as
-whole numbers, which is exact in any order; a result is (sum x scale of the row) x scale of the output, + bias, in
-float32, rounded once. So a row's result depends neither on the rows beside it nor on how its inputs are shared among
-ranks, as long as the largest magnitude is that of the whole row. Nothing but magnitudes below 1e-30 is zero; what has
-a number that is not finite has no number as its scale.
+Weights have static per-output scales, activations dynamic per-token scales: the maximum magnitude / 127. A value is
+quantised to round(value x (127 / maximum magnitude)), ties to even, in float32. Integer sums are exact in any order; a
+result is (sum x scale of the row) x scale of the output, + bias, in float32, rounded once. So a row's result depends
+neither on the other rows nor on how its inputs are sharded over ranks, provided that the maximum magnitude is that of
+the complete row. Maxima below 1e-30 have scale 0; a row with a value that is not finite has a scale that is not.
 
 T: tokens; O: outputs; I: inputs.
 """
@@ -19,27 +18,27 @@ from torch.nn import functional as F
 from spmd_worker.model_config.int8_format import SCALE_BYTES
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
-_MOST: Final = 127.0
-_LEAST: Final = 1e-30
-_ROWS_AT_ONCE: Final = 4096
-_TOKENS_AT_ONCE: Final = 1024
+_MAX_INT8: Final = 127.0
+_MIN_MAGNITUDE: Final = 1e-30
+_BLOCK_ROWS: Final = 4096
+_BLOCK_TOKENS: Final = 1024
 
 
 def row_maxima(rows: Tensor) -> Tensor:
-    """[..., I] -> float32 [...]: the largest magnitude of each row; NaN where one is."""
+    """[..., I] -> float32 [...]: maximum magnitude of each row; NaN if an element is NaN."""
     return rows.detach().float().abs().amax(dim=-1)
 
 
 def scales_of(maxima: Tensor) -> Tensor:
-    """Float32, of rows with these largest magnitudes."""
-    return torch.where(maxima < _LEAST, 0.0, maxima / _MOST)
+    """Float32 scales of rows with these maximum magnitudes."""
+    return torch.where(maxima < _MIN_MAGNITUDE, 0.0, maxima / _MAX_INT8)
 
 
 def quantised(rows: Tensor, maxima: Tensor) -> Tensor:
     """[n, I] and float32 [n] -> int8 [n, I]."""
-    is_usable = (maxima >= _LEAST) & maxima.isfinite()
-    # Not a number divided by a tensor, which torch takes as a product with the rounded reciprocal.
-    factors = torch.where(is_usable, torch.full_like(maxima, _MOST) / maxima, 0.0).unsqueeze(1)
+    is_usable = (maxima >= _MIN_MAGNITUDE) & maxima.isfinite()
+    # torch multiplies by the rounded reciprocal if a Python number is divided by a tensor.
+    factors = torch.where(is_usable, torch.full_like(maxima, _MAX_INT8) / maxima, 0.0).unsqueeze(1)
     numbers = (rows.float() * factors).round()
     return numbers.masked_fill_(~is_usable.unsqueeze(1), 0.0).to(torch.int8)
 
@@ -50,90 +49,87 @@ def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exact_sums(x: Tensor, numbers: Tensor) -> Tensor:
-    """Int8 [T, I] x int8 [O, I] -> int32 [T, O]. Whole numbers below 2^53 are exact in float64, of which there is one
-    block of each at a time.
-    """
+    """Int8 [T, I] x int8 [O, I] -> int32 [T, O], exact in float64 (below 2^53), one block of tokens and rows at a time."""
     sums = x.new_empty((len(x), len(numbers)), dtype=torch.int32)
-    for first in range(0, len(x), _TOKENS_AT_ONCE):
-        tokens = slice(first, first + _TOKENS_AT_ONCE)
+    for first in range(0, len(x), _BLOCK_TOKENS):
+        tokens = slice(first, first + _BLOCK_TOKENS)
         wide = x[tokens].double()
-        for start in range(0, len(numbers), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
+        for start in range(0, len(numbers), _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
             sums[tokens, rows] = wide @ numbers[rows].double().t()
     return sums
 
 
 def scaled(sums: Tensor, maxima: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Int32 [T, O], of rows with these largest magnitudes -> [T, O]."""
+    """Int32 [T, O], of rows with these maximum magnitudes -> [T, O]."""
     results = sums.float() * scales_of(maxima).unsqueeze(1) * scales
     return (results if bias is None else results + bias.float()).to(dtype)
 
 
-def _runs(flags: Tensor) -> list[tuple[int, int]]:
-    """Bool [n] -> the first and the end of each run of those that are true."""
+def _true_runs(flags: Tensor) -> list[tuple[int, int]]:
+    """Bool [n] -> start and end of each run of true."""
     edges = F.pad(flags.to(torch.int8), (1, 1)).diff().nonzero().squeeze(1).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Int8Weights:
-    """How a weight is packed: int8 [O, I + 4], numbers and then the bytes of their scale.
-
-    What a weight shows is what its numbers stand for, in `dtype`, which is not quite what it was made of.
+    """Packed layout of a weight: int8 [O, I + 4], each row followed by the bytes of its scale. `dtype`: of dequantised
+    rows.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def pack(self, weight: Tensor, maxima: Tensor, *, is_gated: bool = False) -> Tensor:
-        """[O, I], of rows with these largest magnitudes, float32 [O]."""
+        """[O, I] with rows of these maximum magnitudes, float32 [O]."""
         packed = self.empty(weight, is_gated=is_gated)
         self.overwrite(packed, 0, weight.detach(), maxima)
         return packed
 
     def empty(self, weight: Tensor, *, is_gated: bool) -> Tensor:
-        """Zeros, for a weight like this. Rows stay in their order, also where it `is_gated`."""
+        """Packed zeros for a weight of this shape. Rows keep their order, gated or not."""
         del is_gated
         return weight.new_zeros((len(weight), weight.shape[1] + SCALE_BYTES), dtype=torch.int8)
 
-    def shown(self, packed: Tensor, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop`, a copy."""
+    def dequantised(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` in `dtype`, a copy."""
         return dequantised(*self.numbers_and_scales(packed, start, stop), self.dtype)
 
     def numbers_and_scales(self, packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Rows `start` to `stop`: int8 [n, I] and float32 [n]."""
         rows = packed.detach()[start:stop]
-        # A copy also of one row, which is in one piece where it is: a float32 may begin at every fourth byte alone.
+        # Copied even if contiguous: float32 needs an alignment of 4 bytes.
         scales = rows[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
         return rows[:, :-SCALE_BYTES], scales.view(torch.float32).squeeze(1)
 
-    def take_changed(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """Quantise those of `rows` [n, I] anew that are not what is shown of them. The others were made of numbers that
-        nobody has any more, and would become others.
+    def requantise_changed(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        """Quantise those of `rows` [n, I] again that differ from the dequantised ones. The others were quantised from
+        values that are gone: their dequantised values would be quantised differently.
         """
-        for first, stop in _runs(self.is_changed(packed, start, rows)):
+        for first, stop in _true_runs(self.is_changed(packed, start, rows)):
             changed = rows[first:stop]
             self.overwrite(packed, start + first, changed, row_maxima(changed))
 
     def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> Tensor:
-        """Bool [n]: which of `rows` are not what is shown of them. What is no number is equal to itself here."""
-        shown = self.shown(packed, start, start + len(rows))
-        return ~((rows == shown) | (rows.isnan() & shown.isnan())).all(dim=1)
+        """Bool [n]: which of `rows` differ from the dequantised ones. NaN equals NaN."""
+        known = self.dequantised(packed, start, start + len(rows))
+        return ~((rows == known) | (rows.isnan() & known.isnan())).all(dim=1)
 
     def overwrite(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
-        """Quantise `rows` [n, I], which have these largest magnitudes, and put them from `start` on."""
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            some = slice(first, first + _ROWS_AT_ONCE)
-            self.put(packed, start + first, quantised(rows[some], maxima[some]), scales_of(maxima[some]))
+        """Quantise `rows` [n, I] of these maximum magnitudes and store them from `start` on."""
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            some = slice(first, first + _BLOCK_ROWS)
+            self.store(packed, start + first, quantised(rows[some], maxima[some]), scales_of(maxima[some]))
 
-    def put(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
-        """Int8 [n, I] and float32 [n] become rows of the packed weight, from `start` on."""
+    def store(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
+        """Store int8 [n, I] and float32 [n] as rows of the packed weight, from `start` on."""
         rows = packed.detach()[start : start + len(numbers)]
         rows[:, :-SCALE_BYTES] = numbers
         rows[:, -SCALE_BYTES:] = scales.unsqueeze(1).view(torch.int8)
 
 
 class Int8Packing:
-    """The part of `kernels.api.QuantisedKernels` that is about weights, which are packed as `weights` says."""
+    """The methods of `kernels.api.QuantisedKernels` for weights in the layout of `weights`."""
 
     weights: Int8Weights
 
@@ -144,12 +140,11 @@ class Int8Packing:
         return self.weights.pack(weight, maxima)
 
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
-        """See `Kernels.unpack`: what the numbers stand for, a copy."""
-        return self.weights.shown(packed, start, stop)
+        """A dequantised copy."""
+        return self.weights.dequantised(packed, start, stop)
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """See `Kernels.repack_` and `QuantisedKernels`."""
-        self.weights.take_changed(packed, start, rows)
+        self.weights.requantise_changed(packed, start, rows)
 
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         self.weights.overwrite(packed, start, rows, maxima)
@@ -159,7 +154,7 @@ class Int8Packing:
 
 
 class Int8Kernels(Int8Packing, ReferenceKernels):
-    """Implements `kernels.api.QuantisedKernels` on any device; what is not a product is plain torch's."""
+    """Implements `kernels.api.QuantisedKernels` on any device; all but the GEMMs is plain torch's."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.weights = dtype, Int8Weights(dtype)
@@ -167,10 +162,10 @@ class Int8Kernels(Int8Packing, ReferenceKernels):
     def row_maxima(self, x: Tensor) -> Tensor:
         return row_maxima(x)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
-        """See `Kernels.linear`. Of weights that are not packed too. Makes no use of `room`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Weights that are not packed are multiplied too."""
         if weight.dtype != torch.int8:
-            return super().linear(x, weight, bias, room)
+            return super().linear(x, weight, bias, out)
         maxima = self.row_maxima(x)
         return self.scaled(self.sums(x, maxima, weight).unsqueeze(0), maxima, weight, bias)
 

@@ -1,7 +1,6 @@
-"""The hot operations in plain torch: what other implementations are compared with, and what runs where there are none.
+"""Kernels in plain torch: the reference for other kernels, and the fallback on devices that have none.
 
-Follows the order of roundings of Hugging Face's models, so that low-precision results can be compared too. Knows
-nothing about layers, attention or ranks.
+Rounds in the order of Hugging Face's models, so that low-precision results can be compared too.
 """
 
 from typing import Final
@@ -10,37 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_worker.ops.kernels.api import MASS_BITS, Cuts
+from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, LogitFilters
 
-_NUMBERS_AT_ONCE: Final = 1 << 18
-_NUMBERS_AT_ONCE_OFF_CPU: Final = 1 << 24
-"""Sorted and summed up, each takes tens of bytes: some hundred MB in all."""
+_MAX_BLOCK_ELEMENTS: Final = 1 << 18
+_MAX_BLOCK_ELEMENTS_OFF_CPU: Final = 1 << 24
+"""Sorted and summed, each takes tens of bytes: some hundred MB in total."""
 
 
 class ReferenceKernels:
     """Implements `kernels.api.Kernels` on any device."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`: plain torch takes the weight as it is."""
         return weight
 
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
-        """See `Kernels.unpack`. A view."""
         return packed.detach()[start:stop]
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
         packed.detach()[start : start + len(rows)].copy_(rows)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
-        """See `Kernels.linear`. Makes no use of `room`."""
-        del room
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        del out
         return F.linear(x, weight, bias)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        return self.largest(self.linear(x, weight, None)[:, :count])
+        return self.argmax(self.linear(x, weight, None)[:, :count])
 
     def argmax_module(self, weight: Tensor) -> nn.Module | None:
-        """None: `linear_argmax` is all there is."""
         del weight
         return None
 
@@ -51,7 +46,7 @@ class ReferenceKernels:
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`. Rounded to the input's dtype before the weight is applied."""
+        """Rounds to the input's dtype before the weight is applied."""
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
         return weight * x32.to(x.dtype)
@@ -68,7 +63,7 @@ class ReferenceKernels:
         return (x32 if bias is None else x32 + bias.float()).to(x.dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
+        """`cos` and `sin` have the dtype of `x`."""
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -92,57 +87,56 @@ class ReferenceKernels:
     def bound(self, x: Tensor, cap: float) -> Tensor:
         return ((x.float() / cap).tanh() * cap).to(x.dtype)
 
-    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = rows.float().max(dim=-1)
         return values, indices
 
-    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
-        """See `Kernels.masses`. One piece."""
-        sums = [_masses(*each).sum(dim=-1, keepdim=True) for each in _row_blocks(logits, largest, factors)]
-        return torch.cat(sums)
+    def prob_sums(self, logits: Tensor, maxima: Tensor, factors: Tensor) -> Tensor:
+        blocks = _row_blocks(logits, maxima, factors)
+        return torch.cat([_prob_weights(*each).sum(dim=-1, keepdim=True) for each in blocks])
 
-    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+    def invert_cdf(self, logits: Tensor, maxima: Tensor, factors: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
         found = [
-            torch.searchsorted(_masses(*each).cumsum(dim=-1), sought.unsqueeze(1), right=True).squeeze(1)
-            for *each, sought in _row_blocks(logits, largest, factors, targets)
+            torch.searchsorted(_prob_weights(*each).cumsum(dim=-1), sought.unsqueeze(1), right=True).squeeze(1)
+            for *each, sought in _row_blocks(logits, maxima, factors, targets)
         ]
-        return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
+        return torch.where((targets < 0) | (targets >= sums.sum(dim=-1)), -1, torch.cat(found))
 
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
         rows = _row_blocks(logits, values)
         return torch.cat([(each.float() > limits.unsqueeze(1)).sum(dim=-1) for each, limits in rows])
 
-    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, mask_rows: Tensor, first_id: int) -> None:
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         words = F.pad(allowed, (0, max(0, -(-(first_id + logits.shape[1]) // 32) - allowed.shape[1])))
-        for row, place in zip(torch.split(rows, 1), torch.split(places, 1), strict=True):
-            is_allowed = words[place][:, ids // 32] >> ids % 32 & 1 == 1
+        for row, mask_row in zip(torch.split(rows, 1), torch.split(mask_rows, 1), strict=True):
+            is_allowed = words[mask_row][:, ids // 32] >> ids % 32 & 1 == 1
             logits[row] = torch.where(is_allowed, logits[row], -torch.inf)
 
-    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
-        """See `Kernels.cut_`. Of each row all logits in order, and nothing is read back."""
-        for rows, largest, factors, lowest, top_k, top_p in _row_blocks(logits, *cuts.tensors()):
+    def filter_(self, logits: Tensor, filters: LogitFilters) -> None:
+        """Sorts each row; the host reads nothing back."""
+        for rows, maxima, factors, min_logits, top_k, top_p in _row_blocks(logits, *filters.tensors()):
             ordered = rows.sort(dim=-1, descending=True).values
             has_count = (top_k > 0) & (top_k < rows.shape[1])
             last = ordered.gather(1, (top_k - 1).clamp(0, rows.shape[1] - 1).unsqueeze(1)).squeeze(1)
-            least = torch.maximum(lowest, torch.where(has_count, last, -torch.inf))
-            masses = _masses(ordered, largest, factors).masked_fill_(ordered < least.unsqueeze(1), 0)
-            running = masses.cumsum(dim=-1)
+            least = torch.maximum(min_logits, torch.where(has_count, last, -torch.inf))
+            weights = _prob_weights(ordered, maxima, factors).masked_fill_(ordered < least.unsqueeze(1), 0)
+            running = weights.cumsum(dim=-1)
             targets = (top_p * running[:, -1].double()).ceil().long().clamp(min=1)
-            place = torch.searchsorted(running, targets.unsqueeze(1)).clamp(max=rows.shape[1] - 1)
-            nucleus = torch.where(top_p < 1.0, ordered.gather(1, place).squeeze(1), -torch.inf)
+            index = torch.searchsorted(running, targets.unsqueeze(1)).clamp(max=rows.shape[1] - 1)
+            nucleus = torch.where(top_p < 1.0, ordered.gather(1, index).squeeze(1), -torch.inf)
             rows.masked_fill_(rows < torch.maximum(least, nucleus).unsqueeze(1), -torch.inf)
 
 
-def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
-    powers = ((logits.float() - largest.unsqueeze(1)) * factors.unsqueeze(1)).double().exp2_()
-    return powers.mul_(2.0**MASS_BITS).to(torch.int64)
+def _prob_weights(logits: Tensor, maxima: Tensor, factors: Tensor) -> Tensor:
+    powers = ((logits.float() - maxima.unsqueeze(1)) * factors.unsqueeze(1)).double().exp2_()
+    return powers.mul_(2.0**PROB_WEIGHT_BITS).to(torch.int64)
 
 
 def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """A few rows at a time, whose results are the same however many there are. On the CPU fewer: what is computed
-    between them is memory that the system maps anew.
+    """Blocks of rows, whose size does not change results. On the CPU they are smaller: the system maps the memory of
+    large intermediate results again each time.
     """
-    most = _NUMBERS_AT_ONCE if logits.is_cpu else _NUMBERS_AT_ONCE_OFF_CPU
+    most = _MAX_BLOCK_ELEMENTS if logits.is_cpu else _MAX_BLOCK_ELEMENTS_OFF_CPU
     size = max(1, most // max(1, logits.shape[1]))
     return list(zip(*(torch.split(each, size) for each in (logits, *others)), strict=True))

@@ -1,8 +1,8 @@
-"""What changes logits before a token is chosen: masks, bias, penalties.
+"""Logits processors: masks, bias, penalties.
 
 Each row is changed by its own parameters and tokens only. The order is vLLM's: allowed tokens, minimum length, bad
-words, bias, penalties. A mask that would leave no token at all is not applied; logits may be masked already by the form
-of a row's answer (`token_masks.py`), which so comes before all of these.
+words, bias, penalties. A mask that would leave no token is not applied. The grammar of a row (`token_masks.py`) comes
+before all of these.
 
 K: rows; V: vocabulary.
 """
@@ -17,8 +17,8 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.sampling.read_back import reads_are_free
 from spmd_worker.ops.sampling.row import SampleRow
 
-_LARGEST: Final = 1e30
-"""Logits are kept this small: beyond float32 is infinity, and infinity less infinity is no number to sample by."""
+_MAX_LOGIT: Final = 1e30
+"""Bound of penalised logits: infinity minus infinity is NaN."""
 
 
 def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[int, ...]) -> None:
@@ -68,12 +68,12 @@ def _penalise(values: Tensor, row: SampleRow) -> None:
     """Repetition counts prompt and output (https://arxiv.org/abs/1909.05858), the others the output only."""
     sampling = row.sampling
     if sampling.repetition_penalty != 1.0:
-        # Of the host's numbers: what a device has of them is as large as their values say.
+        # On the host: the size of the result depends on the values.
         seen = torch.unique(torch.tensor([*row.prompt_token_ids, *row.output_token_ids], dtype=torch.int64))
         seen = to_device(seen, values.device)
         chosen = values[seen]
-        penalty = min(max(sampling.repetition_penalty, 1 / _LARGEST), _LARGEST)
-        penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-_LARGEST, _LARGEST)
+        penalty = min(max(sampling.repetition_penalty, 1 / _MAX_LOGIT), _MAX_LOGIT)
+        penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-_MAX_LOGIT, _MAX_LOGIT)
         values[seen] = torch.where(chosen == -torch.inf, chosen, penalised)
     if row.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
         outputs = torch.tensor(row.output_token_ids, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Counter-based random numbers: a function of (stream, sample, position), with no state anywhere.
 
-Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on numpy's unsigned integers, so the
-same numbers come out on every rank, machine and device, in any batch. The host's generators are never read or written.
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on numpy's unsigned integers, with
+the same result on every rank, machine and device, in any batch. The host's generators are never read or written.
 """
 
 from typing import Final
@@ -34,7 +34,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     return c0, c1, c2, c3
 
 
-def draw_bits(streams: list[int], samples: list[int], positions: list[int]) -> NDArray[np.int64]:
+def random_bits(streams: list[int], samples: list[int], positions: list[int]) -> NDArray[np.int64]:
     """53 random bits a row: `streams` unsigned 64-bit, `samples` and `positions` below 2**32."""
     stream = np.array(streams, dtype=np.uint64)
     position, sample = np.array(positions, dtype=np.uint64), np.array(samples, dtype=np.uint64)

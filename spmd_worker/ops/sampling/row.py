@@ -1,4 +1,4 @@
-"""One row to sample: what the sampler needs to know of a sequence, and nothing of where it stands in the batch."""
+"""One row to sample: what the sampler needs of a sequence, independent of its index in the batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 
 class SampleRow(NamedTuple):
-    """The token at `position` (prompt and output tokens before it) of sample `sample_index` is to be chosen."""
+    """The token at `position` (number of prompt and output tokens before it) of sample `sample_index`."""
 
     sampling: SamplingParams
     stream: int
@@ -18,12 +18,12 @@ class SampleRow(NamedTuple):
 
     @property
     def must_not_stop(self) -> bool:
-        """Whether ending now would give fewer than `min_tokens`."""
+        """Whether the output has fewer than `min_tokens`."""
         return len(self.output_token_ids) < self.sampling.min_tokens
 
     @property
     def bad_token_ids(self) -> list[int]:
-        """The tokens that would complete one of `bad_words_ids` now."""
+        """The tokens that would complete one of `bad_words_ids`."""
         sequences = self.sampling.bad_words_ids
         num_before = max(map(len, sequences), default=1) - 1
         num_outputs = len(self.output_token_ids)
@@ -33,20 +33,20 @@ class SampleRow(NamedTuple):
         tail += self.output_token_ids[max(num_outputs - num_before, 0) :]
         found = [each[-1] for each in sequences if len(each) == 1]
         for each in sequences:
-            # The last of them first: few sequences go further.
+            # The last token first: few sequences match it.
             if len(each) > 1 and tail and each[-2] == tail[-1] and each[:-1] == tuple(tail[1 - len(each) :]):
                 found.append(each[-1])
         return found
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether the largest logit is all there is to know."""
-        return self.sampling.needs_argmax_only and not self.must_not_stop
+        """Whether the argmax is all that is needed."""
+        return self.sampling.needs_largest_alone and not self.must_not_stop
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the choice depends on more than maxima and sums over vocabulary shards. Log-probabilities do not, nor
-        does the mask of a form.
+        """Whether the token depends on more than maxima and sums over vocabulary shards. Log-probabilities and grammar
+        masks do not.
         """
         sampling = self.sampling
         has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks

@@ -1,14 +1,14 @@
-"""Logits of vocabulary shards -> token ids, the same on every rank of the tensor-parallel group.
+"""Vocabulary-sharded logits -> token ids, the same on every rank of the tensor-parallel group.
 
-Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
-inverting the cumulative distribution with one counter-based uniform a row; masses are whole numbers, so that what is
-drawn of equal logits does not depend on the number of ranks. Log-probabilities come from the shards too, by the same
-masses (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties) have their logits gathered.
-A row's token depends on its own logits,
-parameters and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets
-`NON_FINITE` in place of an id; every rank says so of the same rows, because each looks at the largest logits of all
-shards. A row whose form lets no token follow gets `GRAMMAR_FAILED`; what other forms forbid is masked in each shard,
-before everything else; log-probabilities that are raw are of all tokens.
+Greedy rows exchange one (value, id) pair per rank. Rows with a plain temperature also exchange the sum of each shard's
+probability weights, and sample by inverting the CDF with one counter-based uniform number per row; weights are
+integers, so the sampled token does not depend on the number of ranks. Log-probabilities come from the shards too, by
+the same weights (`shard_logprobs.py`). Only rows that need the complete vocabulary (filters, penalties) have their
+logits gathered.
+A row's token depends on its own logits, parameters and key alone. A row with a NaN or infinite logit, or with none above
+minus infinity, gets `NON_FINITE` as its id, on every rank alike, because each sees the maxima of all shards. A row whose
+grammar allows no token gets `FORM_FAILED`; other grammars mask logits in each shard, before everything else; raw
+log-probabilities are of the logits before the mask.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -25,10 +25,10 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.sampling.filters import bounded_temperature, factors_of, filter_logits
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.random import draw_bits
+from spmd_worker.ops.sampling.random import random_bits
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ops.sampling.row import SampleRow
-from spmd_worker.ops.sampling.shard_logprobs import log_masses, shard_logprobs
+from spmd_worker.ops.sampling.shard_logprobs import log_normalisers, shard_logprobs
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
@@ -45,18 +45,15 @@ class Sampled:
 
 
 class _Choice(NamedTuple):
-    """Parallel to the rows: their tokens, int64 [K], and what was found out on the way, [K].
-
-    `largest` float64: the largest logits of the vocabulary, where they are known.
-    """
+    """Tokens of some rows, int64 [K], and maxima of their logits over the vocabulary, float64 [K], if known."""
 
     token_ids: Tensor
-    largest: Tensor | None = None
+    maxima: Tensor | None = None
 
 
 class _Launched(NamedTuple):
-    """Some rows of a step, numbered in it by `indices`: their tokens, int64 [K] where they were chosen, and once they
-    are read; and of some of them what is reported.
+    """Some rows of a step, by their `indices` in it: tokens on the device, int64 [K], and after the read-back; and for
+    some of them the log-probabilities.
     """
 
     indices: list[int]
@@ -67,22 +64,22 @@ class _Launched(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSample:
-    """Tokens of a step where they were chosen, int64 [R], before the host has read them."""
+    """Tokens of a step on the device, int64 [R], before the read-back."""
 
     chosen: Tensor
     parts: tuple[_Launched, ...]
 
     def collect(self) -> Sampled:
-        """After the read-back. Rows that are in no part could take no token."""
-        token_ids = [GRAMMAR_FAILED] * len(self.chosen)
+        """The result, after the read-back. Rows that are in no part have no token to sample."""
+        token_ids = [FORM_FAILED] * len(self.chosen)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         for part in self.parts:
             for index, token_id in zip(part.indices, part.token_ids.value, strict=True):
                 token_ids[index] = token_id
             for named, entries in part.reports:
-                for place, entry in zip(named, entries.value, strict=True):
-                    if token_ids[part.indices[place]] != NON_FINITE:
-                        logprobs[part.indices[place]] = entry
+                for row, entry in zip(named, entries.value, strict=True):
+                    if token_ids[part.indices[row]] != NON_FINITE:
+                        logprobs[part.indices[row]] = entry
         has_logprobs = any(entry is not None for entry in logprobs)
         return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
 
@@ -106,8 +103,8 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS, read_back: ReadBack | None = None
     ) -> Sampled:
-        """[R, Vs] and a row each; of those in `masks` the logits may change. Every rank of the group calls this with
-        the same rows and masks. The host waits once for the device, for what `read_back` has to read as well.
+        """[R, Vs], one row each; logits of rows in `masks` may change. Every rank of the group calls this with the same
+        rows and masks. The host waits once for the device, for the other requests of `read_back` as well.
         """
         read_back = read_back or ReadBack()
         launched = self.launch(logits, rows, masks, read_back)
@@ -115,15 +112,15 @@ class Sampler:
         return launched.collect()
 
     def launch(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack) -> LaunchedSample:
-        """As `sample`; the host has the tokens once `read_back` has read."""
+        """`sample` without the wait: the host has the tokens after `read_back.read`."""
         simple: list[int] = []
         others: list[int] = []
         for index, row in enumerate(rows):
             if index in masks.failed:
                 continue
-            # What is reported of a row with a mask is not what it is chosen by.
-            is_whole = row.sampling.needs_logprobs and index in masks.places
-            (others if row.needs_all_logits or is_whole else simple).append(index)
+            # Log-probabilities of a masked row are not of the logits that it is sampled from.
+            is_masked = row.sampling.needs_logprobs and index in masks.mask_rows
+            (others if row.needs_all_logits or is_masked else simple).append(index)
         launched: list[_Launched] = []
         if simple:
             shards, their_masks = _rows_of(logits, simple), masks.of(simple)
@@ -136,8 +133,8 @@ class Sampler:
         return LaunchedSample(_in_row_order(launched, len(rows), logits.device), tuple(launched))
 
     def launch_argmax(self, values: Tensor, columns: Tensor, read_back: ReadBack) -> LaunchedSample:
-        """As `launch` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
-        column in this rank's shard.
+        """`launch` for rows that are all plainly greedy, given each row's maximum of this rank's shard, [R], and its
+        column in the shard.
         """
         best_values, best_ids = self._best(values, columns, self._group)
         chosen = _where_finite(best_values, best_ids)
@@ -151,44 +148,42 @@ class Sampler:
         shards = self._group.all_gather(logits)
         return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].to(torch.float32, copy=True)
 
-    def report(self, logits: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
-        """[K, Vs] and a token each -> its log-probability, and those of the likeliest: the bits that `sample` reports
-        of these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
+    def report(self, logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """[K, Vs] and one token per row -> log-probabilities of it and of the top tokens: the bits that `sample` gives
+        for these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
         """
         read_back = ReadBack()
-        entries = self.launch_report(logits, token_ids, num_likeliest, read_back)
+        entries = self.launch_report(logits, token_ids, num_top, read_back)
         read_back.read()
         return [entry for each in entries for entry in each.value]
 
     def launch_report(
-        self, logits: Tensor, token_ids: list[int], num_likeliest: int, read_back: ReadBack
+        self, logits: Tensor, token_ids: list[int], num_top: int, read_back: ReadBack
     ) -> list[Awaited[list[TokenLogprobs]]]:
-        """What `report` returns, in pieces, of which the host has the values once `read_back` has read."""
+        """The result of `report`, in pieces that are available after `read_back.read`."""
         pieces = []
-        for rows in _all_alone([num_likeliest] * len(token_ids)):
+        for rows in _report_groups([num_top] * len(token_ids)):
             count = len(rows)
             named = to_device(torch.tensor([token_ids[index] for index in rows], dtype=torch.int64), logits.device)
             pieces.append(
-                self._of_shards(
-                    _rows_of(logits, rows), named, [num_likeliest] * count, [1.0] * count, self._group, read_back
-                )
+                self._of_shards(_rows_of(logits, rows), named, [num_top] * count, [1.0] * count, self._group, read_back)
             )
         return pieces
 
     def _forbid(self, logits: Tensor, masks: TokenMasks) -> None:
-        """What the masks forbid, in place: [K, Vs]. A row that has a logit which is not finite keeps one."""
-        if not masks.places:
+        """Apply the masks in place: [K, Vs]. A row with a logit that is not finite keeps one."""
+        if not masks.mask_rows:
             return
-        rows = _places(list(masks.places), logits.device)
-        largest = self._kernels.largest(logits)[0][rows]
+        rows = _index_tensor(list(masks.mask_rows), logits.device)
+        maxima = self._kernels.argmax(logits)[0][rows]
         masks.apply(self._kernels, logits, self._shard_start)
-        # Minus infinity everywhere may be a shard of padding alone. NaN is below nothing.
-        logits[rows, 0] = logits[rows, 0].masked_fill(~(largest < torch.inf), torch.nan)
+        # Minus infinity everywhere may be a shard of padding alone. NaN compares as not below infinity.
+        logits[rows, 0] = logits[rows, 0].masked_fill(~(maxima < torch.inf), torch.nan)
 
     def _launch_shards(
         self, logits: Tensor, indices: list[int], rows: list[SampleRow], read_back: ReadBack
     ) -> _Launched:
-        """[K, Vs], of rows that need no more than maxima and sums."""
+        """[K, Vs], of rows that need maxima and sums alone."""
         choice = self._choose(logits, rows, self._group)
         reports = self._report(logits, rows, choice, self._group, read_back)
         return _Launched(indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
@@ -196,102 +191,102 @@ class Sampler:
     def _launch_gathered(
         self, logits: Tensor, indices: list[int], rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack
     ) -> _Launched:
-        """[K, Vs], of rows that need whole vocabularies, of which every rank computes the same. What is reported of
-        logits that nothing has changed comes from the shards even so: how a token was chosen makes no difference.
+        """[K, Vs], of rows that need the complete vocabulary; every rank computes the same. Raw log-probabilities come
+        from the shards all the same, so that they do not depend on how a token was sampled.
         """
-        whole, alone = self.gather(logits), GroupHandle(ranks=(0,), rank=0, group=None)
-        # Before they are processed: a row may forbid every token that it has.
-        is_finite = self._kernels.largest(whole)[0].isfinite()
-        masks.apply(self._kernels, whole, 0)
-        process_logits(whole, rows, self._eos_token_ids)
-        self._filter(whole, rows)
-        ids = self._choose(whole, rows, alone, forbidden_id=0).token_ids
+        gathered, alone = self.gather(logits), GroupHandle(ranks=(0,), rank=0, group=None)
+        # Before the processors: a row may forbid all of its tokens.
+        is_finite = self._kernels.argmax(gathered)[0].isfinite()
+        masks.apply(self._kernels, gathered, 0)
+        process_logits(gathered, rows, self._eos_token_ids)
+        self._filter(gathered, rows)
+        ids = self._choose(gathered, rows, alone, forbidden_id=0).token_ids
         choice = _Choice(ids.masked_fill(~is_finite, NON_FINITE))
         is_processed = self._logprobs_mode == "processed_logprobs"
-        source, group = (whole, alone) if is_processed else (logits, self._group)
+        source, group = (gathered, alone) if is_processed else (logits, self._group)
         reports = self._report(source, rows, choice, group, read_back)
         return _Launched(indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
 
     def _report(
         self, logits: Tensor, rows: list[SampleRow], choice: _Choice, group: GroupHandle, read_back: ReadBack
     ) -> list[tuple[list[int], Awaited[list[TokenLogprobs]]]]:
-        """Log-probabilities of the rows that want some, of logits [K, Vs], or [K, V] of a group of one: which rows, and
-        theirs. Where the host would wait to see which rows have no token, something is reported of these too.
+        """Log-probabilities from logits [K, Vs], or [K, V] of a group of one: rows that want some, and their entries.
+        Rows without a token are left out if the host can tell without waiting.
         """
         reports = []
         wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs]
         if wants and reads_are_free(choice.token_ids):
             token_ids = choice.token_ids.tolist()
             wants = [index for index in wants if token_ids[index] != NON_FINITE]
-        for chosen in _all_alone([rows[index].sampling.logprobs or 0 for index in wants]):
+        for chosen in _report_groups([rows[index].sampling.logprobs or 0 for index in wants]):
             named = [wants[index] for index in chosen]
             asking = [rows[index].sampling for index in named]
             temperatures = [1.0] * len(named)
             if self._logprobs_mode != "raw_logprobs":
                 temperatures = [1.0 if each.is_greedy else each.temperature for each in asking]
             counts = [each.logprobs or 0 for each in asking]
-            ids, largest = _rows_of(choice.token_ids, named), choice.largest
-            largest = None if largest is None else _rows_of(largest, named)
+            ids, maxima = _rows_of(choice.token_ids, named), choice.maxima
+            maxima = None if maxima is None else _rows_of(maxima, named)
             own = _rows_of(logits, named)
-            reports.append((named, self._of_shards(own, ids, counts, temperatures, group, read_back, largest)))
+            reports.append((named, self._of_shards(own, ids, counts, temperatures, group, read_back, maxima)))
         return reports
 
     def _of_shards(
         self,
         logits: Tensor,
         token_ids: Tensor,
-        nums_likeliest: list[int],
+        nums_top: list[int],
         temperatures: list[float],
         group: GroupHandle,
         read_back: ReadBack,
-        largest: Tensor | None = None,
+        maxima: Tensor | None = None,
     ) -> Awaited[list[TokenLogprobs]]:
-        """`token_ids` int64 [K]; `largest` float64 [K] are those of the whole vocabulary, where they are known."""
-        if largest is None:
-            values, columns = self._kernels.largest(logits)
-            largest = self._best(values, columns, group)[0]
+        """`token_ids` int64 [K]; `maxima` float64 [K] of the complete vocabulary, if known."""
+        if maxima is None:
+            values, columns = self._kernels.argmax(logits)
+            maxima = self._best(values, columns, group)[0]
         factors = factors_of(temperatures, logits.device)
-        masses = log_masses(self._kernels, logits, largest, factors, group)
+        normalisers = log_normalisers(self._kernels, logits, maxima, factors, group)
         num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
-        hot = torch.tensor([bounded_temperature(each) for each in temperatures], dtype=torch.float64)
-        hot = to_device(hot, logits.device)
-        numbers = (nums_likeliest, largest, masses, hot, group, num_owned)
+        divisors = torch.tensor([bounded_temperature(each) for each in temperatures], dtype=torch.float64)
+        divisors = to_device(divisors, logits.device)
+        numbers = (nums_top, maxima, normalisers, divisors, group, num_owned)
         return shard_logprobs(self._kernels, logits, token_ids, *numbers, read_back)
 
     def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
-        """What top-k, top-p and min-p drop, in place: [K, V]."""
-        cut = [index for index, row in enumerate(rows) if not row.sampling.is_greedy and row.sampling.has_filters]
-        if not cut:
+        """Apply top-k, top-p and min-p in place: [K, V]."""
+        filtered = [index for index, row in enumerate(rows) if not row.sampling.is_greedy and row.sampling.has_filters]
+        if not filtered:
             return
-        own = _rows_of(logits, cut)
-        filter_logits(self._kernels, own, [rows[index].sampling for index in cut])
+        own = _rows_of(logits, filtered)
+        filter_logits(self._kernels, own, [rows[index].sampling for index in filtered])
         if own is not logits:
-            logits.index_copy_(0, _places(cut, logits.device), own)
+            logits.index_copy_(0, _index_tensor(filtered, logits.device), own)
 
     def _choose(
         self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
     ) -> _Choice:
-        """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one.
+        """Greedy, or by inverting the CDF; `logits` are shards, or complete for a group of one.
 
-        `forbidden_id` is for rows without a finite largest logit, which have no distribution to draw from.
+        `forbidden_id` is the token of rows without a finite maximum, which have no distribution.
         """
-        values, columns = self._kernels.largest(logits)
+        values, columns = self._kernels.argmax(logits)
         best_values, best_ids = self._best(values, columns, group)
         chosen = _where_finite(best_values, best_ids, forbidden_id)
-        drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
-        if drawn and reads_are_free(best_values):
-            is_drawable = best_values.isfinite().tolist()
-            drawn = [index for index in drawn if is_drawable[index]]
-        if drawn:
-            drawn_rows, largest = [rows[index] for index in drawn], _rows_of(best_values, drawn)
-            ids = _draw(self._kernels, _rows_of(logits, drawn), largest, drawn_rows, group, self._first_id(group))
-            ids = _where_finite(largest, ids, forbidden_id)
-            chosen = chosen.index_copy(0, _places(drawn, logits.device), ids)
+        sampled = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+        if sampled and reads_are_free(best_values):
+            is_finite = best_values.isfinite().tolist()
+            sampled = [index for index in sampled if is_finite[index]]
+        if sampled:
+            their_rows, maxima = [rows[index] for index in sampled], _rows_of(best_values, sampled)
+            ids = _sample(self._kernels, _rows_of(logits, sampled), maxima, their_rows, group, self._first_id(group))
+            ids = _where_finite(maxima, ids, forbidden_id)
+            chosen = chosen.index_copy(0, _index_tensor(sampled, logits.device), ids)
         return _Choice(chosen, best_values)
 
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
-        """Each rank's largest values and their columns, [R] -> the largest of all and its id, [R] each; equal values
-        go to the smaller id.
+        """Each rank's maxima and their columns, [R] -> the maximum over ranks and its id, [R] each; the smaller id wins
+        a tie.
         """
         own = torch.stack((values.double(), (columns + self._first_id(group)).double()), dim=-1)
         pairs = group.all_gather(own)
@@ -303,23 +298,23 @@ class Sampler:
         return self._shard_start if group.size > 1 else 0
 
 
-def _draw(
-    kernels: Kernels, logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
+def _sample(
+    kernels: Kernels, logits: Tensor, maxima: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
 ) -> Tensor:
-    """Int64 [K]: the id at which the running mass, in the order of ids, passes a uniform share of the whole. Masses are
-    whole numbers: the ids are the same however the vocabulary is cut. Any id for a row that has nothing to draw.
+    """Int64 [K]: the id at which the running sum of weights, in the order of ids, passes a uniform share of the total.
+    Weights are integers: the ids do not depend on the sharding. Any id for a row without a distribution.
     """
     device = logits.device
-    largest, factors = largest.float(), factors_of([row.sampling.temperature for row in rows], device)
-    masses = kernels.masses(logits, largest, factors)
-    before = group.all_gather(masses.sum(dim=-1)).cumsum(dim=0)
-    bits = draw_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
+    maxima, factors = maxima.float(), factors_of([row.sampling.temperature for row in rows], device)
+    sums = kernels.prob_sums(logits, maxima, factors)
+    before = group.all_gather(sums.sum(dim=-1)).cumsum(dim=0)
+    bits = random_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
     targets = _shares(to_device(torch.from_numpy(bits), device), before[-1])
     offset = before[group.rank - 1] if group.rank else torch.zeros_like(targets)
-    found = kernels.find_mass(logits, largest, factors, masses, targets - offset)
+    found = kernels.invert_cdf(logits, maxima, factors, sums, targets - offset)
     owner = torch.searchsorted(before.t().contiguous(), targets.unsqueeze(1), right=True).squeeze(1)
     candidates = group.all_gather(found + first)
-    # Beyond the last rank only where there is no distribution.
+    # Beyond the last rank only without a distribution.
     owner = owner.clamp(max=group.size - 1)
     return candidates.gather(0, owner.unsqueeze(0)).squeeze(0)
 
@@ -334,27 +329,27 @@ def _shares(bits: Tensor, totals: Tensor) -> Tensor:
 
 
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
-    """Int64 [R]: ids, but `otherwise` where the value is not finite."""
+    """Int64 [R]: ids, or `otherwise` if the value is not finite."""
     return ids.long().masked_fill(~values.isfinite(), otherwise)
 
 
-def _all_alone(nums_likeliest: list[int]) -> list[list[int]]:
-    """Which rows are reported together, in order: one that wants all tokens is by itself, for it is as large as all."""
-    if ALL_LOGPROBS not in nums_likeliest:
-        return [list(range(len(nums_likeliest)))] if nums_likeliest else []
-    several = [index for index, each in enumerate(nums_likeliest) if each != ALL_LOGPROBS]
-    alone = [[index] for index, each in enumerate(nums_likeliest) if each == ALL_LOGPROBS]
+def _report_groups(nums_top: list[int]) -> list[list[int]]:
+    """Rows that are reported together, in order; a row that wants the complete vocabulary is alone, as it is large."""
+    if ALL_LOGPROBS not in nums_top:
+        return [list(range(len(nums_top)))] if nums_top else []
+    several = [index for index, each in enumerate(nums_top) if each != ALL_LOGPROBS]
+    alone = [[index] for index, each in enumerate(nums_top) if each == ALL_LOGPROBS]
     return [several, *alone] if several else alone
 
 
 def _rows_of(values: Tensor, indices: list[int]) -> Tensor:
-    """The rows named, without a copy when they are all."""
+    """The rows `indices`, without a copy if they are all rows."""
     if len(indices) == values.shape[0]:
         return values
-    return values.index_select(0, _places(indices, values.device))
+    return values.index_select(0, _index_tensor(indices, values.device))
 
 
-def _places(indices: list[int], device: torch.device) -> Tensor:
+def _index_tensor(indices: list[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(indices, dtype=torch.int64), device)
 
 
@@ -368,5 +363,5 @@ def _in_row_order(launched: list[_Launched], num_rows: int, device: torch.device
         return launched[0].chosen
     chosen = torch.full((num_rows,), GRAMMAR_FAILED, dtype=torch.int64, device=device)
     for part in launched:
-        chosen.index_copy_(0, _places(part.indices, device), part.chosen)
+        chosen.index_copy_(0, _index_tensor(part.indices, device), part.chosen)
     return chosen

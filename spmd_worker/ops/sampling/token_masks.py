@@ -1,4 +1,4 @@
-"""Which tokens the forms of a step's rows forbid, and the logits without them.
+"""Grammar masks of a step's rows, applied to logits.
 
 M: rows with a mask; K: rows of logits; Vs: token ids of a shard.
 """
@@ -17,35 +17,35 @@ from spmd_worker.replica.grammar.step_masks import StepMasks
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """`allowed` int32 [M, words], a bit a token, as `StepMasks` has it; `places` row -> its mask; `failed` are the rows
-    that have no token to choose.
+    """`allowed` int32 [M, words], one bit per token, as in `StepMasks`; `mask_rows`: row -> its row of `allowed`;
+    `failed`: rows whose grammar allows no token.
     """
 
     allowed: Tensor
-    places: Mapping[int, int]
+    mask_rows: Mapping[int, int]
     failed: Sequence[int] = field(default=())
 
     @staticmethod
     def of_step(masks: StepMasks | None, device: torch.device) -> "TokenMasks":
-        """On the device of the logits."""
+        """The masks on the device of the logits."""
         if masks is None:
             return NO_MASKS
-        places = {index: place for place, index in enumerate(masks.indices)}
-        return TokenMasks(to_device(torch.from_numpy(masks.allowed), device), places, masks.failed)
+        mask_rows = {index: mask_row for mask_row, index in enumerate(masks.indices)}
+        return TokenMasks(to_device(torch.from_numpy(masks.allowed), device), mask_rows, masks.failed)
 
     def of(self, indices: Sequence[int]) -> "TokenMasks":
-        """Of the rows named, which are numbered in this order from 0 on."""
-        if not self.places:
+        """The masks of some rows, renumbered from 0 on in this order."""
+        if not self.mask_rows:
             return NO_MASKS
-        places = {new: self.places[index] for new, index in enumerate(indices) if index in self.places}
-        return TokenMasks(self.allowed, places)
+        mask_rows = {new: self.mask_rows[index] for new, index in enumerate(indices) if index in self.mask_rows}
+        return TokenMasks(self.allowed, mask_rows)
 
     def apply(self, kernels: Kernels, logits: Tensor, first_id: int) -> None:
-        """Minus infinity for what is forbidden, in place: [K, Vs], whose first column is token `first_id`."""
-        if not self.places:
+        """Set forbidden logits to minus infinity, in place: [K, Vs], whose first column is token `first_id`."""
+        if not self.mask_rows:
             return
-        places = torch.tensor([list(self.places), list(self.places.values())], dtype=torch.int64)
-        pairs = to_device(places, logits.device)
+        pairs = torch.tensor([list(self.mask_rows), list(self.mask_rows.values())], dtype=torch.int64)
+        pairs = to_device(pairs, logits.device)
         kernels.forbid_(logits, self.allowed, pairs[0], pairs[1], first_id)
 
 

@@ -80,7 +80,7 @@ class StepGraphs:
         new_graph: Callable[[], StepGraph],
         max_tokens: int,
         max_seqs: int,
-        start_anew: Callable[[], None] | None = None,
+        reset_sums: Callable[[], None] | None = None,
     ) -> None:
         self.sizes, self._max_seqs = graph_sizes(max_tokens), max_seqs
         self._model, self._attention, self._new_graph = model, attention, new_graph
@@ -146,13 +146,13 @@ class StepGraphs:
         return next(size for size in self.sizes if size >= count)
 
     def _compute(self, size: int, cache: Tensor, metadata: AttentionMetadata, has_incoming: bool) -> None:
-        self._start_anew()
+        self._reset_sums()
         tokens = (self._token_ids[:size], self._positions[:size], self._regimes[:size])
         incoming = self._incoming[:size] if has_incoming else None
         hidden = self._model(*tokens, cache, metadata, incoming)
         self._hidden = _allocated(self._hidden, hidden, self.sizes[-1])
         self._hidden[:size] = hidden
-        self._start_anew()
+        self._reset_sums()
 
     def _compute_argmax(self, size: int) -> None:
         self._start_anew()

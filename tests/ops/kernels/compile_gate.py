@@ -27,11 +27,11 @@ from triton.compiler import ASTSource
 from spmd_worker.ops.kernels.triton import (
     attention,
     attention_kernels,
-    draw_kernels,
     matmul,
     matmul_kernels,
     row_kernels,
     rows,
+    sampling_kernels,
     sum_kernels,
 )
 from spmd_worker.ops.kernels.triton.launching import power_of_two
@@ -122,7 +122,7 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
 MODELS = {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64), "llama-135m": (9, 3, 64)}
 """Query heads, key-value heads, head size."""
 _POINTERS = dict.fromkeys(("items", "num_items", "starts", "lengths", "tables", "joins", "num_joins", "slots"), "*i32")
-_FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_masses", "sinks"), "*fp32")
+_FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_sums_of_exp", "sinks"), "*fp32")
 _OF_ROWS = {
     **dict.fromkeys(("largest", "factors", "lowest", "values"), "*fp32"),
     **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "places", "top_k"), "*i64"),
@@ -179,17 +179,17 @@ def _attention_variants(model: str, heads: int, kv_heads: int, size: int, elemen
 
 def draw_variants(element: str = "bf16") -> Iterator[Variant]:
     """Of a vocabulary of 128,256 ids; what filters leave is float32."""
-    piece, block = {"PIECE": draw_kernels.PIECE}, {"BLOCK": draw_kernels.BLOCK}
+    piece, block = {"PIECE": sampling_kernels.PIECE}, {"BLOCK": sampling_kernels.BLOCK}
     for kernel, constants in (
-        (draw_kernels.masses, piece),
-        (draw_kernels.find_mass, piece | {"PIECES": 128}),
-        (draw_kernels.count_above, block),
-        (draw_kernels.forbid, block),
-        (draw_kernels.cut, block),
+        (sampling_kernels.prob_sums, piece),
+        (sampling_kernels.invert_cdf, piece | {"PIECES": 128}),
+        (sampling_kernels.count_above, block),
+        (sampling_kernels.forbid, block),
+        (sampling_kernels.filter_logits, block),
     ):
-        is_cut = kernel is draw_kernels.cut
+        is_cut = kernel is sampling_kernels.filter_logits
         types = _typed(kernel, "fp32" if is_cut else element)
-        options = draw_kernels.CUT_LAUNCH if is_cut else draw_kernels.LAUNCH
+        options = sampling_kernels.FILTER_LAUNCH if is_cut else sampling_kernels.LAUNCH
         yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
 
 

@@ -182,7 +182,7 @@ def test_the_largest_of_a_product_is_found_without_writing_it_down(kernels, dtyp
             with threads(num_threads):
                 for count in counts:
                     values, places = kernels.linear_argmax(x, packed, count)
-                    expected_values, expected_places = kernels.largest(product[:, :count])
+                    expected_values, expected_places = kernels.argmax(product[:, :count])
                     assert places.tolist() == expected_places.tolist(), (num_threads, num_rows, count)
                     torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
     values, places = kernels.linear_argmax(x[:0], packed, num_outputs)
@@ -218,7 +218,7 @@ _LOOPS = {"gemm_avx512.h": "num_left > 0;", "gemm_avx2.h": "input < end;"}
 @each_dtype
 def test_a_step_that_is_left_out_is_seen(dtype, is_of_one_row, tmp_path, monkeypatch):
     """Negative control for the products by vectors: one row alone has other bits, or all are too far away."""
-    if not CpuKernels(library_for(WITHOUT_AMX)).has_products(dtype):
+    if not CpuKernels(library_for(WITHOUT_AMX)).has_gemm(dtype):
         pytest.skip("the library has no products of its own for this processor and dtype")
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
     left_out = "(kRows == 1 ? 2 : 0);" if is_of_one_row else "2;"
@@ -328,7 +328,7 @@ def packs_only(monkeypatch):
     """A function: from now on, in this test, oneDNN packs these dtypes and no other."""
 
     def forget() -> None:
-        for each in ("rows_are_invariant", "warn_unless_invariant", "say_what_multiplies_instead"):
+        for each in ("rows_are_invariant", "warn_unless_invariant", "log_unpacked"):
             getattr(linear, each).cache_clear()
         linear.converts_to_float32.cache_clear()
 
@@ -352,7 +352,7 @@ def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, packs_only, dtype
         assert kernels.pack(weight) is weight
     assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
     messages = [record.getMessage() for record in caplog.records]
-    assert len([each for each in messages if "torch's own products multiply them" in each]) == 1
+    assert len([each for each in messages if "torch's own GEMMs multiply them" in each]) == 1
     is_told = len([each for each in messages if "other bits in another batch" in each]) == 1
     assert is_told != linear.rows_are_invariant(dtype)
 

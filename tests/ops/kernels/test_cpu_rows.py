@@ -213,8 +213,8 @@ def test_the_largest_of_each_row_and_its_first_place(instruction_set, dtype, cou
     rows[5, count // 3 :] = math.nan
     rows[6, count - 1] = math.nan
     rows[7] = -0.0
-    values, indices = kernels.largest(rows)
-    expected_values, expected_indices = reference.largest(rows)
+    values, indices = kernels.argmax(rows)
+    expected_values, expected_indices = reference.argmax(rows)
     torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
     assert values.dtype == torch.float32
     assert indices.tolist() == expected_indices.tolist()
@@ -222,7 +222,7 @@ def test_the_largest_of_each_row_and_its_first_place(instruction_set, dtype, cou
 
 @each_library
 def test_no_rows_have_no_largest(instruction_set):
-    values, indices = kernels_for(instruction_set).largest(torch.empty(0, 8))
+    values, indices = kernels_for(instruction_set).argmax(torch.empty(0, 8))
     assert (values.shape, indices.shape) == ((0,), (0,))
 
 
@@ -258,23 +258,23 @@ def test_masses_are_those_of_plain_torch_and_exact_in_any_pieces(instruction_set
     logits[6, : -(-count // 2) - 1] = -torch.inf
     largest, factors = logits.float().amax(dim=1), torch.tensor([1.44, 0.3, 9.0] * 3)
     factors[3], factors[4] = 1e38, 1e-30
-    each = kernels.masses(logits.reshape(-1, 1), *(x.repeat_interleave(count) for x in (largest, factors)))
+    each = kernels.prob_sums(logits.reshape(-1, 1), *(x.repeat_interleave(count) for x in (largest, factors)))
     each = each.view(9, count)
     expected = (((logits.float() - largest[:, None]) * factors[:, None]).double().exp2() * 2.0**40).floor().long()
     assert torch.allclose(each.double(), expected.double(), rtol=4e-7, atol=1)
-    sums = kernels.masses(logits, largest, factors)
+    sums = kernels.prob_sums(logits, largest, factors)
     assert torch.equal(sums.sum(dim=1), each.sum(dim=1))
     assert each.max(dim=1).values.tolist() == [2**40] * 9
     assert each[4].tolist() == [2**40] * count
     for share in (0.0, 0.1, 0.5, 0.999, 1.0):
         targets = (each.sum(dim=1).double() * share).long().clamp(max=each.sum(dim=1) - 1)
-        found = kernels.find_mass(logits, largest, factors, sums, targets)
+        found = kernels.invert_cdf(logits, largest, factors, sums, targets)
         running = each.cumsum(dim=1)
         assert torch.equal(found, torch.searchsorted(running, targets.unsqueeze(1), right=True).squeeze(1))
-    beyond = kernels.find_mass(logits, largest, factors, sums, each.sum(dim=1))
-    assert beyond.tolist() == kernels.find_mass(logits, largest, factors, sums, -targets - 1).tolist() == [-1] * 9
+    beyond = kernels.invert_cdf(logits, largest, factors, sums, each.sum(dim=1))
+    assert beyond.tolist() == kernels.invert_cdf(logits, largest, factors, sums, -targets - 1).tolist() == [-1] * 9
     ours, plain = (
-        one.find_mass(logits, largest, factors, one.masses(logits, largest, factors), targets // 3)
+        one.invert_cdf(logits, largest, factors, one.masses(logits, largest, factors), targets // 3)
         for one in (kernels, reference)
     )
     assert torch.equal(ours, plain)

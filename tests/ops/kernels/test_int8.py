@@ -74,7 +74,7 @@ def test_the_argmax_in_the_product_is_that_of_the_product(
     weight[count:] = weight[:count].abs().amax() * x[5].sign()
     packed = kernels.pack(weight)
     values, places = kernels.linear_argmax(x, packed, count)
-    expected, at = kernels.largest(kernels.linear(x, packed, None)[:, :count])
+    expected, at = kernels.argmax(kernels.linear(x, packed, None)[:, :count])
     assert torch.equal(bits(values), bits(expected))
     assert torch.equal(places, at)
     if count < num_outputs:

@@ -108,7 +108,7 @@ def test_a_gated_weight_multiplies_without_its_gates_with_the_bits_of_a_plain_on
     assert torch.equal(kernels.silu_and_mul(product), kernels.gated_linear(x, gated, bias))
 
 
-@pytest.mark.skipif(not PANELS.has_products(torch.float32), reason="the library has no products of its own here")
+@pytest.mark.skipif(not PANELS.has_gemm(torch.float32), reason="the library has no products of its own here")
 def test_the_test_sees_gates_that_are_taken_for_what_they_open(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the halves of a gated weight as if they followed each other."""
     kernels, weight = PANELS, any_bits(torch.float32, 64, 32)

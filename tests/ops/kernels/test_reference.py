@@ -25,8 +25,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, most: int) -> list[torch.Tensor]:
     samplings = [SamplingParams(top_p=0.9, top_k=40 * (row % 3), temperature=0.5 + row / 4) for row in range(9)]
     filter_logits(kernels, logits, samplings)
     largest, factors = logits.max(-1).values, torch.linspace(0.5, 2.0, 9)
-    masses = kernels.masses(logits, largest, factors)
-    found = kernels.find_mass(logits, largest, factors, masses, masses.sum(-1) // 2)
+    masses = kernels.prob_sums(logits, largest, factors)
+    found = kernels.invert_cdf(logits, largest, factors, masses, masses.sum(-1) // 2)
     return [logits, masses, found, kernels.count_above(logits, largest - 1)]
 
 

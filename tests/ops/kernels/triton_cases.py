@@ -25,9 +25,17 @@ import torch.nn.functional as F
 from decoding_steps import decoding
 
 from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
-from spmd_worker.ops.kernels.api import Cuts
+from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import attention, attention_kernels, draw_kernels, draws, matmul, peer_sums, rows
+from spmd_worker.ops.kernels.triton import (
+    attention,
+    attention_kernels,
+    matmul,
+    peer_sums,
+    rows,
+    sampling,
+    sampling_kernels,
+)
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
@@ -355,24 +363,26 @@ def masses_are_the_references_and_found_in_any_pieces() -> None:
     for size, dtype in ((1, torch.float32), (16, torch.float16), (35, torch.float32)):
         logits = logits_of_every_kind(7, size, dtype)
         largest, factors = drawn_by(7, logits)
-        each = draws.masses(logits.reshape(-1, 1), largest.repeat_interleave(size), factors.repeat_interleave(size))
+        each = sampling.prob_sums(
+            logits.reshape(-1, 1), largest.repeat_interleave(size), factors.repeat_interleave(size)
+        )
         each = each.view(7, size)
         expected = (((logits.float() - largest[:, None]) * factors[:, None]).double().exp2() * 2.0**40).floor().long()
         assert torch.allclose(each.double(), expected.double(), rtol=4e-7, atol=1)
-        sums = draws.masses(logits, largest, factors)
-        assert sums.shape == (7, -(-size // draw_kernels.PIECE))
+        sums = sampling.prob_sums(logits, largest, factors)
+        assert sums.shape == (7, -(-size // sampling_kernels.PIECE))
         assert torch.equal(sums.sum(1), each.sum(1))
         running = each.cumsum(1)
         for share in (0.0, 0.3, 0.999, 1.0):
             targets = (running[:, -1].double() * share).long().clamp(max=running[:, -1] - 1)
-            found = draws.find_mass(logits, largest, factors, sums, targets)
+            found = sampling.invert_cdf(logits, largest, factors, sums, targets)
             assert torch.equal(found, torch.searchsorted(running, targets[:, None], right=True)[:, 0]), (size, share)
             # Control: the sums of other pieces lead elsewhere.
             if sums.shape[1] > 1 and share == 0.3:
-                other = draws.find_mass(logits, largest, factors, sums.roll(1, 1), targets)
+                other = sampling.invert_cdf(logits, largest, factors, sums.roll(1, 1), targets)
                 assert not torch.equal(other, found)
         for beyond in (running[:, -1], -1 - targets):
-            assert draws.find_mass(logits, largest, factors, sums, beyond).tolist() == [-1] * 7
+            assert sampling.invert_cdf(logits, largest, factors, sums, beyond).tolist() == [-1] * 7
 
 
 def larger_logits_are_counted_as_the_reference_does() -> None:
@@ -382,7 +392,7 @@ def larger_logits_are_counted_as_the_reference_does() -> None:
         values = logits[:, size // 2].clone().float()
         values[4], values[6] = -torch.inf, torch.inf
         expected = (logits.float() > values[:, None]).sum(1)
-        assert torch.equal(draws.count_above(logits, values), expected)
+        assert torch.equal(sampling.count_above(logits, values), expected)
         assert expected[4] == size
 
 
@@ -393,7 +403,7 @@ def what_a_form_forbids_is_forbidden() -> None:
     for first_id in (0, 32, 45):
         logits = logits_of_every_kind(6, 110, torch.float16)
         found, expected = logits.clone(), logits.clone()
-        draws.forbid_(found, allowed, which, places, first_id)
+        sampling.forbid_(found, allowed, which, places, first_id)
         REFERENCE.forbid_(expected, allowed, which, places, first_id)
         assert torch.equal(found, expected)
         assert torch.equal(found[[1, 3, 5]], logits[[1, 3, 5]])
@@ -409,16 +419,16 @@ def filters_leave_what_the_reference_leaves() -> None:
         lowest[::3] = largest[::3] - 2.0
         top_k = torch.tensor([kind[0] for kind in kinds])
         top_p = torch.tensor([kind[1] for kind in kinds], dtype=torch.float64)
-        cuts = Cuts(largest, factors, lowest, top_k, top_p)
+        filters = LogitFilters(largest, factors, lowest, top_k, top_p)
         found, expected = logits.clone(), logits.clone()
-        draws.cut_(found, cuts)
-        REFERENCE.cut_(expected, cuts)
+        sampling.filter_(found, filters)
+        REFERENCE.filter_(expected, filters)
         assert torch.equal(found, expected), size
         alone = logits[5:6].clone()
-        draws.cut_(alone, Cuts(*(each[5:6] for each in cuts.tensors())))
+        sampling.filter_(alone, LogitFilters(*(each[5:6] for each in filters.tensors())))
         assert torch.equal(alone, found[5:6])
         # Control: one more of each row.
-        draws.cut_(logits, Cuts(largest, factors, lowest, top_k + 1, top_p))
+        sampling.filter_(logits, LogitFilters(largest, factors, lowest, top_k + 1, top_p))
         assert size == 1 or not torch.equal(logits, expected)
 
 
@@ -445,12 +455,12 @@ def rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them() -> None
 class Peers:
     """The memory of ranks that are threads here, of which one runs at a time: `meet` hands over."""
 
-    def __init__(self, size: int, room_bytes: int) -> None:
-        num_bytes = 2 * peer_sums.half_bytes(room_bytes, size)
+    def __init__(self, size: int, part_bytes: int) -> None:
+        num_bytes = 2 * peer_sums.half_bytes(part_bytes, size)
         self.views = [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(size)]
         self.addresses = torch.tensor([view.data_ptr() for view in self.views], dtype=torch.int64)
         self._met, self._turn, self.num_meetings = threading.Barrier(size, timeout=60), threading.Lock(), 0
-        self._room_bytes = room_bytes
+        self._room_bytes = part_bytes
 
     def meet(self) -> None:
         self.num_meetings += 1
@@ -540,7 +550,7 @@ def what_is_launched_again_finds_both_halves_free() -> None:
         for num_sums in (1, 2):
             for _ in range(num_sums):
                 total = sums.all_reduce(parts[rank].clone())
-            sums.start_anew()
+            sums.reset_sums()
             turns.append(sums._turn)
         assert turns == [0, 0]
         return total
@@ -600,7 +610,7 @@ def main() -> None:
     assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
     attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
-    draw_kernels.PIECE, draw_kernels.BLOCK = 16, 32
+    sampling_kernels.PIECE, sampling_kernels.BLOCK = 16, 32
     matmul.FLOAT32 = matmul.Tile(32, 16, 32, 4, 2)
     print(json.dumps({case.__name__: run(case) for case in CASES}))
 

@@ -11,7 +11,7 @@ from test_sampler import EOS, HOSTILE, KINDS, REPORTING, VOCAB_SIZE, row, sharde
 import spmd_worker.ops.sampling.read_back as read_back_module
 from spmd_worker.base.config.schema import LOGPROBS_MODES
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.sampling.logprobs import likeliest, likeliest_of_rows
+from spmd_worker.ops.sampling.logprobs import top_k, top_k_of_rows
 from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
@@ -90,7 +90,7 @@ class ReadingKernels(ReferenceKernels):
     def __init__(self, look: str) -> None:
         self.look = look
 
-    def masses(self, logits: torch.Tensor, largest: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def prob_sums(self, logits: torch.Tensor, largest: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         PLANTED[self.look](largest)
         return super().masses(logits, largest, factors)
 
@@ -174,11 +174,11 @@ def test_the_likeliest_of_rows_are_those_of_each(num_kept: int, count: int):
     logits[1, :7] = -0.0
     logits[2, ::9] = torch.nan
     for dtype in (torch.float32, torch.bfloat16):
-        found = likeliest_of_rows(logits.to(dtype), count)
+        found = top_k_of_rows(logits.to(dtype), count)
         assert found.shape == (4, count, 2)
         for values, pairs in zip(logits, found.tolist(), strict=True):
             listed = [(int(token_id), value) for value, token_id in pairs if token_id >= 0]
-            assert listed == likeliest(values, count)[: len(listed)]
+            assert listed == top_k(values, count)[: len(listed)]
             assert len(listed) >= min(count, 300) - int(values.isnan().sum())
 
 

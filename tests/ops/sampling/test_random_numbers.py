@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmd_worker.ops.sampling import random as counter_random
-from spmd_worker.ops.sampling.random import draw_bits, philox
+from spmd_worker.ops.sampling.random import philox, random_bits
 
 # "kat_vectors" of Random123 1.14 for philox4x32-10: counter, key, result.
 KNOWN = [
@@ -42,20 +42,20 @@ def test_the_vectors_see_one_round_too_few(monkeypatch):
 def test_a_row_draws_by_the_first_53_bits_of_its_counter_and_key():
     stream, sample, position = 0x299F31D0A4093822, 7, 1234
     first, second, _, _ = run_philox((position, sample, 0, 0), (0xA4093822, 0x299F31D0))
-    assert int(draw_bits([stream], [sample], [position])[0]) == (first << 32 | second) >> 11
+    assert int(random_bits([stream], [sample], [position])[0]) == (first << 32 | second) >> 11
 
 
 def test_every_part_of_the_name_counts_and_company_does_not():
     base = ([5], [0], [0])
     others = [([6], [0], [0]), ([5 + 2**32], [0], [0]), ([5], [1], [0]), ([5], [0], [1])]
-    values = [int(draw_bits(*each)[0]) for each in [base, *others]]
+    values = [int(random_bits(*each)[0]) for each in [base, *others]]
     assert len(dict.fromkeys(values)) == len(values)
-    together = draw_bits([5, 6, 5 + 2**32, 5, 5], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1])
+    together = random_bits([5, 6, 5 + 2**32, 5, 5], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1])
     assert together.tolist() == values
 
 
 def test_bits_as_a_share_of_one_lie_in_the_unit_interval_and_fill_it_evenly():
-    values = draw_bits([2**64 - 1] * 20_000, [0] * 20_000, list(range(20_000))) / 2**53
+    values = random_bits([2**64 - 1] * 20_000, [0] * 20_000, list(range(20_000))) / 2**53
     assert values.min() >= 0.0
     assert values.max() < 1.0
     counts, _ = np.histogram(values, bins=100, range=(0, 1))
@@ -69,9 +69,9 @@ def test_the_hosts_generators_are_neither_read_nor_written():
     def states() -> tuple[object, ...]:
         return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
-    before, first = states(), draw_bits([1], [2], [3]).tolist()
+    before, first = states(), random_bits([1], [2], [3]).tolist()
     assert states() == before
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    assert draw_bits([1], [2], [3]).tolist() == first
+    assert random_bits([1], [2], [3]).tolist() == first

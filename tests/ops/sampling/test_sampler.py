@@ -172,9 +172,11 @@ def test_a_rows_token_does_not_depend_on_its_neighbours_or_their_order():
 
 def test_the_comparison_sees_a_draw_that_is_named_by_its_place_in_the_batch(monkeypatch: pytest.MonkeyPatch):
     """Negative control: randomness named by place gives other tokens in another order."""
-    draw_bits = sampler_module.draw_bits
+    random_bits = sampler_module.random_bits
     monkeypatch.setattr(
-        sampler_module, "draw_bits", lambda streams, samples, places: draw_bits([*range(len(streams))], samples, places)
+        sampler_module,
+        "random_bits",
+        lambda streams, samples, places: random_bits([*range(len(streams))], samples, places),
     )
     logits, rows = mixed()
     together = whole(logits, rows).token_ids
@@ -262,7 +264,7 @@ def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.
     expected = whole(logits, rows)
     if what == "sums":
         monkeypatch.setattr(
-            sampler_module, "log_masses", lambda kernels, logits, largest, *_: torch.zeros_like(largest)
+            sampler_module, "log_normalisers", lambda kernels, logits, largest, *_: torch.zeros_like(largest)
         )
     elif what == "counts":
         monkeypatch.setattr(
@@ -509,9 +511,9 @@ def test_draws_are_those_of_the_definition_in_plain_python(dtype: torch.dtype):
             factors_of([each.sampling.temperature], torch.device("cpu")),
         )
         columns = logits[index].unsqueeze(1)
-        masses = kernels.masses(columns, largest.expand(1500).contiguous(), factor.expand(1500).contiguous())
+        masses = kernels.prob_sums(columns, largest.expand(1500).contiguous(), factor.expand(1500).contiguous())
         running = list(itertools.accumulate(masses.flatten().tolist()))
-        bits = int(sampler_module.draw_bits([each.stream], [each.sample_index], [each.position])[0])
+        bits = int(sampler_module.random_bits([each.stream], [each.sample_index], [each.position])[0])
         assert found[index] == bisect.bisect_right(running, bits * running[-1] >> 53), index
 
 

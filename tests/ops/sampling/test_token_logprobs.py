@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmd_worker.ops.sampling.logprobs import likeliest
+from spmd_worker.ops.sampling.logprobs import top_k
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
@@ -45,8 +45,8 @@ def test_the_likeliest_are_those_of_a_stable_sort(num_kept: int, count: int):
     kept = torch.randperm(300, generator=generator)[:num_kept]
     # Of few values, so that many are equal.
     logprobs[kept] = torch.randint(0, 4, (num_kept,), generator=generator).float()
-    assert likeliest(logprobs, count) == plainly_likeliest(logprobs, count)
-    assert likeliest(torch.zeros(300), count) == plainly_likeliest(torch.zeros(300), count)
+    assert top_k(logprobs, count) == plainly_likeliest(logprobs, count)
+    assert top_k(torch.zeros(300), count) == plainly_likeliest(torch.zeros(300), count)
 
 
 @pytest.mark.parametrize("rest", [-torch.inf, 0.0])
@@ -62,7 +62,7 @@ def test_no_more_tokens_are_listed_than_were_asked_for(monkeypatch: pytest.Monke
         return tolist(tensor)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    assert likeliest(logprobs, 4) == [(40_000, 2.0), (7, 1.0), (0, rest), (1, rest)]
+    assert top_k(logprobs, 4) == [(40_000, 2.0), (7, 1.0), (0, rest), (1, rest)]
     assert listed == [4, 4]
 
 

@@ -175,7 +175,7 @@ def test_bits_beyond_the_vocabulary_are_never_tokens(vocab_size: int):
 def test_rows_are_numbered_anew():
     _, _, masks = step()
     some = TokenMasks.of_step(replace(masks, failed=()), CPU).of([2, 3, 7])
-    assert dict(some.places) == {0: masks.indices.index(2), 2: masks.indices.index(7)}
+    assert dict(some.mask_rows) == {0: masks.indices.index(2), 2: masks.indices.index(7)}
 
 
 @each_library
@@ -195,7 +195,7 @@ def test_compiled_masks_are_those_of_plain_torch_and_of_the_bits(instruction_set
     assert torch.equal(*found)
     is_allowed = np.pad(unpacked(masks.allowed, VOCAB_SIZE), ((0, 0), (0, 100)))[:, first_id : first_id + count]
     for row, values in enumerate(found[0]):
-        place = token_masks.places.get(row)
+        place = token_masks.mask_rows.get(row)
         kept = torch.ones(count, dtype=torch.bool) if place is None else torch.from_numpy(is_allowed[place])
         assert torch.equal(values, torch.where(kept, logits[row], -torch.inf)), row
-    assert 0 < len(token_masks.places) < 9
+    assert 0 < len(token_masks.mask_rows) < 9

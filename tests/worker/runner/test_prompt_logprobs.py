@@ -27,10 +27,10 @@ def whole_logits(hidden: Tensor) -> Tensor:
     return hidden @ HEAD.t()
 
 
-def report(hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[Awaited[list[TokenLogprobs]]]:
+def report(hidden: Tensor, token_ids: list[int], num_top: int) -> list[Awaited[list[TokenLogprobs]]]:
     sampler = Sampler(single_group(), 0, VOCAB_SIZE, (), "raw_logprobs")
     read_back = ReadBack()
-    pieces = sampler.launch_report(whole_logits(hidden), token_ids, num_likeliest, read_back)
+    pieces = sampler.launch_report(whole_logits(hidden), token_ids, num_top, read_back)
     read_back.read()
     return pieces
 

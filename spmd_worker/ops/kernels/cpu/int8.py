@@ -1,7 +1,6 @@
-"""Products of int8 by the compiled library, with the sums and the roundings of `ops/kernels/int8.py`, bit for bit.
+"""Compiled W8A8 GEMMs, with the sums and the rounding of `ops/kernels/int8.py`, bit for bit.
 
-Weights whose sizes fit panels are packed as `native/int8.h` has them, others as `Int8Weights` does; the rest of a
-layer is computed as ever, by `CpuKernels`.
+Weights that fit panels are packed as in `native/int8.h`, others as by `Int8Weights`.
 
 T: tokens; O: outputs; I: inputs.
 """
@@ -23,15 +22,22 @@ from spmd_worker.model_config.int8_format import (
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
-from spmd_worker.ops.kernels.cpu.panels import dtype_name
+from spmd_worker.ops.kernels.cpu.panels import (
+    argmax_results,
+    check_contiguous,
+    contiguous_rows,
+    dtype_name,
+    in_row_order,
+    interleaved,
+)
 from spmd_worker.ops.kernels.int8 import Int8Kernels, Int8Packing, Int8Weights, row_maxima
 
 _OFFSET: Final = 128
-_FUNCTIONS: Final = ("maxima", "quantise", "product", "argmax", "scaled")
+_FUNCTIONS: Final = ("maxima", "quantise", "gemm", "argmax", "scaled")
 
 
 def int8_kernels(dtype: torch.dtype) -> "tuple[Int8Kernels | Int8CpuKernels, str | None]":
-    """The best there are on this CPU, and why they are not the compiled ones where they are not."""
+    """The fastest int8 kernels of this CPU, and the reason if these are not the compiled ones."""
     _, reason = cpu_kernels(dtype)
     library = native_library()
     if reason is not None or isinstance(library, str):
@@ -52,30 +58,30 @@ def int8_shape(packed: Tensor) -> tuple[int, int]:
 
 
 class Int8Panels(Int8Weights):
-    """How a weight is packed: int8 [O / 16, 1, bytes of a panel], a gated one [O / 32, 2, bytes of a panel]: a panel of
-    gates, then one of what they open, and so on. Rows where the sizes fit no panels.
+    """Packed layout of a weight: int8 [O / 16, 1, bytes of a panel]; of a gated one [O / 32, 2, bytes of a panel],
+    panels of gate and up projection interleaved. Rows as in `Int8Weights` if the sizes do not fit panels.
     """
 
     def empty(self, weight: Tensor, *, is_gated: bool) -> Tensor:
         num_outputs, num_inputs = weight.shape
         if not fits_panels(num_outputs, num_inputs, is_gated=is_gated):
             return super().empty(weight, is_gated=is_gated)
-        in_turn = 1 + is_gated
-        return torch.zeros((num_outputs // PANEL // in_turn, in_turn, panel_bytes(num_inputs)), dtype=torch.int8)
+        num_each = 1 + is_gated
+        return torch.zeros((num_outputs // PANEL // num_each, num_each, panel_bytes(num_inputs)), dtype=torch.int8)
 
     def numbers_and_scales(self, packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See `Int8Weights.numbers_and_scales`. Copies."""
+        """Copies."""
         if not are_byte_panels(packed):
             return super().numbers_and_scales(packed, start, stop)
         numbers, scales, _ = _parts_of(packed)
-        index = _places(packed, start, stop)
+        index = _panel_indices(packed, start, stop)
         return numbers[index].flatten(1), scales[index]
 
-    def put(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
+    def store(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
         if not are_byte_panels(packed):
-            return super().put(packed, start, numbers, scales)
+            return super().store(packed, start, numbers, scales)
         to, to_scales, starts = _parts_of(packed)
-        index = _places(packed, start, start + len(numbers))
+        index = _panel_indices(packed, start, start + len(numbers))
         to[index] = numbers.view(len(numbers), -1, 4)
         to_scales[index] = scales
         starts[index] = numbers.sum(dim=1, dtype=torch.int32) * -_OFFSET
@@ -100,52 +106,47 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         self._int8["maxima"](x.data_ptr(), x.stride(0), *x.shape, maxima.data_ptr(), num_threads())
         return maxima
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
-        """See `Kernels.linear`. Makes no use of `room`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if weight.dtype != torch.int8:
-            return super().linear(x, weight, bias, room)
+            return super().linear(x, weight, bias, out)
         if not are_byte_panels(weight):
             return self._rows.linear(x, weight, bias)
-        num_pairs, in_turn, _ = weight.shape
-        if in_turn == 1:
-            return self._product(x, weight, bias, is_gated=False)
-        # Panels of gates and of what they open take turns, so the columns of the product do: [T, pairs, 2, 16].
-        if bias is not None:
-            bias = bias.view(2, num_pairs, PANEL).transpose(0, 1).flatten()
-        columns = self._product(x, weight, bias, is_gated=False).view(len(x), num_pairs, 2, PANEL)
-        return columns.transpose(1, 2).flatten(1)
+        if weight.shape[1] == 1:
+            return self._int8_gemm(x, weight, bias, is_gated=False)
+        # Gate and up panels are interleaved, and so are the columns of the GEMM.
+        return in_row_order(self._int8_gemm(x, weight, interleaved(bias), is_gated=False))
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if weight.dtype == torch.int8 and not are_byte_panels(weight):
-            return self.silu_and_mul(self._rows.linear(x, weight, bias))
         if weight.dtype != torch.int8:
             return super().gated_linear(x, weight, bias)
-        return self._product(x, weight, bias, is_gated=True)
+        if not are_byte_panels(weight):
+            return self.silu_and_mul(self._rows.linear(x, weight, bias))
+        return self._int8_gemm(x, weight, bias, is_gated=True)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.linear_argmax`. In panels the product is never written down."""
+        """In panels, the logits are never stored."""
         if weight.dtype != torch.int8:
             return super().linear_argmax(x, weight, count)
         if not are_byte_panels(weight) or weight.shape[1] != 1:
-            return self.largest(self.linear(x, weight, None)[:, :count])
+            return self.argmax(self.linear(x, weight, None)[:, :count])
         x, num_outputs = self._checked(x), _num_outputs(weight)
         assert 0 < count <= num_outputs, (count, num_outputs)
-        values, places = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
+        values, indices = argmax_results(len(x))
         maxima, rows = _scratch(x)
         self._int8["argmax"](
-            *_product_arguments(x, weight),
-            *(count, values.data_ptr(), places.data_ptr()),
+            *_input_arguments(x, weight),
+            *(count, values.data_ptr(), indices.data_ptr()),
             *(maxima.data_ptr(), rows.data_ptr(), num_threads()),
         )
-        return values, places
+        return values, indices
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
+    def _int8_gemm(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         x, num_outputs = self._checked(x), _num_outputs(weight)
         output = torch.empty((len(x), num_outputs // (1 + is_gated)), dtype=x.dtype)
         bias = self._checked_bias(bias, num_outputs)
         maxima, rows = _scratch(x)
-        self._int8["product"](
-            *_product_arguments(x, weight),
+        self._int8["gemm"](
+            *_input_arguments(x, weight),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated),
             *(maxima.data_ptr(), rows.data_ptr(), num_threads()),
         )
@@ -175,7 +176,7 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         return output
 
     def _quantised(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """[T, I] -> int8 [T, I rounded up to 64], as the library's products take it."""
+        """[T, I] -> int8 [T, I rounded up to 64], for the compiled GEMMs."""
         num_rows, num_inputs = x.shape
         rows = torch.empty((num_rows, row_bytes(num_inputs)), dtype=torch.int8)
         self._int8["quantise"](
@@ -188,13 +189,12 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         assert x.dtype == self.weights.dtype, (x.dtype, self.weights.dtype)
         assert x.is_cpu, x.device
         assert x.ndim == 2, x.shape
-        return x if x.stride(1) == 1 else x.contiguous()
+        return contiguous_rows(x)
 
     def _checked_bias(self, bias: Tensor | None, num_outputs: int) -> Tensor | None:
         if bias is not None:
             assert bias.dtype == self.weights.dtype, (bias.dtype, self.weights.dtype)
-            assert bias.shape == (num_outputs,), (bias.shape, num_outputs)
-            assert bias.is_contiguous(), bias.stride()
+            check_contiguous(bias, (num_outputs,))
         return bias
 
 
@@ -203,13 +203,13 @@ def _num_outputs(weight: Tensor) -> int:
 
 
 def _scratch(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the library works in for a product of `x` [T, I]: float32 [T], int8 [T, bytes of a row]."""
+    """Scratch memory of a GEMM of `x` [T, I]: float32 [T], int8 [T, bytes of a row]."""
     num_rows, num_inputs = x.shape
     rows = torch.empty((num_rows, row_bytes(num_inputs)), dtype=torch.int8)
     return torch.empty(num_rows, dtype=torch.float32), rows
 
 
-def _product_arguments(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+def _input_arguments(x: Tensor, weight: Tensor) -> tuple[int, ...]:
     assert weight.is_contiguous(), weight.stride()
     assert x.shape[1] == inputs_of(weight.shape[-1]), (x.shape, weight.shape)
     return (x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), _num_outputs(weight))
@@ -224,8 +224,8 @@ def _gemm_arguments(rows: Tensor, weight: Tensor) -> tuple[int, ...]:
 
 
 def _parts_of(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [panels, in turn, 16, inputs / 4, 4], and float32 and int32 [panels, in turn, 16]: numbers, scales, and
-    what sums start from.
+    """Views: int8 values [panels, 1 or 2, 16, inputs / 4, 4], float32 scales and int32 initial sums [panels, 1 or 2,
+    16].
     """
     end = inputs_of(packed.shape[-1]) * PANEL
     numbers = packed.detach()[..., :end].view(*packed.shape[:-1], -1, PANEL, 4).transpose(-3, -2)
@@ -233,10 +233,9 @@ def _parts_of(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return numbers, scales.view(torch.float32), starts.view(torch.int32)
 
 
-def _places(packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows `start` to `stop`: the panel, whether it is the second of a pair, and the place in it."""
-    in_turn = packed.shape[1]
+def _panel_indices(packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of rows `start` to `stop`: panel or pair of panels, panel of the pair, row of the panel."""
     each = len(packed) * PANEL
-    assert 0 <= start <= stop <= each * in_turn, (start, stop, packed.shape)
+    assert 0 <= start <= stop <= each * packed.shape[1], (start, stop, packed.shape)
     row = torch.arange(start, stop)
     return row % each // PANEL, row // each, row % PANEL

@@ -1,7 +1,7 @@
-"""Decoder layers in one call of the compiled library: what the layers' modules do step by step, with the same results.
+"""Decoder layers in one call of the compiled library, with the results of the layers' modules.
 
-A call and the tensors it needs cost 10 to 20 microseconds each in Python; a layer has seven, and in a step of few
-tokens they take as long as the products. Where there is no such call for a model, its modules run as they are.
+A call from Python costs 10 to 20 microseconds with its tensors; a layer has seven, and in a step of few tokens they
+take as long as the GEMMs. The modules run if a model has layers that this call does not compute.
 
 The structures are those of `layers.cpp`, field by field.
 
@@ -29,13 +29,13 @@ from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 _WEIGHTS: Final = ("qkv", "output", "gates", "down")
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
 
-_TOKENS_A_CALL: Final = 4096
-"""Layers times tokens: a call is over in a moment, so that a signal to stop the program need not wait for all."""
+_MAX_CALL_TOKENS: Final = 4096
+"""Layers times tokens of one call, which bounds how long a signal to stop the program waits."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepAddresses:
-    """Of a step's metadata, as the compiled functions take it; its owner keeps the memory."""
+class StepPointers:
+    """Addresses and sizes of a step's metadata; the caller keeps the memory."""
 
     tables: int
     table_stride: int
@@ -79,7 +79,7 @@ class _Step(ctypes.Structure):
 
 
 class NativeLayers:
-    """Of one stage on one rank; for weights that stay where they are. Use `join_layers`."""
+    """The layers of one stage on one rank, whose weights keep their addresses. Made by `join_layers`."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class NativeLayers:
             *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes, sizes.eps, sizes.scale),
         )
 
-    def run(self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, step: StepAddresses) -> Tensor:
-        """The residual stream [T, H], which becomes what it is before the last layer's output is added; cosines and
-        sines [T, D / 2]; `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's
-        part of that output, [T, H].
+    def run(self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, step: StepPointers) -> Tensor:
+        """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2];
+        `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's part of the last
+        layer's output, [T, H].
         """
         sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
         self._check(residual, (num_tokens, sizes.hidden_size))
@@ -130,13 +130,13 @@ class NativeLayers:
             *(step.num_sequences, num_tokens, num_threads()),
         )
         ranks = None if fast is None else ctypes.byref(_Ranks(*fast.addresses()))
-        num_layers, each_call = len(cache), max(1, _TOKENS_A_CALL // max(1, num_tokens))
+        num_layers, each_call = len(cache), max(1, _MAX_CALL_TOKENS // max(1, num_tokens))
         for first in range(0, num_layers, each_call):
             end = min(first + each_call, num_layers)
             result = self._function(ctypes.byref(self._stack), ctypes.byref(arguments), ranks, first, end)
             if fast is not None:
                 fast.check(result)
-        # Where the last product was put: no round has begun since.
+        # The last GEMM wrote its part there, and no other collective has begun since.
         part = None if fast is None else fast.part_buffer((num_tokens, sizes.hidden_size), self._dtype)
         return work[0] if part is None else part
 
@@ -150,8 +150,8 @@ class NativeLayers:
 def join_layers(
     library: NativeLibrary, layers: Sequence[JoinableLayer], block_size: int, group: GroupHandle
 ) -> NativeLayers | None:
-    """None where a layer is more than this call computes, a product is not of the library's own, or the group exchanges
-    tensors another way than in memory, or its ranks exchange sums of bytes.
+    """None if the call does not compute one of the layers, a weight is not in panels, the group does not exchange
+    tensors in shared memory, or its ranks exchange int8 sums.
     """
     fast = group.fast
     if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
@@ -167,7 +167,7 @@ def join_layers(
 
 
 def _computes(layer: LayerConfig) -> bool:
-    """Whether the compiled call does all that a layer of this kind does."""
+    """Whether the call computes layers of this kind."""
     is_dense = layer.experts is None and layer.is_gated and layer.activation == "silu"
     return is_dense and layer.is_plain_wiring and layer.is_plain_attention and layer.residual_multiplier == 1.0
 
@@ -181,12 +181,12 @@ def _is_packed(layer: LayerWeights) -> bool:
 
 
 def _has_bytes(layer: LayerWeights) -> bool:
-    """Whether its products are of int8, all in panels."""
+    """Whether all weights are int8 in panels."""
     return all(are_byte_panels(each) for each in (layer.qkv, layer.output, layer.gates, layer.down))
 
 
 def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
-    """Whatever the compiled code would read out of bounds for is an AssertionError here."""
+    """Raise AssertionError for weights that the compiled code would read out of bounds."""
     hidden, heads_size = sizes.hidden_size, sizes.num_heads * sizes.head_size
     projected, opened = heads_size + 2 * sizes.num_kv_heads * sizes.head_size, sizes.intermediate_size
     has_bytes, dtype = _has_bytes(layer), layer.input_norm.dtype

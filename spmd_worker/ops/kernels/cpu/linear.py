@@ -1,13 +1,13 @@
-"""Matrix products on the CPU: oneDNN with weights packed once.
+"""GEMMs on the CPU by oneDNN with prepacked weights: what runs if the compiled kernels cannot be built.
 
-1.1 to 1.6 times as fast as plain bfloat16 products, 2 to 4 times as fast as plain float32 ones. And a row's result does
-not depend on the rows beside it, which plain products do not give. oneDNN does not promise it: it was seen to be so
-with two rows or more and without AMX (the AMX unit, for bfloat16); `rows_are_invariant` looks whether it is so here.
+1.1 to 1.6 times as fast as plain bfloat16 GEMMs, 2 to 4 times as fast as plain float32 ones. A row's result does not
+depend on the other rows, unlike that of plain GEMMs. oneDNN does not promise it: it holds with two rows or more and
+without AMX (for bfloat16); `rows_are_invariant` checks it on this CPU.
 
-Where oneDNN cannot pack bfloat16 (x86 without AVX-512 and avx_ne_convert), weights of bfloat16 stay as they are, and
-oneDNN multiplies in float32: a block of outputs at a time is converted and used for up to 256 rows.
+If oneDNN cannot pack bfloat16 (x86 without AVX-512 and avx_ne_convert), bfloat16 weights stay as they are and are
+multiplied in float32: a block of outputs at a time is converted and used for up to 256 rows.
 
-T: tokens. Knows products and oneDNN; knows nothing about layers or ranks.
+T: tokens.
 """
 
 import contextlib
@@ -29,26 +29,23 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
-_NUM_ROWS_HINT = 64  # how many rows oneDNN packs for; what it is makes no difference above 16
+_NUM_ROWS_HINT = 64  # number of rows that oneDNN packs for; makes no difference above 16
 
-# A block of a weight that is converted to float32 (4 MiB), and how many rows it is used for before the next.
+# Elements of a weight that are converted to float32 at once (4 MiB), and rows that they are used for.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ROWS = 256
 
-# Inputs, outputs and numbers of rows at which products that depend on the batch have been caught.
+# Inputs, outputs and numbers of rows at which GEMMs that depend on the batch have been found.
 _SHAPES_TO_TRY = ((576, 960), (4864, 256))
 _ROWS_TO_TRY = (2, 3, 7, 17, 31)
 _MOST_ROWS = 64
 
 
 class PackedKernels(ReferenceKernels):
-    """Plain torch but for the products: what runs where the native kernels cannot be built."""
+    """Plain torch except for the GEMMs."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`. Opaque, and takes as much memory as the weight, which can then be let go.
-
-        Where oneDNN cannot pack, the weight itself.
-        """
+        """An opaque tensor as large as the weight, which can then be freed; the weight itself if oneDNN cannot pack."""
         if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES:
             return weight
         if weight.dtype == torch.bfloat16:
@@ -56,15 +53,15 @@ class PackedKernels(ReferenceKernels):
         warn_unless_invariant(weight.dtype)
         if can_pack(weight.dtype):
             return _pack(weight.detach())
-        say_what_multiplies_instead(weight.dtype)
+        log_unpacked(weight.dtype)
         return weight
 
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
-        """See `Kernels.unpack`. What oneDNN has packed is unpacked whole first."""
+        """A weight that oneDNN packed is first unpacked completely."""
         return _unpack(packed)[start:stop].clone() if packed.is_mkldnn else super().unpack(packed, start, stop)
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """See `Kernels.repack_`. oneDNN packs whole weights only: meanwhile there are two more of `packed`."""
+        """oneDNN packs complete weights only: memory for two more of `packed` is needed meanwhile."""
         if not packed.is_mkldnn:
             super().repack_(packed, start, rows)
         elif rows.shape == packed.shape:
@@ -74,9 +71,8 @@ class PackedKernels(ReferenceKernels):
             weight[start : start + len(rows)] = rows
             _overwrite(packed, _pack(weight))
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
-        """See `Kernels.linear`. Makes no use of `room`."""
-        del room
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        del out
         if weight.is_mkldnn:
             multiply = _gemm_of_two_rows_or_more
         elif weight.device.type == "cpu" and converts_to_float32(weight.dtype):
@@ -97,26 +93,26 @@ def _unpack(packed: Tensor) -> Tensor:
 
 
 def _overwrite(packed: Tensor, other: Tensor) -> None:
-    """`packed` becomes `other`, of the same shape and so of the same layout. `copy_` would make zeros of subnormals."""
+    """Overwrite `packed` by `other`, of the same shape and so layout. `copy_` would flush subnormals to zero."""
     num_bytes, num_other_bytes = (torch.ops.mkldnn._nbytes(each) for each in (packed, other))
     assert num_bytes == num_other_bytes, (packed.shape, num_bytes, other.shape, num_other_bytes)
     ctypes.memmove(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn.data_ptr(other), num_bytes)
 
 
 def _gemm(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
-    return product
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+    return result
 
 
 def _gemm_of_two_rows_or_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product of one row takes another path, which rounds otherwise; two rows cost the same time."""
+    """A GEMM of one row takes another path, which rounds differently; two rows take the same time."""
     return _gemm(x, weight, bias) if x.shape[0] > 1 else _gemm(x.expand(2, -1), weight, bias)[:1]
 
 
 def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Sums of float32, rounded once. Room beyond the result: one block of weights, and of inputs and outputs."""
+    """Float32 sums, rounded once. Extra memory: one block of weights, of inputs and of outputs."""
     num_outputs, num_inputs = weight.shape
-    # All blocks are of one size for all numbers of rows and threads, so that a sum is always cut in the same way.
+    # The size of blocks depends on neither rows nor threads, so that a sum is always split alike.
     block_outputs = min(num_outputs, max(_BLOCK_ELEMENTS // max(num_inputs, 1) // 16 * 16, 16))
     output = x.new_empty(x.shape[0], num_outputs)
     scratch = torch.empty(block_outputs, num_inputs)
@@ -133,7 +129,7 @@ def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 @functools.cache
 def converts_to_float32(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype, which oneDNN cannot pack here, are multiplied by it in float32."""
+    """Whether oneDNN, which cannot pack weights of this dtype on this CPU, multiplies them in float32."""
     if dtype != torch.bfloat16:
         return False
     keep_onednn_from_amx()
@@ -142,7 +138,7 @@ def converts_to_float32(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch's oneDNN operations, which are not public, are there and do what is expected."""
+    """Whether torch's private oneDNN operations exist and work as expected."""
     x, weight, bias = _numbers(3, 32, dtype), _numbers(48, 32, dtype), _numbers(1, 48, dtype)[0]
     try:
         packed = _pack(torch.zeros_like(weight))
@@ -157,10 +153,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def keep_onednn_from_amx() -> None:
-    """Where there is AMX, tell oneDNN not to use it: its products with it depend on the batch.
+    """Tell oneDNN not to use AMX, with which its GEMMs depend on the batch.
 
-    oneDNN reads the variable once, at its first use, which should be here; after that the environment is as it was.
-    Whoever set it before knows better. What else multiplies bfloat16 in this process loses AMX too.
+    oneDNN reads the variable once, at its first use, which should be here; the environment is restored afterwards. A
+    value that the user set stays. Other bfloat16 GEMMs of oneDNN in this process lose AMX too.
     """
     if _has_amx() and _ISA_VARIABLE not in os.environ:
         with _variable(_ISA_VARIABLE, _ISA_WITHOUT_AMX):
@@ -183,29 +179,28 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @functools.cache
 def rows_are_invariant(dtype: torch.dtype) -> bool:
-    """Whether rows of a few products are the same, bit for bit, in batches of several sizes.
-
-    Of packed weights, or of whatever multiplies where oneDNN cannot pack this dtype.
+    """Whether rows of a few GEMMs have the same bits in batches of several sizes: with packed weights, or with the
+    fallback if oneDNN cannot pack this dtype.
     """
     kernels = PackedKernels()
     for num_inputs, num_outputs in _SHAPES_TO_TRY:
         weight = _numbers(num_outputs, num_inputs, dtype)
         weight = _pack(weight) if can_pack(dtype) else weight
         x = _numbers(_MOST_ROWS, num_inputs, dtype)
-        whole = kernels.linear(x, weight, None)
+        full = kernels.linear(x, weight, None)
         for num_rows in (1, *_ROWS_TO_TRY):
-            if not torch.equal(kernels.linear(x[:num_rows], weight, None), whole[:num_rows]):
+            if not torch.equal(kernels.linear(x[:num_rows], weight, None), full[:num_rows]):
                 return False
     return True
 
 
 @functools.cache
 def warn_unless_invariant(dtype: torch.dtype) -> None:
-    """Says once a process when results will depend on the batch."""
+    """Warn once per process if results depend on the batch."""
     if not rows_are_invariant(dtype):
         logger.warning(
-            "%s matrix products give a row other bits in another batch on this CPU, so results may depend on what is "
-            "computed together; if it has AMX, set %s=%s before the start",
+            "%s GEMMs give a row other bits in another batch on this CPU, so results may depend on the batch; if it has "
+            "AMX, set %s=%s before the start",
             str(dtype).removeprefix("torch."),
             _ISA_VARIABLE,
             _ISA_WITHOUT_AMX,
@@ -213,20 +208,20 @@ def warn_unless_invariant(dtype: torch.dtype) -> None:
 
 
 @functools.cache
-def say_what_multiplies_instead(dtype: torch.dtype) -> None:
-    """Says once a process that oneDNN cannot pack this dtype, and what is done about it."""
+def log_unpacked(dtype: torch.dtype) -> None:
+    """Log once per process that oneDNN cannot pack this dtype, and the fallback."""
     name = str(dtype).removeprefix("torch.")
     if converts_to_float32(dtype):
         logger.info(
-            "oneDNN cannot pack %s weights on this CPU: matrix products that the compiled kernels do not make convert "
-            "them to float32, a block at a time, which takes no second copy and costs most in steps of few rows",
+            "oneDNN cannot pack %s weights on this CPU: GEMMs outside the compiled kernels convert them to float32, a "
+            "block at a time, which takes no second copy and costs most in steps of few rows",
             name,
         )
     else:
-        logger.warning("oneDNN cannot pack %s weights on this CPU: torch's own products multiply them, slowly", name)
+        logger.warning("oneDNN cannot pack %s weights on this CPU: torch's own GEMMs multiply them, slowly", name)
 
 
 def _numbers(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, always the same, without touching the process's random state."""
+    """Normal numbers with a fixed seed; the process's random state stays."""
     generator = torch.Generator().manual_seed(num_rows)
     return torch.randn(num_rows, num_columns, generator=generator).to(dtype)

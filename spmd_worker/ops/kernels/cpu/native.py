@@ -1,7 +1,6 @@
-"""The hot operations of a decoder layer on the CPU: compiled row operations, packed products.
+"""Compiled kernels on the CPU: GEMMs of packed weights, norms, activations, sampling.
 
-Each output row depends on its input row alone, bit for bit. Float32 and bfloat16. Knows tensors and the compiled
-library; knows nothing about layers, attention or ranks.
+Each output row depends on its input row alone, bit for bit. Float32 and bfloat16.
 
 T: tokens; H: hidden size; D: head size; I: intermediate size.
 """
@@ -12,7 +11,7 @@ from torch import Tensor
 from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
-from spmd_worker.ops.kernels.api import Cuts, Kernels
+from spmd_worker.ops.kernels.api import Kernels, LogitFilters
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ops.kernels.cpu.argmax_prefilter import ArgmaxPrefilter
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
@@ -27,18 +26,20 @@ from spmd_worker.ops.kernels.cpu.panels import (
     contiguous_rows,
     dtype_name,
     fits_panels,
+    in_row_order,
+    interleaved,
     panel_shape,
     panels_of,
     rows_of_panels,
 )
 
-_PIECE = 1024  # ids whose masses draws.cpp sums up by themselves
+_PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
     *("rms_norm", "add_rms_norm", "full_norm", "rotate", "silu_and_mul", "activate", "bound", "gemm"),
-    *("argmax", "masses", "find_mass", "count_above", "forbid"),
+    *("argmax", "prob_sums", "invert_cdf", "count_above", "forbid"),
 )
-"""Compiled functions of every dtype."""
-_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by the numbers that rows.cpp has for them
+"""Functions that the library has for every dtype."""
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # numbered as in rows.cpp
 
 
 def cpu_kernels(dtype: torch.dtype, *, has_argmax_prefilter: bool = False) -> tuple[Kernels, str | None]:
@@ -62,21 +63,24 @@ class CpuKernels(PackedKernels):
             for name in _FUNCTIONS
             for dtype in NATIVE_DTYPES
         }
-        self._gemm_argmax, self._cut = library.functions["gemm_argmax_bfloat16"], library.functions["cut_float32"]
+        self._gemm_argmax, self._filter = library.functions["gemm_argmax_bfloat16"], library.functions["filter_float32"]
         self._prefilter = None
-        if has_argmax_prefilter and library.functions["screens_bfloat16"]():
-            self._prefilter = library.functions["make_screen_bfloat16"], library.functions["screened_argmax_bfloat16"]
+        if has_argmax_prefilter and library.functions["has_argmax_prefilter"]():
+            self._prefilter = (
+                library.functions["fill_prefilter_bfloat16"],
+                library.functions["filtered_argmax_bfloat16"],
+            )
 
-    def has_products(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this dtype are packed for the library's own products."""
+    def has_gemm(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype are packed for the compiled GEMMs."""
         return dtype_name(dtype) in self._gemm_dtypes
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`. In panels where the library's products take them, else as `PackedKernels` does."""
+        """Packs into panels if the compiled GEMMs take them, otherwise as `PackedKernels`."""
         return panels_of(weight).contiguous() if self._packs(weight, is_gated=False) else super().pack(weight)
 
     def pack_gated(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack_gated`. A panel of gates, then one of what they open, and so on."""
+        """Interleaves panels of gate and up projection, 16 outputs each."""
         if not self._packs(weight, is_gated=True):
             return super().pack_gated(weight)
         return torch.stack(panels_of(weight).chunk(2), dim=1).contiguous()
@@ -88,7 +92,7 @@ class CpuKernels(PackedKernels):
         return rows[index].flatten(1)
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """See `Kernels.repack_`. Nothing is copied on the way."""
+        """Makes no copy."""
         if are_panels(packed) or are_gated_panels(packed):
             to, index = rows_of_panels(packed, start, start + len(rows))
             to[index] = rows.reshape(len(rows), *to.shape[-2:])
@@ -99,25 +103,18 @@ class CpuKernels(PackedKernels):
         is_supported = weight.device.type == "cpu" and dtype_name(weight.dtype) in self._gemm_dtypes
         return is_supported and fits_panels(weight, is_gated=is_gated)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if are_gated_panels(weight):
-            return self._linear_of_gated_panels(x, weight, bias)
+            # Gate and up panels are interleaved, and so are the columns of the GEMM.
+            return in_row_order(self.linear(x, weight.flatten(0, 1), interleaved(bias)))
         if not are_panels(weight):
             return super().linear(x, weight, bias)
         num_outputs = weight.shape[0] * PANEL
-        output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if room is None else room
+        output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if out is None else out
         return self._gemm(x, weight, bias, num_outputs, output, is_gated=False)
 
-    def _linear_of_gated_panels(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Panels of gates and of what they open take turns, so the columns of the GEMM do: [T, pairs, 2, 16]."""
-        num_pairs = len(weight)
-        if bias is not None:
-            bias = bias.view(2, num_pairs, PANEL).transpose(0, 1).flatten()
-        columns = self.linear(x, weight.flatten(0, 1), bias).view(len(x), num_pairs, 2, PANEL)
-        return columns.transpose(1, 2).flatten(1)
-
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.linear_argmax`. In panels of bfloat16 the product is never written down."""
+        """Panels of bfloat16: the logits are never stored."""
         if not are_panels(weight) or x.dtype != torch.bfloat16:
             return super().linear_argmax(x, weight, count)
         num_outputs = weight.shape[0] * PANEL
@@ -160,7 +157,7 @@ class CpuKernels(PackedKernels):
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`. Rounded to the input's dtype before the weight is applied, as the reference does."""
+        """Rounds to the input's dtype before the weight is applied, as the reference does."""
         check_dtype(x, weight)
         check_contiguous(weight, x.shape[-1:])
         output = torch.empty(x.shape, dtype=x.dtype)
@@ -169,7 +166,7 @@ class CpuKernels(PackedKernels):
         return output
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.add_rms_norm`. The norm takes the place of `x`."""
+        """Overwrites `x` with the norm."""
         check_dtype(x, residual, weight)
         assert x.ndim == 2, x.shape
         assert residual.shape == x.shape, (x.shape, residual.shape)
@@ -198,7 +195,7 @@ class CpuKernels(PackedKernels):
         return output
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
+        """`cos` and `sin` have the dtype of `x`."""
         check_dtype(x, cos, sin)
         assert x.ndim == 3, x.shape
         assert x.shape[2] % 2 == 0, x.shape
@@ -250,7 +247,7 @@ class CpuKernels(PackedKernels):
         self._functions["bound", x.dtype](*(x.data_ptr(), x.stride(0), *x.shape, cap, output.data_ptr(), num_threads()))
         return output
 
-    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         check_dtype(rows)
         assert rows.ndim == 2, rows.shape
         assert rows.shape[1] > 0, rows.shape
@@ -263,56 +260,56 @@ class CpuKernels(PackedKernels):
         )
         return values, indices
 
-    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
-        rows = _drawn(logits, largest, factors)
+    def prob_sums(self, logits: Tensor, maxima: Tensor, factors: Tensor) -> Tensor:
+        rows = _logit_arguments(logits, maxima, factors)
         sums = torch.empty((logits.shape[0], -(-logits.shape[1] // _PIECE)), dtype=torch.int64)
-        self._functions["masses", logits.dtype](*rows, sums.data_ptr(), num_threads())
+        self._functions["prob_sums", logits.dtype](*rows, sums.data_ptr(), num_threads())
         return sums
 
-    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
-        rows = _drawn(logits, largest, factors)
+    def invert_cdf(self, logits: Tensor, maxima: Tensor, factors: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
+        rows = _logit_arguments(logits, maxima, factors)
         num_rows, count = logits.shape
-        for each, shape in ((masses, (num_rows, -(-count // _PIECE))), (targets, (num_rows,))):
+        for each, shape in ((sums, (num_rows, -(-count // _PIECE))), (targets, (num_rows,))):
             assert each.shape == shape, (each.shape, shape)
             assert each.dtype == torch.int64, each.dtype
             assert each.is_contiguous(), each.stride()
         ids = torch.empty(num_rows, dtype=torch.int64)
-        self._functions["find_mass", logits.dtype](*rows, masses.data_ptr(), targets.data_ptr(), ids.data_ptr())
+        self._functions["invert_cdf", logits.dtype](*rows, sums.data_ptr(), targets.data_ptr(), ids.data_ptr())
         return ids
 
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
-        rows = _drawn(logits, values)
+        rows = _logit_arguments(logits, values)
         counts = torch.empty(logits.shape[0], dtype=torch.int64)
         self._functions["count_above", logits.dtype](*rows, counts.data_ptr(), num_threads())
         return counts
 
-    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, mask_rows: Tensor, first_id: int) -> None:
         check_dtype(logits)
         assert logits.ndim == 2, logits.shape
         assert logits.stride(1) == 1, logits.stride()
-        assert rows.shape == places.shape, (rows.shape, places.shape)
-        for each, dtype in ((allowed, torch.int32), (rows, torch.int64), (places, torch.int64)):
+        assert rows.shape == mask_rows.shape, (rows.shape, mask_rows.shape)
+        for each, dtype in ((allowed, torch.int32), (rows, torch.int64), (mask_rows, torch.int64)):
             assert each.dtype == dtype, (each.dtype, dtype)
             assert each.is_contiguous(), each.stride()
-        for each, count in ((rows, logits.shape[0]), (places, allowed.shape[0])):
+        for each, count in ((rows, logits.shape[0]), (mask_rows, allowed.shape[0])):
             assert not len(each) or 0 <= int(each.min()) <= int(each.max()) < count, (each, count)
         self._functions["forbid", logits.dtype](
             *(logits.data_ptr(), logits.stride(0), logits.shape[1], first_id, allowed.data_ptr(), allowed.shape[1]),
-            *(rows.data_ptr(), places.data_ptr(), len(rows), num_threads()),
+            *(rows.data_ptr(), mask_rows.data_ptr(), len(rows), num_threads()),
         )
 
-    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
-        rows = _drawn(logits, cuts.largest, cuts.factors)
-        others = cuts.tensors()[2:]
+    def filter_(self, logits: Tensor, filters: LogitFilters) -> None:
+        rows = _logit_arguments(logits, filters.maxima, filters.factors)
+        others = filters.tensors()[2:]
         for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):
             assert each.shape == logits.shape[:1], (each.shape, logits.shape)
             assert each.dtype == dtype, (each.dtype, dtype)
             assert each.is_contiguous(), each.stride()
-        self._cut(*rows, *(each.data_ptr() for each in others), num_threads())
+        self._filter(*rows, *(each.data_ptr() for each in others), num_threads())
 
 
-def _drawn(logits: Tensor, *numbers: Tensor) -> tuple[int, ...]:
-    """Rows of logits to draw from, and float32 numbers of each row, as the library takes them."""
+def _logit_arguments(logits: Tensor, *numbers: Tensor) -> tuple[int, ...]:
+    """Arguments of the compiled functions for rows of logits and float32 values of each row."""
     check_dtype(logits)
     assert logits.ndim == 2, logits.shape
     assert logits.stride(1) == 1, logits.stride()

@@ -57,6 +57,16 @@ def panel_shape(panels: Tensor) -> tuple[int, int]:
     return panels.shape[0] * PANEL, panels.shape[1] * 2
 
 
+def interleaved(bias: Tensor | None) -> Tensor | None:
+    """A gated bias [outputs] in the order of gated panels: 16 gates, 16 of the up projection, and so on."""
+    return None if bias is None else bias.view(2, -1, PANEL).transpose(0, 1).flatten()
+
+
+def in_row_order(columns: Tensor) -> Tensor:
+    """[T, outputs] in the order of gated panels -> gates, then the up projection."""
+    return columns.view(len(columns), -1, 2, PANEL).transpose(1, 2).flatten(1)
+
+
 def checked_input(x: Tensor, panels: Tensor) -> Tensor:
     """The input rows of a GEMM, each contiguous."""
     check_dtype(x, panels)

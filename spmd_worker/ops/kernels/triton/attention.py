@@ -112,14 +112,14 @@ class PlannedAttention:
     tables: Tensor
     partial_sums: Tensor
     partial_tops: Tensor
-    partial_masses: Tensor
+    partial_sums_of_exp: Tensor
 
-    def one_further(self, lengths: Tensor, tables: Tensor) -> "PlannedAttention":
+    def with_lengths(self, lengths: Tensor, tables: Tensor) -> "PlannedAttention":
         """Of a step with the same items. It has the same room for partial results: steps follow one another."""
         return replace(self, lengths=lengths, tables=tables.to(torch.int32).contiguous())
 
 
-def have_same_segments(before: Sequence[int], lengths: Sequence[int], window: int) -> bool:
+def see_same_segments(before: Sequence[int], lengths: Sequence[int], window: int) -> bool:
     """Whether queries, each the only one of its sequence, at the end of `lengths` keys see the segments that those did
     that were at the end of `before`.
     """
@@ -164,7 +164,7 @@ def plan_attention(
         tables=tables.to(torch.int32).contiguous(),
         partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
-        partial_masses=torch.empty(num_rows, dtype=torch.float32, device=device),
+        partial_sums_of_exp=torch.empty(num_rows, dtype=torch.float32, device=device),
     )
 
 
@@ -187,7 +187,7 @@ def fixed_plan(
         tables=tables,
         partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
-        partial_masses=torch.empty(num_rows, dtype=torch.float32, device=device),
+        partial_sums_of_exp=torch.empty(num_rows, dtype=torch.float32, device=device),
     )
 
 
@@ -233,7 +233,7 @@ def attend(
     out = queries.new_empty((len(queries), num_heads, head_size))
     if not len(queries):
         return out
-    partials = (plan.partial_sums, plan.partial_tops, plan.partial_masses)
+    partials = (plan.partial_sums, plan.partial_tops, plan.partial_sums_of_exp)
     has_sinks = sinks is not None
     sink_scores = sinks.contiguous() if sinks is not None else plan.partial_tops
     scale_log2 = scale / score_cap if score_cap > 0 else scale * _LOG2_E

@@ -93,7 +93,7 @@ def _segment(
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def attend(
-    queries, cache, tables, items, num_items, starts, lengths, out, partial_sums, partial_tops, partial_masses, sinks,
+    queries, cache, tables, items, num_items, starts, lengths, out, partial_sums, partial_tops, partial_sums_of_exp, sinks,
     stride_query, stride_page, stride_table, window, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
@@ -142,12 +142,12 @@ def attend(
             part = (partial + r // G) * heads + head
             tl.store(partial_sums + (part.to(tl.int64) * D)[:, None] + d[None, :], sums, mask=inside)
             tl.store(partial_tops + part, top, mask=is_row)
-            tl.store(partial_masses + part, mass, mask=is_row)
+            tl.store(partial_sums_of_exp + part, mass, mask=is_row)
 
 
 @triton.jit
 def join_partials(
-    joins, num_joins, out, partial_sums, partial_tops, partial_masses, sinks,
+    joins, num_joins, out, partial_sums, partial_tops, partial_sums_of_exp, sinks,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The rows that `attend` left in parts. A program a token, from which the grid does not follow; HEADS_PADDED is a
@@ -165,7 +165,7 @@ def join_partials(
         for segment in tl.range(0, count):
             place = (partial + segment) * HEADS + h
             top2 = tl.load(partial_tops + place, mask=is_head, other=float("-inf"))
-            mass2 = tl.load(partial_masses + place, mask=is_head, other=0.0)
+            mass2 = tl.load(partial_sums_of_exp + place, mask=is_head, other=0.0)
             sums2 = tl.load(partial_sums + (place.to(tl.int64) * D)[:, None] + d[None, :], mask=inside, other=0.0)
             top, mass, sums = _join(top, mass, sums, top2, mass2, sums2)
         result = _finish(top, mass, sums, sinks, h, is_head, SINKS).to(out.dtype.element_ty)

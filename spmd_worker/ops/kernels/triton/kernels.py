@@ -6,9 +6,9 @@ largest: no order of sums is in it.
 
 from torch import Tensor
 
-from spmd_worker.ops.kernels.api import Cuts
+from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import draws, matmul, rows
+from spmd_worker.ops.kernels.triton import matmul, rows, sampling
 
 
 class TritonKernels(ReferenceKernels):
@@ -34,18 +34,18 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         return rows.full_norm(x, weight, bias, eps, offset=offset, is_centred=is_centred)
 
-    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
-        return draws.masses(logits, largest, factors)
+    def prob_sums(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        return sampling.prob_sums(logits, largest, factors)
 
-    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
-        return draws.find_mass(logits, largest, factors, masses, targets)
+    def invert_cdf(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        return sampling.invert_cdf(logits, largest, factors, masses, targets)
 
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
-        return draws.count_above(logits, values)
+        return sampling.count_above(logits, values)
 
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
-        draws.forbid_(logits, allowed, rows, places, first_id)
+        sampling.forbid_(logits, allowed, rows, places, first_id)
 
-    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
-        """See `Kernels.cut_`. Nothing is sorted: the threshold's bits are found one after the other."""
-        draws.cut_(logits, cuts)
+    def filter_(self, logits: Tensor, filters: LogitFilters) -> None:
+        """See `Kernels.filter_`. Nothing is sorted: the threshold's bits are found one after the other."""
+        sampling.filter_(logits, filters)

@@ -68,19 +68,19 @@ class SymmetricMemory:
 
 
 class PeerSums:
-    """Implements `communicator.Collectives`. `room_bytes`: the largest part that is summed in one piece; larger ones
+    """Implements `communicator.Collectives`. `part_bytes`: the largest part that is summed in one piece; larger ones
     are cut, by rows where they have any.
     """
 
-    def __init__(self, memory: PeerMemory, rank: int, room_bytes: int) -> None:
+    def __init__(self, memory: PeerMemory, rank: int, part_bytes: int) -> None:
         self._memory, self._rank, self._size = memory, rank, len(memory.views)
         # The sums of a share lie behind the parts.
-        self._room = room_bytes // _ALIGNED * _ALIGNED
-        self._half_bytes = half_bytes(room_bytes, self._size)
+        self._room = part_bytes // _ALIGNED * _ALIGNED
+        self._half_bytes = half_bytes(part_bytes, self._size)
         assert all(len(view) >= 2 * self._half_bytes for view in memory.views), self._half_bytes
         self._turn = 0
 
-    def start_anew(self) -> None:
+    def reset_sums(self) -> None:
         """What follows is the same whatever was exchanged before: around what is recorded once and launched again."""
         # Nobody reads either half any more once all have come here.
         self._memory.meet()
@@ -197,9 +197,9 @@ class PeerSums:
             )
 
 
-def half_bytes(room_bytes: int, size: int) -> int:
-    """Of the memory of each rank of `size`: two such halves hold parts of `room_bytes`, and sums of a share of them."""
-    room = room_bytes // _ALIGNED * _ALIGNED
+def half_bytes(part_bytes: int, size: int) -> int:
+    """Of the memory of each rank of `size`: two such halves hold parts of `part_bytes`, and sums of a share of them."""
+    room = part_bytes // _ALIGNED * _ALIGNED
     share = -(-room // size)
     return room + -(-share // _ALIGNED) * _ALIGNED + _ALIGNED
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "elements.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -78,7 +78,7 @@ void sum_pieces(
     const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
     int64_t* sums, int64_t num_threads) {
   const int64_t num_pieces = (count + kPiece - 1) / kPiece;
-  each_by_team(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
     const Tempered tempered = {largest[row], factors[row]};
     for (int64_t piece = 0; piece < num_pieces; ++piece)
       sums[row * num_pieces + piece] =
@@ -238,10 +238,10 @@ void forbid_row(Element* logits, int64_t count, int64_t first_id, const uint32_t
 }  // namespace
 
 // Minus infinity in place of what the filters of each row drop.
-extern "C" void spmd_cut_float32(
+extern "C" void spmd_filter_float32(
     float* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
     const float* lowest, const int64_t* top_k, const double* top_p, int64_t num_threads) {
-  each_by_team(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
     cut_row(logits + row * stride, count, {{largest[row], factors[row]}, lowest[row], top_k[row], top_p[row]});
   });
 }
@@ -252,7 +252,7 @@ extern "C" void spmd_cut_float32(
   extern "C" void spmd_forbid_##name(                                                                                  \
       Element* logits, int64_t stride, int64_t count, int64_t first_id, const uint32_t* allowed, int64_t num_words,    \
       const int64_t* rows, const int64_t* places, int64_t num_rows, int64_t num_threads) {                             \
-    each_by_team(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t which) {                       \
+    parallel_for(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t which) {                       \
       forbid_row(logits + rows[which] * stride, count, first_id, allowed + places[which] * num_words, num_words);      \
     });                                                                                                                \
   }                                                                                                                    \
@@ -260,19 +260,19 @@ extern "C" void spmd_cut_float32(
   extern "C" void spmd_count_above_##name(                                                                             \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* values, int64_t* counts,    \
       int64_t num_threads) {                                                                                           \
-    each_by_team(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t row) {                         \
+    parallel_for(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t row) {                         \
       counts[row] = count_above(logits + row * stride, count, values[row]);                                            \
     });                                                                                                                \
   }                                                                                                                    \
   /* Of each row's pieces of `kPiece` ids the sum of their masses: [num_rows][pieces]. */                              \
-  extern "C" void spmd_masses_##name(                                                                                  \
+  extern "C" void spmd_prob_sums_##name(                                                                                  \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
       const float* factors, int64_t* sums, int64_t num_threads) {                                                      \
     sum_pieces(logits, stride, num_rows, count, largest, factors, sums, num_threads);                                  \
   }                                                                                                                    \
   /* Of each row the first index at which its running mass is above its target; -1 where there is none, or the target  \
      is below 0. `sums` are of `spmd_masses`. */                                                                       \
-  extern "C" void spmd_find_mass_##name(                                                                               \
+  extern "C" void spmd_invert_cdf_##name(                                                                               \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
       const float* factors, const int64_t* sums, const int64_t* targets, int64_t* ids) {                               \
     find_ids(logits, stride, num_rows, count, largest, factors, sums, targets, ids);                                   \

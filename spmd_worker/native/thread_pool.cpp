@@ -1,6 +1,6 @@
-// The threads of team.h, and how they wait.
+// The threads of thread_pool.h, and how they wait.
 
-#include "team.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -98,11 +98,11 @@ bool find_places(cpu_set_t& cores) {
 
 // One job at a time. What is written of a job is read by those who have claimed an item of it, so it stays as it is until
 // all items are done; only the ticket, which names the job, is looked at by others.
-class Team {
+class ThreadPool {
  public:
-  static Team& of_this_process() {
+  static ThreadPool& of_this_process() {
     // Threads do not survive a fork: the child makes its own.
-    static const int is_registered = pthread_atfork(nullptr, nullptr, [] { current() = new Team; });
+    static const int is_registered = pthread_atfork(nullptr, nullptr, [] { current() = new ThreadPool; });
     (void)is_registered;
     return *current();
   }
@@ -132,8 +132,8 @@ class Team {
   void read_counters(int64_t* to) const { to[0] = num_jobs_, to[1] = num_waits_, to[2] = waited_ns_, to[3] = num_slept_; }
 
  private:
-  static Team*& current() {
-    static Team* team = new Team;  // never deleted: its threads outlive what ends with the process
+  static ThreadPool*& current() {
+    static ThreadPool* team = new ThreadPool;  // never deleted: its threads outlive what ends with the process
     return team;
   }
 
@@ -208,7 +208,7 @@ class Team {
 #endif
     for (; num_workers_ < wanted; ++num_workers_) {
       struct Start {
-        Team* team;
+        ThreadPool* team;
         int number;
       };
       const auto run = [](void* start) -> void* {
@@ -260,7 +260,7 @@ int64_t Items::claim(std::atomic<uint64_t>& ticket, uint32_t job, int64_t count)
 
 void run_task(int64_t num_items, int64_t num_threads, Task task, const void* body) {
   const int most = int(std::min<int64_t>(num_threads, kMostThreads));
-  if (most > 1 && num_items > 1 && Team::of_this_process().try_run(num_items, most, task, body)) return;
+  if (most > 1 && num_items > 1 && ThreadPool::of_this_process().try_run(num_items, most, task, body)) return;
   Items items(num_items);
   const DefaultFloats floats;
   task(body, items);
@@ -268,4 +268,4 @@ void run_task(int64_t num_items, int64_t num_threads, Task task, const void* bod
 
 // Of this process so far: jobs of several threads, how many the calling thread waited at the end of, for how many
 // nanoseconds, and how many of them it slept for: those whose items others had no core for.
-extern "C" void spmd_team_counters(int64_t* to) { Team::of_this_process().read_counters(to); }
+extern "C" void spmd_thread_pool_counters(int64_t* to) { ThreadPool::of_this_process().read_counters(to); }

@@ -1,6 +1,6 @@
 """What tokens are drawn by, on a GPU: masses as whole numbers, what filters leave, and what a form forbids.
 
-The mass of a logit is floor(2^40 * 2^((logit - largest) * factor)), as in `Kernels.masses`. Sums of masses are exact,
+The mass of a logit is floor(2^40 * 2^((logit - largest) * factor)), as in `Kernels.prob_sums`. Sums of masses are exact,
 so neither how programs share out a row nor how a vocabulary is cut over ranks enters them. Nothing is read back.
 
 R: rows; V: a row's token ids, a row `stride` elements apart; float16, bfloat16 or float32 logits. PIECE: ids whose
@@ -13,27 +13,27 @@ import triton.language as tl
 PIECE = 1024
 BLOCK = 4096
 LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
-CUT_LAUNCH = LAUNCH | {"num_warps": 8}
+FILTER_LAUNCH = LAUNCH | {"num_warps": 8}
 """Three sums of 64 bits a number: fewer warps spill."""
 
 
 @triton.jit
-def _masses_of(x, largest, factor):
+def _prob_weights(x, largest, factor):
     return (tl.exp2((x.to(tl.float32) - largest) * factor) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def masses(logits, largest, factors, sums, V, stride, num_pieces, PIECE: tl.constexpr):
+def prob_sums(logits, largest, factors, sums, V, stride, num_pieces, PIECE: tl.constexpr):
     """`sums` int64 [R, num_pieces]: of each piece of a row the sum of its masses. A program a row and piece."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(logits + row * stride + i, mask=i < V, other=float("-inf"))
-    mass = _masses_of(x, tl.load(largest + row), tl.load(factors + row))
+    mass = _prob_weights(x, tl.load(largest + row), tl.load(factors + row))
     tl.store(sums + row * num_pieces + piece, tl.sum(mass, 0))
 
 
 @triton.jit
-def find_mass(
+def invert_cdf(
     logits, largest, factors, sums, targets, ids, V, stride, num_pieces, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
     """`ids` int64 [R]: the first index at which the running mass is above `targets` int64 [R], or -1. A program a row,
@@ -50,7 +50,7 @@ def find_mass(
     i = piece * PIECE + tl.arange(0, PIECE)
     inside = (i < V) & is_found
     x = tl.load(logits + row * stride + i, mask=inside, other=float("-inf"))
-    running = tl.cumsum(_masses_of(x, tl.load(largest + row), tl.load(factors + row)), 0)
+    running = tl.cumsum(_prob_weights(x, tl.load(largest + row), tl.load(factors + row)), 0)
     index = piece * PIECE + tl.sum(((running <= target) & inside).to(tl.int32), 0)
     tl.store(ids + row, tl.where(is_found, index, -1).to(tl.int64))
 
@@ -106,7 +106,7 @@ def _select(row, V, target, largest, factor, least, BY_MASS: tl.constexpr, BLOCK
         for start in tl.range(0, V, BLOCK):
             i = start + tl.arange(0, BLOCK)
             x = tl.load(row + i, mask=i < V, other=float("-inf"))
-            weight = _masses_of(x, largest, factor) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
+            weight = _prob_weights(x, largest, factor) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
             weight = tl.where((x >= least) & (i < V), weight, 0)
             key = _in_order(x).to(tl.int64)
             first += tl.where(key >= low + one, weight, 0)
@@ -121,8 +121,8 @@ def _select(row, V, target, largest, factor, least, BY_MASS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def cut(logits, largest, factors, lowest, top_k, top_p, V, stride, BLOCK: tl.constexpr):
-    """Minus infinity in float32 logits in place of what each row's filters drop: `Kernels.cut_`. A program a row."""
+def filter_logits(logits, largest, factors, lowest, top_k, top_p, V, stride, BLOCK: tl.constexpr):
+    """Minus infinity in float32 logits in place of what each row's filters drop: `Kernels.filter_`. A program a row."""
     which = tl.program_id(0).to(tl.int64)
     row = logits + which * stride
     most, factor, least = tl.load(largest + which), tl.load(factors + which), tl.load(lowest + which)
@@ -134,7 +134,7 @@ def cut(logits, largest, factors, lowest, top_k, top_p, V, stride, BLOCK: tl.con
         for start in tl.range(0, V, BLOCK):
             i = start + tl.arange(0, BLOCK)
             x = tl.load(row + i, mask=i < V, other=float("-inf"))
-            sums += tl.where(x >= least, _masses_of(x, most, factor), 0)
+            sums += tl.where(x >= least, _prob_weights(x, most, factor), 0)
         total = tl.sum(sums, 0)
         target = tl.minimum(tl.ceil(share * total.to(tl.float64)).to(tl.int64), total)
         nucleus = _select(row, V, tl.maximum(target, 1), most, factor, least, True, BLOCK)

@@ -50,7 +50,7 @@ using Task = void (*)(const void* body, Items& items);
 void run_task(int64_t num_items, int64_t num_threads, Task task, const void* body);
 
 template <class Body>
-void run_by_team(int64_t num_items, int64_t num_threads, const Body& body) {
+void run_items(int64_t num_items, int64_t num_threads, const Body& body) {
   run_task(
       num_items, num_threads, [](const void* it, Items& items) { (*static_cast<const Body*>(it))(items); }, &body);
 }
@@ -83,10 +83,10 @@ class ShrinkingItems {
 
 // Rows a few at a time: those of an item, from the first to the end.
 template <class Each>
-void ranges_by_team(int64_t num_rows, int64_t num_threads, const Each& each) {
+void parallel_ranges(int64_t num_rows, int64_t num_threads, const Each& each) {
   constexpr int64_t kItemsEach = 4;  // for each thread to be done when the others are
   const int64_t rows_each = std::max<int64_t>(1, num_rows / (std::max<int64_t>(num_threads, 1) * kItemsEach));
-  run_by_team((num_rows + rows_each - 1) / rows_each, num_threads, [&](Items& items) {
+  run_items((num_rows + rows_each - 1) / rows_each, num_threads, [&](Items& items) {
     for (int64_t item = items.next(); item >= 0; item = items.next())
       each(item * rows_each, std::min(num_rows, (item + 1) * rows_each));
   });
@@ -94,8 +94,8 @@ void ranges_by_team(int64_t num_rows, int64_t num_threads, const Each& each) {
 
 // Rows that are computed one by one, a few of them an item.
 template <class Each>
-void each_by_team(int64_t num_rows, int64_t num_threads, const Each& each) {
-  ranges_by_team(num_rows, num_threads, [&](int64_t first, int64_t end) {
+void parallel_for(int64_t num_rows, int64_t num_threads, const Each& each) {
+  parallel_ranges(num_rows, num_threads, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) each(row);
   });
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from waiting import wait_until
 
 from spmd_worker.native import build
-from spmd_worker.native.library import NativeLibrary, team_counters
+from spmd_worker.native.library import NativeLibrary, thread_pool_counters
 from spmd_worker.ops.attention.cpu import CpuBackend
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 
@@ -72,11 +72,11 @@ def test_threads_that_lose_their_cores_change_no_bit(threads, dtype):
     threads(1)
     alone = results_of(native(), dtype)
     delayed = compiled_with(DELAY)
-    before = team_counters(delayed)
+    before = thread_pool_counters(delayed)
     for num_threads in (2, 3, 5) * 4:
         threads(num_threads)
         assert are_equal(results_of(delayed, dtype), alone), num_threads
-    after = team_counters(delayed)
+    after = thread_pool_counters(delayed)
     assert after.num_jobs > before.num_jobs
     assert after.num_slept > before.num_slept
     assert after.waited_s > before.waited_s
@@ -113,14 +113,14 @@ print(all(are_equal(results_of(planted, torch.bfloat16), alone) for _ in range(1
 def test_an_item_that_is_not_waited_for_is_seen(right, wrong, tmp_path, monkeypatch):
     """Negative control: a job that ends one item early, or leaves items out, has other results, or no end."""
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "native"))
-    text = (sources / "team.cpp").read_text()
+    text = (sources / "thread_pool.cpp").read_text()
     waiting = "seen != count; seen = num_done_.load()) sleep"
     assert (text.count(right), text.count(waiting)) == (1, 1)
     text = text.replace(right, wrong)
     if right != wrong:
         # Where items are left out the caller would wait for ever.
         text = text.replace(waiting, "false;) sleep")
-    (sources / "team.cpp").write_text(text)
+    (sources / "thread_pool.cpp").write_text(text)
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     path = built_with(DELAY).path
     monkeypatch.undo()
@@ -218,11 +218,11 @@ def test_a_forked_process_makes_threads_of_its_own(threads):
     kernels = CpuKernels(native())
     packed, x = kernels.pack(numbers(1536, 576)), numbers(70, 576)
     expected = kernels.linear(x, packed, None).numpy().tobytes()
-    assert team_counters(native()).num_jobs > 0
+    assert thread_pool_counters(native()).num_jobs > 0
 
     def compute() -> None:
         # No operation of torch's: the threads of its own did not survive the fork.
         assert kernels.linear(x, packed, None).numpy().tobytes() == expected
-        assert team_counters(native()).num_jobs == 1
+        assert thread_pool_counters(native()).num_jobs == 1
 
     assert in_child(compute) == 0

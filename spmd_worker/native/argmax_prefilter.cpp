@@ -15,10 +15,10 @@
 #include "gemm_kernels.h"
 
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#define SPMD_SCREENS 1
+#define SPMD_ARGMAX_PREFILTER 1
 #endif
 
-#if defined(SPMD_SCREENS)
+#if defined(SPMD_ARGMAX_PREFILTER)
 
 namespace {
 
@@ -233,8 +233,8 @@ struct Group {
 #endif
 
 // Whether this library screens on this processor, which must have no unit for products.
-extern "C" int64_t spmd_screens_bfloat16() {
-#if defined(SPMD_SCREENS)
+extern "C" int64_t spmd_has_argmax_prefilter() {
+#if defined(SPMD_ARGMAX_PREFILTER)
   return rows_are_offset();
 #else
   return 0;
@@ -242,13 +242,13 @@ extern "C" int64_t spmd_screens_bfloat16() {
 }
 
 // The screen of a packed weight: its panels in bytes, then two bounds of each. To be called only where
-// `spmd_screens_bfloat16` says so, as what follows.
-extern "C" void spmd_make_screen_bfloat16(
+// `spmd_has_argmax_prefilter` says so, as what follows.
+extern "C" void spmd_fill_prefilter_bfloat16(
     const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int8_t* screen, int64_t num_threads) {
-#if defined(SPMD_SCREENS)
+#if defined(SPMD_ARGMAX_PREFILTER)
   const int64_t num_panels = num_outputs / kPanel;
   PanelBounds* const bounds = reinterpret_cast<PanelBounds*>(screen + bounds_at(num_inputs, num_panels));
-  each_by_team(num_panels, num_threads, [&](int64_t panel) {
+  parallel_for(num_panels, num_threads, [&](int64_t panel) {
     make_panel(
         packed + panel * num_inputs * kPanel, num_inputs, screen + panel * panel_bytes(num_inputs), bounds[panel]);
   });
@@ -259,16 +259,16 @@ extern "C" void spmd_make_screen_bfloat16(
 
 // What `spmd_gemm_argmax_bfloat16` finds. `plain` is the weight [num_outputs][num_inputs], or null; `rows`
 // [num_rows][num_inputs rounded up to 64] is memory to work in. Returns how many outputs of rows were computed in bfloat16.
-extern "C" int64_t spmd_screened_argmax_bfloat16(
+extern "C" int64_t spmd_filtered_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, const uint16_t* plain, const int8_t* screen, float* values, int64_t* places,
     int8_t* rows, int64_t num_threads) {
-#if defined(SPMD_SCREENS)
+#if defined(SPMD_ARGMAX_PREFILTER)
   const Gemm<int8_t> gemm = {rows, padded_to_steps(num_inputs), num_rows, num_inputs, screen, num_outputs};
   const PanelBounds* const bounds =
       reinterpret_cast<const PanelBounds*>(screen + bounds_at(num_inputs, num_outputs / kPanel));
   std::vector<Row> of_rows(num_rows);
-  each_by_team(num_rows, num_threads, [&](int64_t row) {
+  parallel_for(num_rows, num_threads, [&](int64_t row) {
     of_rows[row] = make_row(x + row * x_stride, num_inputs, rows + row * gemm.x_stride);
   });
   Seen seen(num_rows);
@@ -296,7 +296,7 @@ extern "C" int64_t spmd_screened_argmax_bfloat16(
     if (is_left(each) && !of_rows[each.row].is_whole) candidates[starts[each.row]++] = each;
 
   const Outputs outputs = {plain == nullptr ? packed : plain, plain != nullptr, num_inputs};
-  each_by_team(int64_t(groups.size()), num_threads, [&](int64_t number) {
+  parallel_for(int64_t(groups.size()), num_threads, [&](int64_t number) {
     groups[number].compute(x + groups[number].row * x_stride, outputs, candidates.data());
   });
   std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);

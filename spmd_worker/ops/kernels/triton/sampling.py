@@ -1,40 +1,40 @@
-"""Launching what tokens are drawn by: see draw_kernels.py."""
+"""Launching what tokens are drawn by: see sampling_kernels.py."""
 
 import torch
 from torch import Tensor
 
-from spmd_worker.ops.kernels.api import Cuts
-from spmd_worker.ops.kernels.triton import draw_kernels
+from spmd_worker.ops.kernels.api import LogitFilters
+from spmd_worker.ops.kernels.triton import sampling_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two
 
 
-def masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
-    """[R, V], float32 [R], float32 [R] -> int64 [R, pieces]: `Kernels.masses`."""
+def prob_sums(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+    """[R, V], float32 [R], float32 [R] -> int64 [R, pieces]: `Kernels.prob_sums`."""
     logits = _with_whole_rows(logits)
     num_rows, size = logits.shape
-    num_pieces = -(-size // draw_kernels.PIECE)
+    num_pieces = -(-size // sampling_kernels.PIECE)
     sums = torch.empty((num_rows, num_pieces), dtype=torch.int64, device=logits.device)
     if sums.numel():
-        draw_kernels.masses[(num_rows, num_pieces)](
+        sampling_kernels.prob_sums[(num_rows, num_pieces)](
             *(logits, largest.contiguous(), factors.contiguous(), sums, size, logits.stride(0), num_pieces),
-            PIECE=draw_kernels.PIECE,
-            **draw_kernels.LAUNCH,
+            PIECE=sampling_kernels.PIECE,
+            **sampling_kernels.LAUNCH,
         )
     return sums
 
 
-def find_mass(logits: Tensor, largest: Tensor, factors: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
-    """`sums` of `masses`, targets int64 [R] -> int64 [R]: `Kernels.find_mass`."""
+def invert_cdf(logits: Tensor, largest: Tensor, factors: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
+    """`sums` of `masses`, targets int64 [R] -> int64 [R]: `Kernels.invert_cdf`."""
     logits = _with_whole_rows(logits)
     num_pieces = sums.shape[1]
     ids = torch.full_like(targets, -1)
     if logits.numel():
-        draw_kernels.find_mass[(len(logits),)](
+        sampling_kernels.invert_cdf[(len(logits),)](
             *(logits, largest.contiguous(), factors.contiguous(), sums.contiguous(), targets.contiguous(), ids),
             *(logits.shape[1], logits.stride(0), num_pieces),
-            PIECE=draw_kernels.PIECE,
+            PIECE=sampling_kernels.PIECE,
             PIECES=power_of_two(num_pieces),
-            **draw_kernels.LAUNCH,
+            **sampling_kernels.LAUNCH,
         )
     return ids
 
@@ -44,10 +44,10 @@ def count_above(logits: Tensor, values: Tensor) -> Tensor:
     logits = _with_whole_rows(logits)
     counts = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     if logits.numel():
-        draw_kernels.count_above[(len(logits),)](
+        sampling_kernels.count_above[(len(logits),)](
             *(logits, values.contiguous(), counts, logits.shape[1], logits.stride(0)),
-            BLOCK=draw_kernels.BLOCK,
-            **draw_kernels.LAUNCH,
+            BLOCK=sampling_kernels.BLOCK,
+            **sampling_kernels.LAUNCH,
         )
     return counts
 
@@ -55,25 +55,25 @@ def count_above(logits: Tensor, values: Tensor) -> Tensor:
 def forbid_(logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
     """[K, V], int32 [M, words], int64 [n], int64 [n]: `Kernels.forbid_`."""
     assert logits.stride(1) == 1, logits.stride()
-    num_blocks = -(-logits.shape[1] // draw_kernels.BLOCK)
+    num_blocks = -(-logits.shape[1] // sampling_kernels.BLOCK)
     if len(rows) and num_blocks:
-        draw_kernels.forbid[(len(rows), num_blocks)](
+        sampling_kernels.forbid[(len(rows), num_blocks)](
             *(logits, allowed.contiguous(), rows.contiguous(), places.contiguous()),
             *(logits.shape[1], logits.stride(0), first_id, allowed.shape[1]),
-            BLOCK=draw_kernels.BLOCK,
-            **draw_kernels.LAUNCH,
+            BLOCK=sampling_kernels.BLOCK,
+            **sampling_kernels.LAUNCH,
         )
 
 
-def cut_(logits: Tensor, cuts: Cuts) -> None:
-    """Float32 [R, V]: `Kernels.cut_`."""
+def filter_(logits: Tensor, filters: LogitFilters) -> None:
+    """Float32 [R, V]: `Kernels.filter_`."""
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.stride(1) == 1, logits.stride()
     if logits.numel():
-        draw_kernels.cut[(len(logits),)](
-            *(logits, *(each.contiguous() for each in cuts.tensors()), logits.shape[1], logits.stride(0)),
-            BLOCK=draw_kernels.BLOCK,
-            **draw_kernels.CUT_LAUNCH,
+        sampling_kernels.filter_logits[(len(logits),)](
+            *(logits, *(each.contiguous() for each in filters.tensors()), logits.shape[1], logits.stride(0)),
+            BLOCK=sampling_kernels.BLOCK,
+            **sampling_kernels.FILTER_LAUNCH,
         )
 
 
