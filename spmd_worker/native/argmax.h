@@ -25,13 +25,13 @@ class LaneArgmax {
   }
 
   // Lays the row's result over what another thread found.
-  void merge(int64_t row, float& value, int64_t& place) const {
+  void merge(int64_t row, float& value, int64_t& index) const {
     const Lanes& lanes = lanes_[row];
     for (int lane = 0; lane < kLanes; ++lane) {
       const float x = lanes.values[lane];
       const int64_t at = int64_t(lanes.numbers[lane]) * kLanes + lane;
       const bool is_equal = x == value || (x != x && value != value);
-      if (is_larger(x, value) || (is_equal && at < place)) value = x, place = at;
+      if (is_larger(x, value) || (is_equal && at < index)) value = x, index = at;
     }
   }
 

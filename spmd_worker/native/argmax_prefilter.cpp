@@ -24,7 +24,7 @@ namespace {
 
 constexpr float kSmallest = 1e-16f;  // of norms: of what squares lose that are too small for a float
 constexpr float kTooLarge = 1e30f;   // of products: a chain's own sums may be infinite then
-constexpr int64_t kMostShare = 48;   // of a row's outputs, one in so many: with more candidates it is computed whole
+constexpr int64_t kMaxShare = 48;   // of a row's outputs, one in so many: with more candidates it is computed whole
 
 static_assert(kLanes == kPanel, "a vector is a panel");
 
@@ -46,10 +46,10 @@ void make_panel(const uint16_t* weight, int64_t num_inputs, int8_t* to, PanelBou
     most = first > most ? first : most;
     most = second > most ? second : most;
   }
-  const Floats largest = (Floats)most;
-  const auto is_usable = (largest >= broadcast(kLeast)) & (largest < broadcast(kInfinity));
-  const Floats scale = is_usable ? largest / broadcast(kMost) : Floats{};
-  const Floats factor = is_usable ? broadcast(kMost) / largest : Floats{};
+  const Floats maximum = (Floats)most;
+  const auto is_usable = (maximum >= broadcast(kMinMagnitude)) & (maximum < broadcast(kInfinity));
+  const Floats scale = is_usable ? maximum / broadcast(kMaxByte) : Floats{};
+  const Floats factor = is_usable ? broadcast(kMaxByte) / maximum : Floats{};
   const Floats magic = broadcast(12582912.0f);
   Floats rest_squares{}, number_squares{}, weight_squares{};
   Ints sums = Ints{};
@@ -89,19 +89,19 @@ void make_panel(const uint16_t* weight, int64_t num_inputs, int8_t* to, PanelBou
 // A row in bytes, and how long it and its rest are.
 struct Row {
   float scale, norm, rest;
-  bool is_whole;  // computed without the screen
+  bool is_bypassed;  // computed without the prefilter
 };
 
 Row make_row(const uint16_t* x, int64_t size, int8_t* to) {
-  const float largest = row_maximum(x, size);
-  const bool is_usable = largest >= kLeast && largest < kInfinity;
-  quantise_row(x, size, largest, rows_are_offset() ? -128 : 0, to, padded_to_steps(size));
+  const float maximum = row_maximum(x, size);
+  const bool is_usable = maximum >= kMinMagnitude && maximum < kInfinity;
+  quantise_row(x, size, maximum, rows_are_offset() ? -128 : 0, to, padded_to_steps(size));
   if (!is_usable) return {0.0f, 0.0f, 0.0f, true};
-  const float scale = scale_of(largest);
-  const Floats factor = broadcast(kMost / largest), magic = broadcast(12582912.0f);
+  const float scale = scale_of(maximum);
+  const Floats factor = broadcast(kMaxByte / maximum), magic = broadcast(12582912.0f);
   Floats squares{}, rest_squares{};
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const Floats values = load_floats(x + place), whole = (values * factor + magic) - magic;
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const Floats values = load_floats(x + index), whole = (values * factor + magic) - magic;
     const Floats rest = values - whole * broadcast(scale);
     squares += values * values, rest_squares += rest * rest;
   }
@@ -113,7 +113,7 @@ Row make_row(const uint16_t* x, int64_t size, int8_t* to) {
 }
 
 // Of a row, of so many outputs, that are computed one by one.
-int64_t most_candidates(int64_t count) { return std::max<int64_t>(count / kMostShare, kPanel); }
+int64_t most_candidates(int64_t count) { return std::max<int64_t>(count / kMaxShare, kPanel); }
 
 // An output that may be a row's largest.
 struct Candidate {
@@ -134,7 +134,7 @@ struct Seen {
 };
 
 // The epilogue that screens. Each thread sees by itself, and adds what it saw to `all` in the end.
-struct Screen {
+struct Prefilter {
   static constexpr bool kTakesRegisters = false;
   const Gemm<int8_t>& gemm;
   const std::vector<Row>& rows;
@@ -147,7 +147,7 @@ struct Screen {
   Seen own;
 
   SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Ints* sums) {
-    if (rows[row].is_whole || own.num_kept[row] > most) return;
+    if (rows[row].is_bypassed || own.num_kept[row] > most) return;
     for (int which = 0; which < num_panels; ++which) {
       const int64_t panel = pair * 2 + which;
       const float bound = rows[row].norm * bounds[panel].rest + rows[row].rest * bounds[panel].numbers;
@@ -186,14 +186,14 @@ struct Outputs {
   int64_t num_inputs;
 
   // Where an output's first pair is, counted in pairs, and how far from one to the next.
-  int32_t place(int64_t output) const {
+  int32_t index(int64_t output) const {
     return int32_t(is_plain ? output * num_inputs / 2 : output / kPanel * num_inputs / 2 * kPanel + output % kPanel);
   }
   int64_t step() const { return is_plain ? 1 : kPanel; }
 
   // The chains of gemm_avx512.h, of outputs at 16 places.
-  Floats chains(const uint16_t* x, const int32_t* places) const {
-    const __m512i at = _mm512_loadu_si512(places);
+  Floats chains(const uint16_t* x, const int32_t* indices) const {
+    const __m512i at = _mm512_loadu_si512(indices);
     const int32_t* from = reinterpret_cast<const int32_t*>(weight);
     __m512 sums = _mm512_setzero_ps();
     for (int64_t input = 0; input < num_inputs; input += 2, from += step()) {
@@ -210,21 +210,21 @@ struct Outputs {
 struct Group {
   int64_t row, start, end;
   float value;
-  int64_t place;
+  int64_t index;
 
   void compute(const uint16_t* x, const Outputs& outputs, const Candidate* candidates) {
-    int32_t places[kPanel];
+    int32_t indices[kPanel];
     for (int lane = 0; lane < kPanel; ++lane)
-      places[lane] = outputs.place(candidates[std::min(start + lane, end - 1)].output);
-    const Floats products = outputs.chains(x, places);
-    value = -kInfinity, place = 0;
+      indices[lane] = outputs.index(candidates[std::min(start + lane, end - 1)].output);
+    const Floats products = outputs.chains(x, indices);
+    value = -kInfinity, index = 0;
     for (int64_t each = start; each < end; ++each)
-      take_larger(products[each - start], candidates[each].output, value, place);
+      take_larger(products[each - start], candidates[each].output, value, index);
   }
 
-  static void take_larger(float value, int64_t at, float& largest, int64_t& place) {
-    const bool is_equal = value == largest || (value != value && largest != largest);
-    if (is_larger(value, largest) || (is_equal && at < place)) largest = value, place = at;
+  static void take_larger(float value, int64_t at, float& maximum, int64_t& index) {
+    const bool is_equal = value == maximum || (value != value && maximum != maximum);
+    if (is_larger(value, maximum) || (is_equal && at < index)) maximum = value, index = at;
   }
 };
 
@@ -244,16 +244,16 @@ extern "C" int64_t spmd_has_argmax_prefilter() {
 // The screen of a packed weight: its panels in bytes, then two bounds of each. To be called only where
 // `spmd_has_argmax_prefilter` says so, as what follows.
 extern "C" void spmd_fill_prefilter_bfloat16(
-    const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int8_t* screen, int64_t num_threads) {
+    const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int8_t* prefilter, int64_t num_threads) {
 #if defined(SPMD_ARGMAX_PREFILTER)
   const int64_t num_panels = num_outputs / kPanel;
-  PanelBounds* const bounds = reinterpret_cast<PanelBounds*>(screen + bounds_at(num_inputs, num_panels));
+  PanelBounds* const bounds = reinterpret_cast<PanelBounds*>(prefilter + bounds_at(num_inputs, num_panels));
   parallel_for(num_panels, num_threads, [&](int64_t panel) {
     make_panel(
-        packed + panel * num_inputs * kPanel, num_inputs, screen + panel * panel_bytes(num_inputs), bounds[panel]);
+        packed + panel * num_inputs * kPanel, num_inputs, prefilter + panel * panel_bytes(num_inputs), bounds[panel]);
   });
 #else
-  (void)packed, (void)num_inputs, (void)num_outputs, (void)screen, (void)num_threads;
+  (void)packed, (void)num_inputs, (void)num_outputs, (void)prefilter, (void)num_threads;
 #endif
 }
 
@@ -261,19 +261,19 @@ extern "C" void spmd_fill_prefilter_bfloat16(
 // [num_rows][num_inputs rounded up to 64] is memory to work in. Returns how many outputs of rows were computed in bfloat16.
 extern "C" int64_t spmd_filtered_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
-    int64_t num_outputs, int64_t count, const uint16_t* plain, const int8_t* screen, float* values, int64_t* places,
+    int64_t num_outputs, int64_t count, const uint16_t* plain, const int8_t* prefilter, float* values, int64_t* indices,
     int8_t* rows, int64_t num_threads) {
 #if defined(SPMD_ARGMAX_PREFILTER)
-  const Gemm<int8_t> gemm = {rows, padded_to_steps(num_inputs), num_rows, num_inputs, screen, num_outputs};
+  const Gemm<int8_t> gemm = {rows, padded_to_steps(num_inputs), num_rows, num_inputs, prefilter, num_outputs};
   const PanelBounds* const bounds =
-      reinterpret_cast<const PanelBounds*>(screen + bounds_at(num_inputs, num_outputs / kPanel));
+      reinterpret_cast<const PanelBounds*>(prefilter + bounds_at(num_inputs, num_outputs / kPanel));
   std::vector<Row> of_rows(num_rows);
   parallel_for(num_rows, num_threads, [&](int64_t row) {
     of_rows[row] = make_row(x + row * x_stride, num_inputs, rows + row * gemm.x_stride);
   });
   Seen seen(num_rows);
   const int64_t most = most_candidates(count) * 4;
-  run_gemm<Vnni>(gemm, Screen{gemm, of_rows, bounds, count, most, &seen, Seen(num_rows)}, num_threads);
+  run_gemm<Vnni>(gemm, Prefilter{gemm, of_rows, bounds, count, most, &seen, Seen(num_rows)}, num_threads);
 
   // Those that still may be the largest, row by row.
   std::vector<int64_t> starts(num_rows + 1, 0);
@@ -282,10 +282,10 @@ extern "C" int64_t spmd_filtered_argmax_bfloat16(
     if (is_left(each)) ++starts[each.row + 1];
   int64_t num_computed = 0;
   std::vector<Group> groups;
-  std::vector<int64_t> whole;
+  std::vector<int64_t> bypassed;
   for (int64_t row = 0; row < num_rows; ++row) {
-    of_rows[row].is_whole |= seen.num_kept[row] > most || starts[row + 1] > most_candidates(count);
-    if (of_rows[row].is_whole) whole.push_back(row), starts[row + 1] = 0, num_computed += count;
+    of_rows[row].is_bypassed |= seen.num_kept[row] > most || starts[row + 1] > most_candidates(count);
+    if (of_rows[row].is_bypassed) bypassed.push_back(row), starts[row + 1] = 0, num_computed += count;
     num_computed += starts[row + 1];
     starts[row + 1] += starts[row];
     for (int64_t start = starts[row]; start < starts[row + 1]; start += kPanel)
@@ -293,30 +293,30 @@ extern "C" int64_t spmd_filtered_argmax_bfloat16(
   }
   std::vector<Candidate> candidates(starts[num_rows]);
   for (const Candidate& each : seen.candidates)
-    if (is_left(each) && !of_rows[each.row].is_whole) candidates[starts[each.row]++] = each;
+    if (is_left(each) && !of_rows[each.row].is_bypassed) candidates[starts[each.row]++] = each;
 
   const Outputs outputs = {plain == nullptr ? packed : plain, plain != nullptr, num_inputs};
   parallel_for(int64_t(groups.size()), num_threads, [&](int64_t number) {
     groups[number].compute(x + groups[number].row * x_stride, outputs, candidates.data());
   });
-  std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);
-  for (const Group& each : groups) Group::take_larger(each.value, each.place, values[each.row], places[each.row]);
+  std::fill_n(values, num_rows, -kInfinity), std::fill_n(indices, num_rows, 0);
+  for (const Group& each : groups) Group::take_larger(each.value, each.index, values[each.row], indices[each.row]);
 
-  if (whole.empty()) return num_computed;
-  std::vector<uint16_t> gathered(whole.size() * num_inputs);
-  std::vector<float> their_values(whole.size());
-  std::vector<int64_t> their_places(whole.size());
-  for (size_t each = 0; each < whole.size(); ++each)
-    std::copy_n(x + whole[each] * x_stride, num_inputs, gathered.data() + each * num_inputs);
+  if (bypassed.empty()) return num_computed;
+  std::vector<uint16_t> gathered(bypassed.size() * num_inputs);
+  std::vector<float> their_values(bypassed.size());
+  std::vector<int64_t> their_indices(bypassed.size());
+  for (size_t each = 0; each < bypassed.size(); ++each)
+    std::copy_n(x + bypassed[each] * x_stride, num_inputs, gathered.data() + each * num_inputs);
   spmd_gemm_argmax_bfloat16(
-      gathered.data(), num_inputs, int64_t(whole.size()), num_inputs, packed, num_outputs, count, their_values.data(),
-      their_places.data(), num_threads);
-  for (size_t each = 0; each < whole.size(); ++each)
-    values[whole[each]] = their_values[each], places[whole[each]] = their_places[each];
+      gathered.data(), num_inputs, int64_t(bypassed.size()), num_inputs, packed, num_outputs, count, their_values.data(),
+      their_indices.data(), num_threads);
+  for (size_t each = 0; each < bypassed.size(); ++each)
+    values[bypassed[each]] = their_values[each], indices[bypassed[each]] = their_indices[each];
   return num_computed;
 #else
   (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)count, (void)plain;
-  (void)screen, (void)values, (void)places, (void)rows, (void)num_threads;
+  (void)prefilter, (void)values, (void)indices, (void)rows, (void)num_threads;
   return 0;
 #endif
 }

@@ -35,7 +35,7 @@ constexpr int kMaxSpans = kGroups + 2;
 struct Item {
   int sequence, kv_head;
   int64_t first_row, end_row;  // row = token of the sequence * query heads per key-value head + query head
-  int64_t place;               // of its first row among those of its bundle
+  int64_t index;               // of its first row among those of its bundle
   Keys keys;                   // that any of its rows sees
 
   int64_t num_rows() const { return end_row - first_row; }
@@ -64,7 +64,7 @@ struct Attention {
   Cache<Element> cache;
   const Element* queries;
   int64_t query_token_stride, query_head_stride;  // elements
-  Angles<Element> angles;                         // by which queries are turned
+  Angles<Element> angles;                         // by which queries are rotated
   Element* output;                                // [tokens, heads, head size]
   const int64_t* query_starts;
   const int64_t* context_lengths;
@@ -73,8 +73,8 @@ struct Attention {
   float cap;    // of scores, to base 2; 0: none
   int64_t window;
   int64_t ahead;  // how many keys behind its own a row sees; 0: attention is causal
-  bool has_unit;
-  const float* sinks = nullptr;  // one logit a query head, in no key's place; null: none
+  bool has_amx;
+  const float* sinks = nullptr;  // one logit a query head, in no key's index; null: none
 
   int group_size() const { return num_heads / cache.num_kv_heads; }
   int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
@@ -89,8 +89,8 @@ struct Attention {
     return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
   }
 
-  Item item_of(int sequence, int kv_head, int64_t first_row, int64_t end_row, int64_t place) const {
-    Item item = {sequence, kv_head, first_row, end_row, place, {}};
+  Item item_of(int sequence, int kv_head, int64_t first_row, int64_t end_row, int64_t index) const {
+    Item item = {sequence, kv_head, first_row, end_row, index, {}};
     item.keys = {
         first_visible(position(item, first_row)), last_visible(sequence, position(item, end_row - 1))};
     return item;
@@ -125,7 +125,7 @@ struct Attention {
   }
 
   // `unit_rows` is how many rows this thread's AMX unit is set up for.
-  void run(const Bundle& bundle, const Bundle* next_bundle, int& unit_rows) const {
+  void run(const Bundle& bundle, const Bundle* next_bundle, int& amx_rows) const {
     Scratch scratch;
     for (int item = 0; item < bundle.num_items; ++item) stage(bundle.items[item], scratch);
     const Item& last_item = bundle.items[bundle.num_items - 1];
@@ -141,9 +141,9 @@ struct Attention {
         next = locate(*next_bundle, first_visit(*next_bundle), scratch);
       const Item& item = bundle.items[visit.item];
       if (visit.is_shared)
-        run_tile(0, last_item.place + last_item.num_rows(), visit.tile_number, tile, next, unit_rows, scratch);
+        run_tile(0, last_item.index + last_item.num_rows(), visit.tile_number, tile, next, amx_rows, scratch);
       else
-        run_tile(item.place, item.place + item.num_rows(), visit.tile_number, tile, next, unit_rows, scratch);
+        run_tile(item.index, item.index + item.num_rows(), visit.tile_number, tile, next, amx_rows, scratch);
       if (is_copied && following.item < bundle.num_items) next = locate(bundle, following, scratch);
       visit = following;
     }
@@ -154,14 +154,14 @@ struct Attention {
     const int size = cache.head_size;
     Element room[kMaxHeadSize];
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
-      const int64_t place = item.place + row - item.first_row;
+      const int64_t index = item.index + row - item.first_row;
       const int64_t at = position(item, row);
-      scratch.seen[place] = {first_visible(at), last_visible(item.sequence, at)};
+      scratch.seen[index] = {first_visible(at), last_visible(item.sequence, at)};
       const Element* query = queries + offset(item, row, query_token_stride, query_head_stride);
-      query = turned(query, size, angles, query_starts[item.sequence] + row / group_size(), room);
-      Type::stage(query, size, scratch.queries + place * size / Type::kPair);
-      std::memset(scratch.outputs + place * size, 0, size * sizeof(float));
-      scratch.softmax[place] = start_of(item, row);
+      query = rotated(query, size, angles, query_starts[item.sequence] + row / group_size(), room);
+      Type::stage(query, size, scratch.queries + index * size / Type::kPair);
+      std::memset(scratch.outputs + index * size, 0, size * sizeof(float));
+      scratch.softmax[index] = start_of(item, row);
     }
   }
 
@@ -176,68 +176,68 @@ struct Attention {
 
   // Rows from `first` to `end` of those in hand.
   void run_tile(
-      int64_t first, int64_t end, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
+      int64_t first, int64_t end, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& amx_rows,
       Scratch& scratch) const {
 #if defined(SPMD_HAS_AMX)
     if constexpr (Type::kPair == 2)
-      if (has_unit) {
-        for (int64_t place = first; place < end; place += kUnitRows)
+      if (has_amx) {
+        for (int64_t index = first; index < end; index += kAmxTileRows)
           run_rows_amx(
-              place, int(std::min<int64_t>(kUnitRows, end - place)), number, tile, place == first ? &next : nullptr,
-              unit_rows, scratch);
+              index, int(std::min<int64_t>(kAmxTileRows, end - index)), number, tile, index == first ? &next : nullptr,
+              amx_rows, scratch);
         return;
       }
 #endif
-    (void)unit_rows;
-    for (int64_t place = first, num_rows; place < end; place += num_rows) {
-      num_rows = num_alike(place, end, number, scratch);
-      const bool is_first = place == first;
+    (void)amx_rows;
+    for (int64_t index = first, num_rows; index < end; index += num_rows) {
+      num_rows = num_alike(index, end, number, scratch);
+      const bool is_first = index == first;
       switch (num_rows) {
-        case 1: run_rows<1>(place, number, tile, next, is_first, scratch); break;
-        case 2: run_rows<2>(place, number, tile, next, is_first, scratch); break;
-        case 3: run_rows<3>(place, number, tile, next, is_first, scratch); break;
-        default: run_rows<4>(place, number, tile, next, is_first, scratch);
+        case 1: run_rows<1>(index, number, tile, next, is_first, scratch); break;
+        case 2: run_rows<2>(index, number, tile, next, is_first, scratch); break;
+        case 3: run_rows<3>(index, number, tile, next, is_first, scratch); break;
+        default: run_rows<4>(index, number, tile, next, is_first, scratch);
       }
     }
   }
 
   // How many rows from `place` are computed together: of several that see the same of a tile, as where they are one token's.
   // Where each is another token's they share what all of them see (`add_uneven`).
-  int64_t num_alike(int64_t place, int64_t end, int64_t number, const Scratch& scratch) const {
-    const int64_t most = std::min<int64_t>(kMaxRows, end - place);
+  int64_t num_alike(int64_t index, int64_t end, int64_t number, const Scratch& scratch) const {
+    const int64_t most = std::min<int64_t>(kMaxRows, end - index);
     if (group_size() == 1) return most;
-    const Range visible = scratch.seen[place].within(number);
+    const Range visible = scratch.seen[index].within(number);
     int64_t count = 1;
-    while (count < most && scratch.seen[place + count].within(number) == visible) ++count;
+    while (count < most && scratch.seen[index + count].within(number) == visible) ++count;
     return count;
   }
 
 #if defined(SPMD_HAS_AMX)
   void run_rows_amx(
-      int64_t place, int num_rows, int64_t number, const Tile<Element>& tile, const Tile<Element>* next, int& unit_rows,
+      int64_t index, int num_rows, int64_t number, const Tile<Element>& tile, const Tile<Element>* next, int& amx_rows,
       Scratch& scratch) const {
-    Range visible[kUnitRows];
-    for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[place + r].within(number);
+    Range visible[kAmxTileRows];
+    for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[index + r].within(number);
     const AttentionByUnit<Type> by_amx = {cache.head_size, scale, cap, scratch};
-    if (unit_rows != num_rows) by_amx.set_up(unit_rows = num_rows);
-    by_amx.run_rows(place, num_rows, visible, tile, next);
+    if (amx_rows != num_rows) by_amx.set_up(amx_rows = num_rows);
+    by_amx.run_rows(index, num_rows, visible, tile, next);
   }
 #endif
 
   template <int kRows>
   void run_rows(
-      int64_t place, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, bool fetches_next,
+      int64_t index, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, bool fetches_next,
       Scratch& scratch) const {
     Range visible[kRows];
     bool is_even = true, is_seen = false;
     for (int r = 0; r < kRows; ++r) {
-      visible[r] = scratch.seen[place + r].within(number);
+      visible[r] = scratch.seen[index + r].within(number);
       is_even &= visible[r] == visible[0];
       is_seen |= !visible[r].is_empty();
     }
     if (!is_seen) return;
     const int num_steps = cache.head_size / Type::kPair;
-    const Left* left = scratch.queries + place * num_steps;
+    const Left* left = scratch.queries + index * num_steps;
     if (fetches_next)
       score_rows<Type, kRows, true>(left, num_steps, tile, next, num_steps, scratch.scores);
     else
@@ -246,20 +246,20 @@ struct Attention {
     for (int r = 0; r < kRows; ++r)
       if (!visible[r].is_empty())
         decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[place + r],
+            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[index + r],
             scratch.probabilities + r * kTile / Type::kPair);
     if (!is_even)
-      add_uneven<kRows>(visible, place, tile, next, decays, scratch);
+      add_uneven<kRows>(visible, index, tile, next, decays, scratch);
     else if (fetches_next)
-      add_range<kRows, true>(visible[0], 0, place, tile, next, {true, true}, decays, scratch);
+      add_range<kRows, true>(visible[0], 0, index, tile, next, {true, true}, decays, scratch);
     else
-      add_range<kRows, false>(visible[0], 0, place, tile, next, {true, true}, decays, scratch);
+      add_range<kRows, false>(visible[0], 0, index, tile, next, {true, true}, decays, scratch);
   }
 
   // Rows that see different parts of a tile: together what all see, each alone what comes before and after.
   template <int kRows>
   void add_uneven(
-      const Range* visible, int64_t place, const Tile<Element>& tile, const Tile<Element>& next, const float* decays,
+      const Range* visible, int64_t index, const Tile<Element>& tile, const Tile<Element>& next, const float* decays,
       Scratch& scratch) const {
     Range common = {0, kTile};
     for (int r = 0; r < kRows; ++r) {
@@ -270,18 +270,18 @@ struct Attention {
     for (int r = 0; r < kRows; ++r) {
       if (visible[r].is_empty()) continue;
       const Range before = {visible[r].first, is_shared ? common.first : visible[r].end};
-      add_range<1, false>(before, r, place, tile, next, {true, !is_shared}, decays, scratch);
+      add_range<1, false>(before, r, index, tile, next, {true, !is_shared}, decays, scratch);
     }
     if (!is_shared) return;
-    add_range<kRows, false>(common, 0, place, tile, next, {false, false}, decays, scratch);
+    add_range<kRows, false>(common, 0, index, tile, next, {false, false}, decays, scratch);
     for (int r = 0; r < kRows; ++r)
-      add_range<1, false>({common.end, visible[r].end}, r, place, tile, next, {false, true}, decays, scratch);
+      add_range<1, false>({common.end, visible[r].end}, r, index, tile, next, {false, true}, decays, scratch);
   }
 
   // The keys of `range` for kRows rows from `first` of the rows in hand.
   template <int kRows, bool kFetches>
   void add_range(
-      Range range, int first, int64_t place, const Tile<Element>& tile, const Tile<Element>& next, Ends ends,
+      Range range, int first, int64_t index, const Tile<Element>& tile, const Tile<Element>& next, Ends ends,
       const float* decays, Scratch& scratch) const {
     Span<Element> spans[kMaxSpans];
     const int num_spans = spans_of(range, tile, next, spans, scratch);
@@ -289,7 +289,7 @@ struct Attention {
     const int64_t size = cache.head_size;
     add_values_of_head<Type, kRows, kFetches>(
         left, spans, num_spans, int(size), ends, decays + first, scratch.sums + first * size,
-        scratch.outputs + (place + first) * size);
+        scratch.outputs + (index + first) * size);
   }
 
   int spans_of(
@@ -325,11 +325,11 @@ struct Attention {
   void write(const Item& item, const Scratch& scratch) const {
     const int64_t size = cache.head_size;
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
-      const int64_t place = item.place + row - item.first_row;
-      const Floats factor = broadcast(1.0f / sum_of_lanes(scratch.softmax[place].sum));
+      const int64_t index = item.index + row - item.first_row;
+      const Floats factor = broadcast(1.0f / sum_of_lanes(scratch.softmax[index].sum));
       Element* to = output + offset(item, row, num_heads * size, size);
       for (int64_t column = 0; column < size; column += kLanes)
-        store_floats(to + column, load<Floats>(scratch.outputs + place * size + column) * factor);
+        store_floats(to + column, load<Floats>(scratch.outputs + index * size + column) * factor);
     }
   }
 
@@ -402,7 +402,7 @@ struct Attention {
     const std::vector<Bundle>& all = planned.bundles;
     const int64_t count = int64_t(all.size()), num_chunks = int64_t(planned.chunks.size()) - 1;
     run_items(num_chunks, int(std::min<int64_t>(num_threads, count)), [&](Items& chunks) {
-      int unit_rows = 0;
+      int amx_rows = 0;
       for (int64_t chunk = chunks.next(), following = -1; chunk >= 0; chunk = following)
         for (int64_t index = planned.chunks[chunk], end = planned.chunks[chunk + 1]; index < end; ++index) {
           // What this thread comes to next is fetched meanwhile, so a chunk is taken before the last bundle of another.
@@ -411,10 +411,10 @@ struct Attention {
             following = chunks.next();
             next = following < 0 ? count : planned.chunks[following];
           }
-          run(all[index], next < count ? &all[next] : nullptr, unit_rows);
+          run(all[index], next < count ? &all[next] : nullptr, amx_rows);
         }
 #if defined(SPMD_HAS_AMX)
-      if (unit_rows > 0) amx::release();
+      if (amx_rows > 0) amx::release();
 #endif
     });
   }

@@ -35,7 +35,7 @@ struct AttentionByUnit {
 
   // Rows at `place` of those in hand; `next`, or null, is what to fetch meanwhile.
   void run_rows(
-      int64_t place, int num_rows, const Range* visible, const Tile<Element>& tile, const Tile<Element>* next) const {
+      int64_t index, int num_rows, const Range* visible, const Tile<Element>& tile, const Tile<Element>* next) const {
     Range some = {kTile, 0}, all = {0, kTile};  // what at least one row sees, what every row sees that sees anything
     for (int r = 0; r < num_rows; ++r) {
       if (visible[r].is_empty()) continue;
@@ -43,14 +43,14 @@ struct AttentionByUnit {
       all = {std::max(all.first, visible[r].first), std::min(all.end, visible[r].end)};
     }
     if (some.is_empty()) return;
-    score_rows(scratch.queries + place * head_size / Type::kPair, tile, next, scratch.scores);
-    float decays[kUnitRows];
+    score_rows(scratch.queries + index * head_size / Type::kPair, tile, next, scratch.scores);
+    float decays[kAmxTileRows];
     for (int r = 0; r < num_rows; ++r)
       if (!visible[r].is_empty())
         decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[place + r],
+            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[index + r],
             scratch.probabilities + r * kTile / Type::kPair);
-    float* outputs = scratch.outputs + place * head_size;
+    float* outputs = scratch.outputs + index * head_size;
     if (is_finite_outside(all, some, tile)) {
       add_values(some, tile, next);
       for (int r = 0; r < num_rows; ++r)
@@ -144,9 +144,9 @@ struct AttentionByUnit {
   // Adding 0 makes -0 into 0, so that keys of probability 0 leave no trace, not even in a sign.
   void take_sums(int r, float decay, float* outputs) const {
     const int64_t size = head_size;
-    for (int64_t place = r * size; place < (r + 1) * size; place += kLanes) {
-      const Floats sum = load<Floats>(scratch.sums + place) + Floats{};
-      store(outputs + place, fused(load<Floats>(outputs + place), broadcast(decay), sum));
+    for (int64_t index = r * size; index < (r + 1) * size; index += kLanes) {
+      const Floats sum = load<Floats>(scratch.sums + index) + Floats{};
+      store(outputs + index, fused(load<Floats>(outputs + index), broadcast(decay), sum));
     }
   }
 
@@ -156,8 +156,8 @@ struct AttentionByUnit {
     for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
       if (group * kGroup >= all.first && (group + 1) * kGroup <= all.end) continue;
       Words argmax = Words{};
-      for (int64_t place = 0; place < kGroup * head_size; place += 2 * kLanes) {
-        const Words pairs = load<Words>(tile.values[group] + place) & 0x7fff7fffu;
+      for (int64_t index = 0; index < kGroup * head_size; index += 2 * kLanes) {
+        const Words pairs = load<Words>(tile.values[group] + index) & 0x7fff7fffu;
         const Words first = pairs << 16, second = pairs & 0xffff0000u;
         argmax = argmax > first ? argmax : first;
         argmax = argmax > second ? argmax : second;

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kItemRows = 64;  // query rows of one bundle of work items
-constexpr int kUnitRows = 16;  // query rows that the AMX unit takes together
+constexpr int kAmxTileRows = 16;  // query rows that the AMX unit takes together
 
 // First and last position that a row sees, or any of some rows.
 struct Keys {
@@ -68,9 +68,9 @@ struct Scratch {
 
   alignas(64) Left queries[kItemRows * kMaxHeadSize / Type::kPair];
   alignas(64) float outputs[kItemRows * kMaxHeadSize];
-  alignas(64) float scores[kUnitRows * kTile];
-  alignas(64) Left probabilities[kUnitRows * kTile / Type::kPair];
-  alignas(64) float sums[kUnitRows * kMaxHeadSize];
+  alignas(64) float scores[kAmxTileRows * kTile];
+  alignas(64) Left probabilities[kAmxTileRows * kTile / Type::kPair];
+  alignas(64) float sums[kAmxTileRows * kMaxHeadSize];
   alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
   Softmax softmax[kItemRows];
   Keys seen[kItemRows];

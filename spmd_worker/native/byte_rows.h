@@ -15,45 +15,45 @@ namespace {
 
 typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
-constexpr float kMost = 127.0f;
-constexpr float kLeast = 1e-30f;
+constexpr float kMaxByte = 127.0f;
+constexpr float kMinMagnitude = 1e-30f;
 
-SPMD_INLINE float scale_of(float largest) { return largest < kLeast ? 0.0f : largest / kMost; }
+SPMD_INLINE float scale_of(float maximum) { return maximum < kMinMagnitude ? 0.0f : maximum / kMaxByte; }
 
 // Magnitudes as whole numbers are in the same order, with what is not a number above all.
 template <class Element>
 float row_maximum(const Element* row, int64_t size) {
   Ints most = Ints{};
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const Ints bits = (Ints)load_some(row + place, size - place) & 0x7fffffff;
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const Ints bits = (Ints)load_some(row + index, size - index) & 0x7fffffff;
     most = bits > most ? bits : most;
   }
-  int32_t largest = 0;
-  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+  int32_t maximum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) maximum = std::max(maximum, most[lane]);
   float value;
-  std::memcpy(&value, &largest, sizeof value);
+  std::memcpy(&value, &maximum, sizeof value);
   return value;
 }
 
 // Up to `to_stride` bytes, of which those beyond `size` are zero; `offset` is added to each.
 template <class Element>
-void quantise_row(const Element* row, int64_t size, float largest, int8_t offset, int8_t* to, int64_t to_stride) {
-  int64_t place = 0;
-  if (largest >= kLeast && largest < kInfinity) {
-    const Floats factor = broadcast(kMost / largest), magic = broadcast(12582912.0f);
-    for (; place < size; place += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, size - place);
+void quantise_row(const Element* row, int64_t size, float maximum, int8_t offset, int8_t* to, int64_t to_stride) {
+  int64_t index = 0;
+  if (maximum >= kMinMagnitude && maximum < kInfinity) {
+    const Floats factor = broadcast(kMaxByte / maximum), magic = broadcast(12582912.0f);
+    for (; index < size; index += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, size - index);
       // Adding this many rounds to a whole number, the even one of two.
-      const Floats whole = (load_some(row + place, count) * factor + magic) - magic;
+      const Floats whole = (load_some(row + index, count) * factor + magic) - magic;
       const Bytes numbers = __builtin_convertvector(__builtin_convertvector(whole, Ints) + int32_t(offset), Bytes);
       if (count == kLanes)
-        store(to + place, numbers);
+        store(to + index, numbers);
       else
-        std::memcpy(to + place, &numbers, count);
+        std::memcpy(to + index, &numbers, count);
     }
-    place = size;
+    index = size;
   }
-  std::fill(to + place, to + to_stride, offset);
+  std::fill(to + index, to + to_stride, offset);
 }
 
 // The sums of kLanes outputs as numbers.

@@ -41,7 +41,7 @@ SPMD_EXPORTS(bfloat16, uint16_t)
 
 extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
-    int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads);
+    int64_t num_outputs, int64_t count, float* values, int64_t* indices, int64_t num_threads);
 
 #if defined(__linux__)
 

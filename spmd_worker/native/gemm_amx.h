@@ -120,7 +120,7 @@ struct OfTiles {
   using Sum = SumOf;
   static constexpr int kRows = kAmxRows;
   static constexpr bool kIsEven = false;  // a block of other rows is another set-up
-  static constexpr int64_t kMostProducts = 1 << 29;
+  static constexpr int64_t kMaxProducts = 1 << 29;
   template <class Epilogue>
   using Kernel = ByTiles<Micro, Epilogue>;
 };
@@ -157,8 +157,8 @@ struct AmxBf16 : OfTiles<AmxBf16, uint16_t, float> {
   static constexpr bool kPacks = false;
   static constexpr int64_t kRowsBytes = 1 << 20, kFewProducts = 1 << 20;
   static constexpr int64_t num_parts(int64_t num_rows, int64_t num_steps) {
-    constexpr int64_t kFewRows = 4 * kAmxRows, kMostSteps = 20;
-    return num_rows <= kFewRows ? 1 : (num_steps + kMostSteps - 1) / kMostSteps;
+    constexpr int64_t kFewRows = 4 * kAmxRows, kMaxSteps = 20;
+    return num_rows <= kFewRows ? 1 : (num_steps + kMaxSteps - 1) / kMaxSteps;
   }
   template <int kSum, int kLeft, int kRight>
   SPMD_INLINE void dot() {
@@ -193,15 +193,15 @@ struct AmxInt8 : OfTiles<AmxInt8, int8_t, int32_t> {
 // inputs at a time: a weight takes no more memory than it did.
 struct AmxFloat32 : OfTiles<AmxFloat32, float, float> {
   static constexpr int kStep = 32, kPieces = 3;
-  static constexpr int kMostSteps = 4;  // of a split pair of panels that stay in the first-level cache
+  static constexpr int kMaxSteps = 4;  // of a split pair of panels that stay in the first-level cache
   static constexpr bool kPacks = true;
   static constexpr int64_t kRowsBytes = 0, kFewProducts = 1 << 18;
-  static constexpr int64_t num_parts(int64_t, int64_t num_steps) { return (num_steps + kMostSteps - 1) / kMostSteps; }
+  static constexpr int64_t num_parts(int64_t, int64_t num_steps) { return (num_steps + kMaxSteps - 1) / kMaxSteps; }
 
   // Of one thread: a part of the rows of a group and of a pair of panels.
   struct alignas(64) Pieces {
-    uint16_t rows[kMostSteps][kPieces][kKeptBlocks][kAmxRows][kStep];
-    uint16_t weight[kMostSteps][kPieces][2][kPanel][kStep];
+    uint16_t rows[kMaxSteps][kPieces][kKeptBlocks][kAmxRows][kStep];
+    uint16_t weight[kMaxSteps][kPieces][2][kPanel][kStep];
   };
 
   // The upper halves of 32 floats in a row.

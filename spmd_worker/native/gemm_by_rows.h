@@ -65,7 +65,7 @@ struct OfVectors {
   static constexpr int kRows = kRowsOf, kStep = 32;
   static constexpr bool kIsEven = true, kPacks = false;
   static constexpr int64_t kRowsBytes = 512 << 10, kFewProducts = kIsInt8 ? 1 << 19 : 1 << 18;
-  static constexpr int64_t kMostProducts = kIsInt8 ? 1 << 27 : 1 << 26;
+  static constexpr int64_t kMaxProducts = kIsInt8 ? 1 << 27 : 1 << 26;
   static constexpr int64_t num_parts(int64_t, int64_t) { return 1; }
   template <class Epilogue>
   using Kernel = ByRows<Micro, Epilogue>;

@@ -28,10 +28,10 @@ extern "C" void spmd_gemm_bfloat16(
 // `spmd_gemm_bfloat16` and then `spmd_argmax_bfloat16` find them.
 extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
-    int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads) {
+    int64_t num_outputs, int64_t count, float* values, int64_t* indices, int64_t num_threads) {
   multiply(
       Gemm<uint16_t>{x, x_stride, num_rows, num_inputs, packed, num_outputs},
-      Argmax<uint16_t, Unscaled>({}, num_rows, count, values, places), num_threads);
+      Argmax<uint16_t, Unscaled>({}, num_rows, count, values, indices), num_threads);
 }
 
 // Whether weights of this dtype are packed for the GEMMs of this library.

@@ -81,15 +81,15 @@ void scale_sums(
     multiply(                                                                                                          \
         gemm, Store<Element, Dequantised>{{gemm, maxima}, num_outputs, bias, to, is_gated != 0}, num_threads);         \
   }                                                                                                                    \
-  /* The argmax of each row of such a product and its first place, among the first `count` outputs. */                 \
+  /* The argmax of each row of such a product and its first index, among the first `count` outputs. */                 \
   extern "C" void spmd_int8_argmax_##name(                                                                             \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                  \
-      int64_t num_outputs, int64_t count, float* values, int64_t* places, float* maxima, int8_t* rows,                 \
+      int64_t num_outputs, int64_t count, float* values, int64_t* indices, float* maxima, int8_t* rows,                 \
       int64_t num_threads) {                                                                                           \
     make_rows(x, x_stride, num_rows, num_inputs, maxima, rows, num_threads);                                           \
     const Gemm<int8_t> gemm = {rows, padded_to_steps(num_inputs), num_rows, num_inputs, packed, num_outputs};          \
     multiply(                                                                                                          \
-        gemm, Argmax<Element, Dequantised>({gemm, maxima}, num_rows, count, values, places), num_threads);             \
+        gemm, Argmax<Element, Dequantised>({gemm, maxima}, num_rows, count, values, indices), num_threads);             \
   }                                                                                                                    \
   /* Sums of `spmd_int8_sums` over several parts of the inputs -> what one gemm over all of them gives. */             \
   extern "C" void spmd_int8_scaled_##name(                                                                             \

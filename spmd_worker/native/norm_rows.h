@@ -15,18 +15,18 @@ template <class Element>
 SPMD_INLINE void scale_row(
     const Element* row, int64_t size, Floats squares, const Element* weight, float epsilon, Element* to) {
   const Floats factor = broadcast(inverse_root_mean_square(squares, size, epsilon));
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const int64_t count = size - place;
-    const Floats normal = as_kept<Element>(load_some(row + place, count) * factor);
-    store_some(to + place, normal * load_some(weight + place, count), count);
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const int64_t count = size - index;
+    const Floats normal = as_kept<Element>(load_some(row + index, count) * factor);
+    store_some(to + index, normal * load_some(weight + index, count), count);
   }
 }
 
 template <class Element>
 SPMD_INLINE void norm_row(const Element* row, int64_t size, const Element* weight, float epsilon, Element* to) {
   Floats squares = Floats{};
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const Floats x = load_some(row + place, size - place);
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const Floats x = load_some(row + index, size - index);
     squares = fused(x, x, squares);
   }
   scale_row(row, size, squares, weight, epsilon, to);
@@ -37,10 +37,10 @@ template <class Element, class Elements>
 SPMD_INLINE void add_and_norm_row(
     Elements x_at, Element* residual, int64_t size, const Element* weight, float epsilon, Element* to) {
   Floats squares = Floats{};
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const int64_t count = size - place;
-    const Floats total = as_kept<Element>(x_at(place, count) + load_some(residual + place, count));
-    store_some(residual + place, total, count);
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const int64_t count = size - index;
+    const Floats total = as_kept<Element>(x_at(index, count) + load_some(residual + index, count));
+    store_some(residual + index, total, count);
     squares = fused(total, total, squares);
   }
   scale_row(residual, size, squares, weight, epsilon, to);
@@ -55,23 +55,23 @@ SPMD_INLINE void full_norm_row(
   float mean = 0.0f;
   if (is_centred) {
     Floats total = Floats{};
-    for (int64_t place = 0; place < size; place += kLanes) total += load_some(row + place, size - place);
+    for (int64_t index = 0; index < size; index += kLanes) total += load_some(row + index, size - index);
     mean = sum_of_lanes(total) / float(size);
   }
   const Floats centre = broadcast(mean);
   Floats squares = Floats{};
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const Floats deviation = load_some(row + place, size - place) - centre;
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const Floats deviation = load_some(row + index, size - index) - centre;
     // Lanes beyond the row hold zeros, which deviate from the mean.
-    const Floats kept = lane_numbers() < int32_t(size - place < kLanes ? size - place : kLanes) ? deviation : Floats{};
+    const Floats kept = lane_numbers() < int32_t(size - index < kLanes ? size - index : kLanes) ? deviation : Floats{};
     squares = fused(kept, kept, squares);
   }
   const Floats factor = broadcast(inverse_root_mean_square(squares, size, epsilon));
-  for (int64_t place = 0; place < size; place += kLanes) {
-    const int64_t count = size - place;
-    const Floats normal = (load_some(row + place, count) - centre) * factor;
-    Floats scaled = normal * (load_some(weight + place, count) + broadcast(offset));
-    if (bias != nullptr) scaled += load_some(bias + place, count);
-    store_some(to + place, scaled, count);
+  for (int64_t index = 0; index < size; index += kLanes) {
+    const int64_t count = size - index;
+    const Floats normal = (load_some(row + index, count) - centre) * factor;
+    Floats scaled = normal * (load_some(weight + index, count) + broadcast(offset));
+    if (bias != nullptr) scaled += load_some(bias + index, count);
+    store_some(to + index, scaled, count);
   }
 }

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int kTile = 64;           // keys
-constexpr int kGroup = 16;          // keys whose place in the cache is found together; blocks of 16 and up hold them whole
+constexpr int kGroup = 16;          // keys whose index in the cache is found together; blocks of 16 and up hold them whole
 constexpr int kGroups = kTile / kGroup;
 constexpr int kMaxHeadSize = 256;
 
@@ -71,13 +71,13 @@ Tile<typename Type::Element> small_block_tile(
   using Element = typename Type::Element;
   constexpr int kPair = Type::kPair;
   const int size = cache.block_size, head_size = cache.head_size;
-  for (int place = 0; place < kTile; place += size) {
-    if (start + place + size <= first_key || start + place > last_key) continue;
-    const int64_t block = table[(start + place) / size];
+  for (int index = 0; index < kTile; index += size) {
+    if (start + index + size <= first_key || start + index > last_key) continue;
+    const int64_t block = table[(start + index) / size];
     const Element* keys = cache.keys(block, head);
     for (int step = 0; step < head_size / kPair; ++step)
-      std::memcpy(copy.keys + (step * kTile + place) * kPair, keys + step * size * kPair, size * kPair * sizeof(Element));
-    std::memcpy(copy.values + place * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
+      std::memcpy(copy.keys + (step * kTile + index) * kPair, keys + step * size * kPair, size * kPair * sizeof(Element));
+    std::memcpy(copy.values + index * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
   }
   Tile<Element> tile;
   tile.key_stride = kTile * kPair;
@@ -98,15 +98,15 @@ Tile<typename Type::Element> tile_of_blocks(
   const int size = cache.block_size;
   tile.key_stride = int64_t(size) * Type::kPair;
   const int64_t first = first_key / kGroup * kGroup, last = last_key / kGroup * kGroup;
-  int64_t key = std::clamp(start, first, last), place = key / size;
-  int offset = int(key - place * size);
+  int64_t key = std::clamp(start, first, last), index = key / size;
+  int offset = int(key - index * size);
   for (int group = 0; group < kGroups; ++group) {
     if (const int64_t wanted = start + group * kGroup; wanted > key && wanted <= last) {
       key = wanted, offset += kGroup;
-      if (offset == size) ++place, offset = 0;
+      if (offset == size) ++index, offset = 0;
     }
-    tile.keys[group] = cache.keys(table[place], head) + offset * Type::kPair;
-    tile.values[group] = cache.values(table[place], head) + int64_t(offset) * cache.head_size;
+    tile.keys[group] = cache.keys(table[index], head) + offset * Type::kPair;
+    tile.values[group] = cache.values(table[index], head) + int64_t(offset) * cache.head_size;
   }
   return tile;
 }
@@ -154,7 +154,7 @@ SPMD_INLINE void fetch_place(const Cache<typename Type::Element>& cache, int64_t
     for (int step = 0; step < cache.head_size / kPair; ++step)
       __builtin_prefetch(keys + int64_t(step) * cache.block_size * kPair, 0, 2);
     const auto* const values = cache.values(block, head) + int64_t(offset - offset % kPair) * cache.head_size;
-    for (int place = 0; place < cache.head_size * kPair; place += kLine) __builtin_prefetch(values + place, 0, 2);
+    for (int index = 0; index < cache.head_size * kPair; index += kLine) __builtin_prefetch(values + index, 0, 2);
   }
 }
 
@@ -173,9 +173,9 @@ struct TokenRows {
   // Other threads may have computed them. Inlined: compilers leave out a call that does nothing else.
   SPMD_INLINE_MEMBER void fetch(int64_t token, int num_heads, int head_size) const {
     for (int64_t head = 0; head < num_heads; ++head)
-      for (int place = 0; place < head_size; place += 64 / int(sizeof(Element))) {
-        __builtin_prefetch(key(token, head) + place);
-        __builtin_prefetch(value(token, head) + place);
+      for (int index = 0; index < head_size; index += 64 / int(sizeof(Element))) {
+        __builtin_prefetch(key(token, head) + index);
+        __builtin_prefetch(value(token, head) + index);
       }
   }
 };
@@ -204,11 +204,11 @@ void write_all(
       num_written = is_pair ? 2 : 1;
       for (int64_t ahead = token + kAhead; ahead < std::min(token + kAhead + num_written, end); ++ahead)
         rows.fetch(ahead, num_heads, head_size);
-      Element rooms[2][kMaxHeadSize];
+      Element scratches[2][kMaxHeadSize];
       for (int head = 0; head < num_heads; ++head) {
         const Element *keys[2], *values[2];
         for (int64_t which = 0; which < num_written; ++which) {
-          keys[which] = turned(rows.key(token + which, head), head_size, angles, token + which, rooms[which]);
+          keys[which] = rotated(rows.key(token + which, head), head_size, angles, token + which, scratches[which]);
           values[which] = rows.value(token + which, head);
         }
         if constexpr (Type::kPair == 2)

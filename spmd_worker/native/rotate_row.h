@@ -13,21 +13,21 @@ struct Angles {
 // The result may take the place of the row.
 template <class Element>
 SPMD_INLINE void rotate_row(const Element* row, int64_t half, const Element* cos, const Element* sin, Element* to) {
-  for (int64_t place = 0; place < half; place += kLanes) {
-    const int64_t count = half - place;
-    const Floats first = load_some(row + place, count), second = load_some(row + half + place, count);
-    const Floats c = load_some(cos + place, count), s = load_some(sin + place, count);
-    store_some(to + place, as_kept<Element>(first * c) - as_kept<Element>(second * s), count);
-    store_some(to + half + place, as_kept<Element>(second * c) + as_kept<Element>(first * s), count);
+  for (int64_t index = 0; index < half; index += kLanes) {
+    const int64_t count = half - index;
+    const Floats first = load_some(row + index, count), second = load_some(row + half + index, count);
+    const Floats c = load_some(cos + index, count), s = load_some(sin + index, count);
+    store_some(to + index, as_kept<Element>(first * c) - as_kept<Element>(second * s), count);
+    store_some(to + half + index, as_kept<Element>(second * c) + as_kept<Element>(first * s), count);
   }
 }
 
 // A row of token `token` as it should be: itself, or turned, in `room`.
 template <class Element>
-SPMD_INLINE const Element* turned(
-    const Element* row, int64_t size, const Angles<Element>& angles, int64_t token, Element* room) {
+SPMD_INLINE const Element* rotated(
+    const Element* row, int64_t size, const Angles<Element>& angles, int64_t token, Element* scratch) {
   if (angles.cos == nullptr) return row;
   const int64_t half = size / 2;
-  rotate_row(row, half, angles.cos + token * half, angles.sin + token * half, room);
-  return room;
+  rotate_row(row, half, angles.cos + token * half, angles.sin + token * half, scratch);
+  return scratch;
 }

@@ -32,7 +32,7 @@ void add_rms_norm(
     const Element* weight, float epsilon, int64_t num_threads) {
   parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     Element* row = x + token * x_stride;
-    const auto x_at = [&](int64_t place, int64_t count) { return load_some(row + place, count); };
+    const auto x_at = [&](int64_t index, int64_t count) { return load_some(row + index, count); };
     add_and_norm_row(x_at, residual + token * residual_stride, size, weight, epsilon, row);
   });
 }
@@ -73,10 +73,10 @@ void silu_and_mul(
     const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {
   parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     const Element* gates = gate_up + token * stride;
-    for (int64_t place = 0; place < size; place += kLanes) {
-      const int64_t count = size - place;
-      const Floats gate = load_some(gates + place, count), up = load_some(gates + size + place, count);
-      store_some(to + token * size + place, as_kept<Element>(silu(gate)) * up, count);
+    for (int64_t index = 0; index < size; index += kLanes) {
+      const int64_t count = size - index;
+      const Floats gate = load_some(gates + index, count), up = load_some(gates + size + index, count);
+      store_some(to + token * size + index, as_kept<Element>(silu(gate)) * up, count);
     }
   });
 }
@@ -90,11 +90,11 @@ void activate_rows(
     int64_t num_threads) {
   parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     const Element* row = x + token * stride;
-    for (int64_t place = 0; place < size; place += kLanes) {
-      const int64_t count = size - place;
-      Floats result = as_kept<Element>(activation(load_some(row + place, count)));
-      if (is_gate) result = result * load_some(row + size + place, count);
-      store_some(to + token * size + place, result, count);
+    for (int64_t index = 0; index < size; index += kLanes) {
+      const int64_t count = size - index;
+      Floats result = as_kept<Element>(activation(load_some(row + index, count)));
+      if (is_gate) result = result * load_some(row + size + index, count);
+      store_some(to + token * size + index, result, count);
     }
   });
 }
@@ -125,17 +125,17 @@ template <class Element>
 SPMD_INLINE void row_argmax(const Element* row, int64_t count, float* value, int64_t* index) {
   Floats most = broadcast(-kInfinity);
   Ints is_nan = Ints{};
-  int64_t place = 0;
-  for (; place + kLanes <= count; place += kLanes) {
-    const Floats x = load_floats(row + place);
+  int64_t column = 0;
+  for (; column + kLanes <= count; column += kLanes) {
+    const Floats x = load_floats(row + column);
     is_nan |= (Ints)(x != x);
     most = larger(x, most);
   }
   bool has_nan = false;
   for (int lane = 0; lane < kLanes; ++lane) has_nan = has_nan || is_nan[lane] != 0;
   float argmax = argmax_lane(most);
-  for (; place < count; ++place) {
-    const float x = to_float(row[place]);
+  for (; column < count; ++column) {
+    const float x = to_float(row[column]);
     has_nan = has_nan || x != x;
     argmax = x > argmax ? x : argmax;
   }
@@ -177,7 +177,7 @@ void argmax(
       int64_t size, const Element* weight, float epsilon, Element* to, int64_t num_threads) {                          \
     rms_norm(x, token_stride, head_stride, num_tokens, num_heads, size, weight, epsilon, to, num_threads);             \
   }                                                                                                                    \
-  /* The sum takes the place of `residual`, its norm that of `x`. */                                                   \
+  /* The sum takes the index of `residual`, its norm that of `x`. */                                                   \
   extern "C" void spmd_add_rms_norm_##name(                                                                            \
       Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
       const Element* weight, float epsilon, int64_t num_threads) {                                                     \

@@ -18,9 +18,9 @@ namespace {
 
 typedef int64_t Longs __attribute__((vector_size(kLanes * 8)));
 
-constexpr int64_t kPiece = 1024;   // ids whose masses are summed up by themselves, so that an id is found among few
+constexpr int64_t kPiece = 1024;   // ids whose weights_of are summed up by themselves, so that an id is found among few
 constexpr int64_t kSmall = 16384;  // ids: below this a second thread costs more than it brings
-constexpr float kMost = 1099511627776.0f;
+constexpr float kMaxWeight = 1099511627776.0f;
 
 // Minus infinity twice or four times: two floats, four bfloat16.
 SPMD_INLINE uint64_t forbidden_word(const float*) { return 0xff800000ff800000u; }
@@ -38,15 +38,15 @@ SPMD_INLINE bool all_forbidden(const Element* logits) {
 }
 
 struct Tempered {
-  float largest, factor;
+  float maxima, factor;
 
   // What is before `count` of a vector's logits; the rest has no mass.
   template <class Element>
-  SPMD_INLINE_MEMBER Longs masses(const Element* logits, int64_t count) const {
+  SPMD_INLINE_MEMBER Longs weights_of(const Element* logits, int64_t count) const {
     const Floats x = load_some(logits, count);
-    const Floats power = exp2_of_falling((x - broadcast(largest)) * broadcast(factor));
+    const Floats power = exp2_of_falling((x - broadcast(maxima)) * broadcast(factor));
     const Floats kept = count >= kLanes ? power : (lane_numbers() < int(count) ? power : Floats{});
-    return __builtin_convertvector(kept * broadcast(kMost), Longs);
+    return __builtin_convertvector(kept * broadcast(kMaxWeight), Longs);
   }
 
   template <class Element>
@@ -54,7 +54,7 @@ struct Tempered {
     Longs sums{};
     for (int64_t index = 0; index < count; index += kLanes) {
       if (index + kLanes <= count && all_forbidden(logits + index)) continue;
-      sums += masses(logits + index, count - index);
+      sums += weights_of(logits + index, count - index);
     }
     int64_t sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
@@ -65,7 +65,7 @@ struct Tempered {
   template <class Element>
   int64_t find(const Element* logits, int64_t count, int64_t target) const {
     for (int64_t index = 0; index < count; index += kLanes) {
-      const Longs each = masses(logits + index, count - index);
+      const Longs each = weights_of(logits + index, count - index);
       for (int lane = 0; lane < kLanes; ++lane)
         if ((target -= each[lane]) < 0) return index + lane;
     }
@@ -75,11 +75,11 @@ struct Tempered {
 
 template <class Element>
 void sum_pieces(
-    const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
+    const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima, const float* factors,
     int64_t* sums, int64_t num_threads) {
   const int64_t num_pieces = (count + kPiece - 1) / kPiece;
   parallel_for(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
-    const Tempered tempered = {largest[row], factors[row]};
+    const Tempered tempered = {maxima[row], factors[row]};
     for (int64_t piece = 0; piece < num_pieces; ++piece)
       sums[row * num_pieces + piece] =
           tempered.sum(logits + row * stride + piece * kPiece, std::min(kPiece, count - piece * kPiece));
@@ -88,7 +88,7 @@ void sum_pieces(
 
 template <class Element>
 void find_ids(
-    const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
+    const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima, const float* factors,
     const int64_t* sums, const int64_t* targets, int64_t* ids) {
   const int64_t num_pieces = (count + kPiece - 1) / kPiece;
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -99,7 +99,7 @@ void find_ids(
     while (piece < num_pieces && target >= own[piece]) target -= own[piece++];
     if (piece == num_pieces) continue;
     const int64_t first = piece * kPiece;
-    ids[row] = first + Tempered{largest[row], factors[row]}.find(
+    ids[row] = first + Tempered{maxima[row], factors[row]}.find(
                            logits + row * stride + first, std::min(kPiece, count - first), target);
   }
 }
@@ -158,33 +158,33 @@ float select(const float* row, int64_t count, int64_t target, const Weight& weig
 // hold `top_p` of their mass.
 struct Filter {
   Tempered tempered;
-  float lowest;
+  float min_logits;
   int64_t top_k;
   double top_p;
 
   float least(const float* row, int64_t count) const {
-    float least = lowest;
+    float least = min_logits;
     if (top_k > 0 && top_k < count)
       least = std::max(least, select(row, count, top_k, [](int64_t) { return int64_t(1); }));
     if (top_p >= 1.0) return least;
-    thread_local std::vector<int64_t> masses;
-    masses.resize(count + kLanes);
+    thread_local std::vector<int64_t> weights_of;
+    weights_of.resize(count + kLanes);
     Longs sums{};
     for (int64_t index = 0; index < count; index += kLanes) {
-      Longs each = tempered.masses(row + index, count - index);
+      Longs each = tempered.weights_of(row + index, count - index);
       for (int lane = 0; lane < kLanes && index + lane < count; ++lane)
         if (row[index + lane] < least) each[lane] = 0;
-      store(masses.data() + index, each);
+      store(weights_of.data() + index, each);
       sums += each;
     }
     int64_t total = 0;
     for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
     const int64_t target = std::clamp<int64_t>(int64_t(std::ceil(top_p * double(total))), 1, std::max<int64_t>(total, 1));
-    return std::max(least, select(row, count, target, [](int64_t index) { return masses[index]; }));
+    return std::max(least, select(row, count, target, [](int64_t index) { return weights_of[index]; }));
   }
 };
 
-void cut_row(float* row, int64_t count, const Filter& filter) {
+void filter_row(float* row, int64_t count, const Filter& filter) {
   const float least = filter.least(row, count);
   const Floats limit = broadcast(least), none = broadcast(-kInfinity);
   int64_t index = 0;
@@ -239,21 +239,21 @@ void forbid_row(Element* logits, int64_t count, int64_t first_id, const uint32_t
 
 // Minus infinity in place of what the filters of each row drop.
 extern "C" void spmd_filter_float32(
-    float* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
-    const float* lowest, const int64_t* top_k, const double* top_p, int64_t num_threads) {
+    float* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima, const float* factors,
+    const float* min_logits, const int64_t* top_k, const double* top_p, int64_t num_threads) {
   parallel_for(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
-    cut_row(logits + row * stride, count, {{largest[row], factors[row]}, lowest[row], top_k[row], top_p[row]});
+    filter_row(logits + row * stride, count, {{maxima[row], factors[row]}, min_logits[row], top_k[row], top_p[row]});
   });
 }
 
 #define SPMD_DRAWS(name, Element)                                                                                      \
   /* Minus infinity, in rows `rows` of columns from token `first_id` on, for tokens whose bit is not set in the row of    \
-     `allowed` [..][num_words] that `places` names. */                                                                 \
+     `allowed` [..][num_words] that `mask_rows` names. */                                                                 \
   extern "C" void spmd_forbid_##name(                                                                                  \
       Element* logits, int64_t stride, int64_t count, int64_t first_id, const uint32_t* allowed, int64_t num_words,    \
-      const int64_t* rows, const int64_t* places, int64_t num_rows, int64_t num_threads) {                             \
+      const int64_t* rows, const int64_t* mask_rows, int64_t num_rows, int64_t num_threads) {                             \
     parallel_for(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t which) {                       \
-      forbid_row(logits + rows[which] * stride, count, first_id, allowed + places[which] * num_words, num_words);      \
+      forbid_row(logits + rows[which] * stride, count, first_id, allowed + mask_rows[which] * num_words, num_words);      \
     });                                                                                                                \
   }                                                                                                                    \
   /* Of each row how many logits are larger than its number in `values`. */                                           \
@@ -264,18 +264,18 @@ extern "C" void spmd_filter_float32(
       counts[row] = count_above(logits + row * stride, count, values[row]);                                            \
     });                                                                                                                \
   }                                                                                                                    \
-  /* Of each row's pieces of `kPiece` ids the sum of their masses: [num_rows][pieces]. */                              \
+  /* Of each row's pieces of `kPiece` ids the sum of their weights_of: [num_rows][pieces]. */                              \
   extern "C" void spmd_prob_sums_##name(                                                                                  \
-      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
+      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima,                    \
       const float* factors, int64_t* sums, int64_t num_threads) {                                                      \
-    sum_pieces(logits, stride, num_rows, count, largest, factors, sums, num_threads);                                  \
+    sum_pieces(logits, stride, num_rows, count, maxima, factors, sums, num_threads);                                  \
   }                                                                                                                    \
   /* Of each row the first index at which its running mass is above its target; -1 where there is none, or the target  \
      is below 0. `sums` are of `spmd_masses`. */                                                                       \
   extern "C" void spmd_invert_cdf_##name(                                                                               \
-      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
+      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima,                    \
       const float* factors, const int64_t* sums, const int64_t* targets, int64_t* ids) {                               \
-    find_ids(logits, stride, num_rows, count, largest, factors, sums, targets, ids);                                   \
+    find_ids(logits, stride, num_rows, count, maxima, factors, sums, targets, ids);                                   \
   }
 
 SPMD_DRAWS(float32, float)

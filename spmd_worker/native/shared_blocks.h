@@ -55,18 +55,18 @@ class SharedBlocks {
   // `sequences` is what they point into.
   std::vector<Group> groups(std::vector<int>& sequences) const {
     const int num_sequences = int(whole_.size());
-    std::vector<int> first_places(num_sequences);
+    std::vector<int> first_indices(num_sequences);
     std::vector<Group> all;
     sequences.resize(num_sequences);
-    int place = 0;
+    int index = 0;
     for (int leader = 0; leader < num_sequences; ++leader) {
       if (sizes_[leader] == 0) continue;
-      first_places[leader] = place;
-      all.push_back({sequences.data() + place, sizes_[leader], sizes_[leader] > 1 ? num_tiles_[leader] : 0});
-      place += sizes_[leader];
+      first_indices[leader] = index;
+      all.push_back({sequences.data() + index, sizes_[leader], sizes_[leader] > 1 ? num_tiles_[leader] : 0});
+      index += sizes_[leader];
     }
     for (int sequence = 0; sequence < num_sequences; ++sequence)
-      sequences[first_places[leaders_[sequence]]++] = sequence;
+      sequences[first_indices[leaders_[sequence]]++] = sequence;
     std::stable_sort(all.begin(), all.end(), [](const Group& one, const Group& other) { return one.size > other.size; });
     return all;
   }

@@ -63,9 +63,9 @@ struct Group {
   }
 };
 
-constexpr int64_t kMostRanks = 64;
+constexpr int64_t kMaxRanks = 64;
 constexpr int64_t kSleepNs = 20'000'000;  // between two looks at whether the process is there
-constexpr int64_t kTimedOut = -1;         // what functions return besides 0 and 1 + the place of a rank that has gone
+constexpr int64_t kTimedOut = -1;         // what functions return besides 0 and 1 + the index of a rank that has gone
 
 SPMD_INLINE bool has_come(const Line& line, uint32_t round) {
   // Rounds wrap around.
@@ -125,16 +125,16 @@ int64_t run_round(const Group& group, Put put, Take take) {
 // The slots of one round as parts of a sum.
 template <class Element>
 struct Parts {
-  const Element* parts[kMostRanks];
+  const Element* parts[kMaxRanks];
   int64_t count;
 
   Parts(const Group& group, uint32_t round) : count(group.size) {
     for (int64_t which = 0; which < count; ++which) parts[which] = reinterpret_cast<Element*>(group.slot(round, which));
   }
 
-  SPMD_INLINE_MEMBER Floats sum_at(int64_t place, int64_t num_elements) const {
-    Floats total = load_some(parts[0] + place, num_elements);
-    for (int64_t which = 1; which < count; ++which) total = total + load_some(parts[which] + place, num_elements);
+  SPMD_INLINE_MEMBER Floats sum_at(int64_t index, int64_t num_elements) const {
+    Floats total = load_some(parts[0] + index, num_elements);
+    for (int64_t which = 1; which < count; ++which) total = total + load_some(parts[which] + index, num_elements);
     return as_kept<Element>(total);
   }
 };
@@ -155,8 +155,8 @@ int64_t sum(const Group& group, Element* values, int64_t count) {
         group, [&](char* slot) { std::memcpy(slot, part, here * sizeof(Element)); },
         [&](uint32_t round) {
           const Parts<Element> parts(group, round);
-          for (int64_t place = 0; place < here; place += kLanes)
-            store_some(part + place, parts.sum_at(place, here - place), here - place);
+          for (int64_t index = 0; index < here; index += kLanes)
+            store_some(part + index, parts.sum_at(index, here - index), here - index);
         });
     if (result != 0) return result;
   }
@@ -176,7 +176,7 @@ int64_t sum_add_rms_norm_of_all(
         [&](uint32_t round) {
           const Parts<Element> parts(group, round);
           for (int64_t row = 0; row < here * size; row += size) {
-            const auto x_at = [&](int64_t place, int64_t count) { return parts.sum_at(row + place, count); };
+            const auto x_at = [&](int64_t index, int64_t count) { return parts.sum_at(row + index, count); };
             add_and_norm_row(x_at, residual + done + row, size, weight, epsilon, to + done + row);
           }
         });
@@ -197,7 +197,7 @@ int64_t sum_add_rms_norm_of_some(
         const Parts<Element> parts(group, round);
         const int64_t end = num_rows * (group.rank + 1) / group.size * size;
         for (int64_t row = num_rows * group.rank / group.size * size; row < end; row += size) {
-          const auto x_at = [&](int64_t place, int64_t count) { return parts.sum_at(row + place, count); };
+          const auto x_at = [&](int64_t index, int64_t count) { return parts.sum_at(row + index, count); };
           add_and_norm_row(x_at, residual + row, size, weight, epsilon, to + row);
         }
       });

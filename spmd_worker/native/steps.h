@@ -151,11 +151,11 @@ void add_values(
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
     for (int v = 0; v < kWidth; ++v) {
-      const int place = row * head_size + column + v * kLanes;
+      const int index = row * head_size + column + v * kLanes;
       if (ends.is_last)
-        store(output + place, fused(load<Floats>(output + place), broadcast(decays[row]), totals[row][v]));
+        store(output + index, fused(load<Floats>(output + index), broadcast(decays[row]), totals[row][v]));
       else
-        store(sums + place, totals[row][v]);
+        store(sums + index, totals[row][v]);
     }
 }
 

@@ -20,11 +20,11 @@
 
 namespace {
 
-constexpr int kMostThreads = 256;
+constexpr int kMaxThreads = 256;
 constexpr int64_t kWorkerSpinNs = 200'000;  // between two jobs of a step; between two steps a worker sleeps
 constexpr int64_t kCallerSpinNs = 50'000;   // at least, for what other threads still compute: see `wait_for_items`
 constexpr int64_t kSleepNs = 10'000'000'000;
-constexpr uint64_t kClosed = 0xffffffff;    // in place of a ticket's next item: more than any count
+constexpr uint64_t kClosed = 0xffffffff;    // in index of a ticket's next item: more than any count
 
 #if defined(SPMD_PLANTED_DELAYS)
 // For tests: threads lose their cores at random, in the midst of items.
@@ -85,9 +85,9 @@ bool find_places(cpu_set_t& cores) {
   const auto cores_of = reinterpret_cast<void (*)(int, int*)>(dlsym(openmp, "omp_get_place_proc_ids"));
   CPU_ZERO(&cores);
   if (num_places != nullptr && num_cores != nullptr && cores_of != nullptr)
-    for (int place = 0; place < num_places(); ++place) {
-      std::vector<int> ids(size_t(num_cores(place)));
-      cores_of(place, ids.data());
+    for (int index = 0; index < num_places(); ++index) {
+      std::vector<int> ids(size_t(num_cores(index)));
+      cores_of(index, ids.data());
       for (const int id : ids)
         if (id >= 0 && id < CPU_SETSIZE) CPU_SET(id, &cores);
     }
@@ -259,7 +259,7 @@ int64_t Items::claim(std::atomic<uint64_t>& ticket, uint32_t job, int64_t count)
 }
 
 void run_task(int64_t num_items, int64_t num_threads, Task task, const void* body) {
-  const int most = int(std::min<int64_t>(num_threads, kMostThreads));
+  const int most = int(std::min<int64_t>(num_threads, kMaxThreads));
   if (most > 1 && num_items > 1 && ThreadPool::of_this_process().try_run(num_items, most, task, body)) return;
   Items items(num_items);
   const DefaultFloats floats;
