@@ -1,12 +1,11 @@
-// The AMX unit of recent x86 processors: tiles of 16 rows of 64 bytes, multiplied in bfloat16 and summed in float, or in
-// int8 and summed in int32.
+// AMX of recent x86 processors: tiles of 16 rows of 64 bytes, multiplied in bfloat16 and summed in float, or in int8 and
+// summed in int32.
 //
-// A row of a gemm is computed as if the others were not there, in an order that the processor fixes, so the unit keeps
-// the kernels' contract as long as the same steps are taken for every row.
+// A row is computed independently of the others, in an order that the processor fixes, so AMX keeps the kernels' contract
+// if every row takes the same steps.
 //
-// With SPMD_EMULATED_AMX defined the unit's instructions are written out in plain C++, with the arithmetic that Intel's
-// manual gives for them, so that what is made of them is tested on processors that have none; with SPMD_WITHOUT_AMX the
-// unit is not used where it is there.
+// With SPMD_EMULATED_AMX defined the instructions are emulated in plain C++, with the arithmetic of Intel's manual, so that
+// the kernels are tested on processors without AMX; with SPMD_WITHOUT_AMX it is not used.
 #pragma once
 
 #include "vector.h"
@@ -28,7 +27,7 @@ namespace amx {
 constexpr int kRows = 16;      // of a tile
 constexpr int kColumns = 16;   // floats, or pairs of bfloat16
 
-// How many rows and columns each of the eight tiles has; the layout is the processor's.
+// Rows and columns of each of the eight tiles, in the processor's layout.
 struct alignas(64) Shapes {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -83,8 +82,8 @@ inline void store(void* rows, int64_t stride_bytes) {
         static_cast<char*>(rows) + row * stride_bytes, unit.tiles[kFrom][row], unit.shapes.row_bytes[kFrom]);
 }
 
-// Row `row` of left by right, pair after pair: first and second of all pairs are summed apart, each gemm is fused into
-// its sum, the two sums are added, and then what was there. Not inlined: the caller sets how it rounds.
+// Row `row` of left by right, pair after pair: first and second inputs are summed separately, each product is fused into
+// its sum, then the two sums are added, then the previous value. Not inlined: the caller sets the rounding mode.
 __attribute__((noinline)) inline void multiply_row(
     const uint32_t* left, const uint8_t (*right)[64], int num_pairs, float* to) {
   const __m512i high = _mm512_set1_epi32(int(0xffff0000u));
@@ -100,7 +99,7 @@ __attribute__((noinline)) inline void multiply_row(
   _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_add_ps(first, second)));
 }
 
-// sum += left [rows][pairs] * right [pairs][columns]. Numbers too small for a full mantissa are zero, as the unit has it.
+// sum += left [rows][pairs] * right [pairs][columns]. Subnormal numbers are zero, as in AMX.
 template <int kSum, int kLeft, int kRight>
 inline void multiply() {
   constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
@@ -131,7 +130,7 @@ inline void multiply_bytes() {
 
 #else
 
-// The compiler must not move reads and writes of memory past these, hence the clobbers.
+// The clobbers keep the compiler from moving memory accesses past these.
 SPMD_INLINE void use(const Shapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 SPMD_INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
 
@@ -145,7 +144,7 @@ SPMD_INLINE void load(const void* rows, int64_t stride_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride_bytes), "i"(kTo) : "memory");
 }
 
-// As `load`, for rows that will not be needed again soon.
+// `load` for rows that are not needed again soon.
 template <int kTo>
 SPMD_INLINE void load_passing(const void* rows, int64_t stride_bytes) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride_bytes), "i"(kTo) : "memory");
@@ -169,7 +168,7 @@ SPMD_INLINE void multiply_bytes() {
 
 #endif
 
-// For gemms of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
+// For GEMMs of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
 SPMD_INLINE void set_up_for(int num_rows) {
   const int first = num_rows < 16 ? num_rows : 16, second = num_rows - first;
   Shapes shapes;
@@ -179,7 +178,7 @@ SPMD_INLINE void set_up_for(int num_rows) {
   use(shapes);
 }
 
-// The sums [32][32], float or int32, of up to two tiles of rows by two panels, as `set_up_for` has them.
+// The sums [32][32], float or int32, of up to two tiles of rows by two panels, as by `set_up_for`.
 template <bool kTwoTiles, bool kTwoPanels>
 SPMD_INLINE void zero_sums() {
   zero<0>();
@@ -204,7 +203,7 @@ SPMD_INLINE void store_sums(Sum* to) {
   if (kTwoTiles && kTwoPanels) store<3>(to + 16 * 32 + 16, 128);
 }
 
-// Linux lets a process use the unit once it has asked.
+// Linux lets a process use AMX after a request.
 inline bool is_granted() {
 #if defined(SPMD_EMULATED_AMX)
   return true;

@@ -1,4 +1,4 @@
-// The argmax of each row and its first place, found by threads that each see some of it. NaN is larger than all numbers.
+// The maximum of each row and its first index, found by threads that each see a part of it. NaN is larger than all numbers.
 #pragma once
 
 #include <vector>
@@ -7,16 +7,16 @@
 
 namespace {
 
-// Whether `x` takes the place of `most`, which stays if it is NaN already.
+// Whether `x` replaces `most`, which stays if it is NaN.
 SPMD_INLINE auto is_larger(Floats x, Floats most) { return ~(x <= most) & (most == most); }
 SPMD_INLINE bool is_larger(float x, float most) { return !(x <= most) && most == most; }
 
-// Of some rows: of each lane the argmax so far, and the number of the vector it came in. What one thread has seen.
+// What one thread has seen of some rows: each lane's maximum so far, and the number of its vector.
 class LaneArgmax {
  public:
   explicit LaneArgmax(int64_t num_rows) : lanes_(num_rows, {broadcast(-kInfinity), Ints{}}) {}
 
-  // Vector `number` of a row, whose first number is at place `number` * kLanes. Numbers rise from call to call.
+  // Vector `number` of a row, which starts at index `number` * kLanes. Numbers rise from call to call.
   SPMD_INLINE_MEMBER void take(int64_t row, int number, Floats x) {
     Lanes& lanes = lanes_[row];
     const auto is_taken = is_larger(x, lanes.values);
@@ -24,7 +24,7 @@ class LaneArgmax {
     lanes.numbers = is_taken ? Ints{} + number : lanes.numbers;
   }
 
-  // Lays the row's result over what another thread found.
+  // Merges the row's result into what other threads found.
   void merge(int64_t row, float& value, int64_t& index) const {
     const Lanes& lanes = lanes_[row];
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -1,14 +1,13 @@
-// The largest of the products of bfloat16 rows with a packed weight, and its first place, by way of a screen: an int8 copy of the
-// weight, whose products cost half as much and say within what bounds the true ones lie. Only those that may be the
-// largest are computed in bfloat16, with the chain of steps that gemm_avx512.h has, so what comes out has its bits.
+// Argmax of a bfloat16 GEMM by an int8 pre-filter: an int8 copy of the weight, whose GEMM costs half as much and bounds the
+// true logits. Only logits that may be the argmax are computed in bfloat16, with the chain of steps of gemm_avx512.h, so the
+// result has the same bits.
 //
-// A weight is w = s q + e with whole numbers q and a rest e, a row x = t p + f likewise, so
+// A weight is w = s q + e with integers q and a rest e, a row x = t p + f likewise, so
 //   w x = s t (q p) + e x + s q f, and |w x - s t (q p)| <= |e| |x| + |s q| |f|
-// in Euclidean norms (Cauchy and Schwarz). The screen has, for each panel, the largest |e| and |s q| of its outputs. Norms are
-// taken a little larger than they are, by what rounding may do to them, to the products and to the chain itself.
-// A product of which the upper bound is below another's lower bound, and below what rounds to the same bfloat16, is not
-// the largest. NaN is above all; where a bound is not a number, or infinite, the product is computed.
-
+// in Euclidean norms (Cauchy and Schwarz). The pre-filter has, for each panel, the maxima of |e| and |s q| of its outputs.
+// Norms are rounded up by the error of rounding in them, in the products and in the chain itself.
+// A logit is not the argmax if its upper bound is below another's lower bound, and below what rounds to the same bfloat16.
+// NaN is above all; if a bound is not finite, the logit is computed.
 #include <cmath>
 
 #include "exports.h"
@@ -22,16 +21,16 @@
 
 namespace {
 
-constexpr float kSmallest = 1e-16f;  // of norms: of what squares lose that are too small for a float
-constexpr float kTooLarge = 1e30f;   // of products: a chain's own sums may be infinite then
-constexpr int64_t kMaxShare = 48;   // of a row's outputs, one in so many: with more candidates it is computed whole
+constexpr float kSmallest = 1e-16f;  // of norms: for squares that underflow
+constexpr float kTooLarge = 1e30f;   // of logits: the sums of a chain may overflow then
+constexpr int64_t kMaxShare = 48;   // one of 48 outputs of a row: with more candidates all are computed
 
 static_assert(kLanes == kPanel, "a vector is a panel");
 
-// What the sums of `num_inputs` products of floats may be wrong by, for each unit of the factors' norms.
+// Relative rounding error of a sum of `num_inputs` products of floats, in terms of the norms of the factors.
 float rounding_of(int64_t num_inputs) { return float(num_inputs + 16) * 0x1p-23f; }
 
-// Of a panel, the largest of its outputs': what a row's norm is to be multiplied with, and its rest's.
+// Maxima over the outputs of a panel: factors of a row's norm and of the norm of its rest.
 struct PanelBounds {
   float rest, numbers;
 };
@@ -59,7 +58,7 @@ void make_panel(const uint16_t* weight, int64_t num_inputs, int8_t* to, PanelBou
       const Words pairs = load<Words>(weight + (input + 2 * pair) * kPanel);
       for (int second = 0; second < 2; ++second) {
         const Floats w = second ? second_of_pairs(pairs) : first_of_pairs(pairs);
-        // Adding this many rounds to a whole number; of what is no number there is none.
+        // Adding this rounds to an integer; NaN is excluded.
         const Floats whole = is_usable ? (w * factor + magic) - magic : Floats{};
         const Floats near = whole * scale, rest = w - near;
         rest_squares += rest * rest, number_squares += near * near, weight_squares += w * w;
@@ -80,16 +79,16 @@ void make_panel(const uint16_t* weight, int64_t num_inputs, int8_t* to, PanelBou
     const float numbers = std::sqrt(number_squares[output]) * larger + kSmallest;
     float rest = std::sqrt(rest_squares[output]) * larger + std::sqrt(weight_squares[output]) * 0x1p-22f + kSmallest;
     rest += rounding * (numbers + rest);
-    // Of an output with a weight that is not finite nothing is known.
+    // There is no bound for an output with a weight that is not finite.
     if (!(rest < kInfinity)) rest = kInfinity;
     bounds.rest = std::max(bounds.rest, rest), bounds.numbers = std::max(bounds.numbers, numbers);
   }
 }
 
-// A row in bytes, and how long it and its rest are.
+// A quantised row: its norm and that of its rest.
 struct Row {
   float scale, norm, rest;
-  bool is_bypassed;  // computed without the prefilter
+  bool is_bypassed;  // by the full GEMM
 };
 
 Row make_row(const uint16_t* x, int64_t size, int8_t* to) {
@@ -107,24 +106,24 @@ Row make_row(const uint16_t* x, int64_t size, int8_t* to) {
   }
   const float larger = 1.0f + rounding_of(size);
   const float norm = std::sqrt(sum_of_lanes(squares)) * larger + kSmallest;
-  // Where squares are infinite, sums of bytes may be too, once they are scaled.
+  // If squares overflow, scaled integer sums may, too.
   if (!(norm < kInfinity)) return {0.0f, 0.0f, 0.0f, true};
   return {scale, norm, std::sqrt(sum_of_lanes(rest_squares)) * larger + norm * 0x1p-22f + kSmallest, false};
 }
 
-// Of a row, of so many outputs, that are computed one by one.
+// Maximum of a row's outputs that are computed one by one.
 int64_t most_candidates(int64_t count) { return std::max<int64_t>(count / kMaxShare, kPanel); }
 
-// An output that may be a row's largest.
+// An output that may be a row's argmax.
 struct Candidate {
   int32_t row, output;
   float upper;
 };
 
-// Below it nothing rounds to the bfloat16 that `lower` does, or to one above.
+// Numbers below it do not round to the bfloat16 of `lower`, or above.
 float lowered(float lower) { return lower - std::fabs(lower) * (0x1p-7f + 0x1p-20f) - 1e-35f; }
 
-// What was seen of all rows: what a row's largest is not below, and which outputs reach it.
+// State of all rows: a lower bound of each maximum, and the outputs that reach it.
 struct Seen {
   std::vector<float> least;
   std::vector<int64_t> num_kept;
@@ -133,15 +132,15 @@ struct Seen {
   explicit Seen(int64_t num_rows) : least(num_rows, -kInfinity), num_kept(num_rows, 0) {}
 };
 
-// The epilogue that screens. Each thread sees by itself, and adds what it saw to `all` in the end.
+// The epilogue. Each thread has its own state, and merges it into `all` at the end.
 struct Prefilter {
   static constexpr bool kTakesRegisters = false;
   const Gemm<int8_t>& gemm;
   const std::vector<Row>& rows;
   const PanelBounds* bounds;
   int64_t count;
-  // More than these of a row that one thread keeps, and it is computed whole: those that come before the largest make some
-  // more than are left.
+  // A row with more candidates in one thread is computed by the full GEMM: more are kept before the maximum is seen than are
+  // left at the end.
   int64_t most;
   Seen* all;
   Seen own;
@@ -152,7 +151,7 @@ struct Prefilter {
       const int64_t panel = pair * 2 + which;
       const float bound = rows[row].norm * bounds[panel].rest + rows[row].rest * bounds[panel].numbers;
       const Floats near = Dequantised{gemm, nullptr}.number(sums[which], rows[row].scale, panel, 0);
-      // Those that are not below it, NaN too.
+      // Outputs not below it, NaN included.
       __mmask16 reach = _mm512_cmp_ps_mask((__m512)near, _mm512_set1_ps(own.least[row] - bound), _CMP_NLT_UQ);
       const bool is_known = rows[row].norm * bounds[panel].numbers < kTooLarge && bound < kTooLarge;
       if (!is_known) reach = 0xffff;
@@ -179,19 +178,19 @@ struct Prefilter {
   }
 };
 
-// A weight in bfloat16 for single outputs: its panels, or the same in plain rows, which are shorter to read.
+// The bfloat16 weight for single outputs: its panels, or plain rows, which take fewer cache lines.
 struct Outputs {
   const uint16_t* weight;
   bool is_plain;
   int64_t num_inputs;
 
-  // Where an output's first pair is, counted in pairs, and how far from one to the next.
+  // Index of an output's first pair, in pairs, and the step to the next.
   int32_t index(int64_t output) const {
     return int32_t(is_plain ? output * num_inputs / 2 : output / kPanel * num_inputs / 2 * kPanel + output % kPanel);
   }
   int64_t step() const { return is_plain ? 1 : kPanel; }
 
-  // The chains of gemm_avx512.h, of outputs at 16 places.
+  // The chains of gemm_avx512.h for 16 outputs.
   Floats chains(const uint16_t* x, const int32_t* indices) const {
     const __m512i at = _mm512_loadu_si512(indices);
     const int32_t* from = reinterpret_cast<const int32_t*>(weight);
@@ -206,7 +205,7 @@ struct Outputs {
   }
 };
 
-// Up to 16 candidates of one row, in `candidates` from `start` on, and the largest of them.
+// Up to 16 candidates of one row, in `candidates` from `start` on, and their maximum.
 struct Group {
   int64_t row, start, end;
   float value;
@@ -232,7 +231,7 @@ struct Group {
 
 #endif
 
-// Whether this library screens on this processor, which must have no unit for products.
+// Whether the pre-filter is faster on this processor: it must have no AMX.
 extern "C" int64_t spmd_has_argmax_prefilter() {
 #if defined(SPMD_ARGMAX_PREFILTER)
   return rows_are_offset();
@@ -241,8 +240,8 @@ extern "C" int64_t spmd_has_argmax_prefilter() {
 #endif
 }
 
-// The screen of a packed weight: its panels in bytes, then two bounds of each. To be called only where
-// `spmd_has_argmax_prefilter` says so, as what follows.
+// Fills the pre-filter of a packed weight: its int8 panels, then two bounds of each. Requires `spmd_has_argmax_prefilter`, as
+// does the next function.
 extern "C" void spmd_fill_prefilter_bfloat16(
     const uint16_t* packed, int64_t num_inputs, int64_t num_outputs, int8_t* prefilter, int64_t num_threads) {
 #if defined(SPMD_ARGMAX_PREFILTER)
@@ -257,8 +256,8 @@ extern "C" void spmd_fill_prefilter_bfloat16(
 #endif
 }
 
-// What `spmd_gemm_argmax_bfloat16` finds. `plain` is the weight [num_outputs][num_inputs], or null; `rows`
-// [num_rows][num_inputs rounded up to 64] is memory to work in. Returns how many outputs of rows were computed in bfloat16.
+// The result of `spmd_gemm_argmax_bfloat16`. `plain`: the weight [num_outputs][num_inputs], or null; `rows`:
+// scratch [num_rows][num_inputs rounded up to 64]. Returns the number of logits that were computed in bfloat16.
 extern "C" int64_t spmd_filtered_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, const uint16_t* plain, const int8_t* prefilter, float* values, int64_t* indices,
@@ -275,7 +274,7 @@ extern "C" int64_t spmd_filtered_argmax_bfloat16(
   const int64_t most = most_candidates(count) * 4;
   run_gemm<Vnni>(gemm, Prefilter{gemm, of_rows, bounds, count, most, &seen, Seen(num_rows)}, num_threads);
 
-  // Those that still may be the largest, row by row.
+  // Remaining candidates, row by row.
   std::vector<int64_t> starts(num_rows + 1, 0);
   const auto is_left = [&](const Candidate& each) { return !(each.upper < seen.least[each.row]); };
   for (const Candidate& each : seen.candidates)

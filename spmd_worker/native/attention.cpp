@@ -1,21 +1,21 @@
 // Attention over a paged cache, straight from the block tables.
 //
-// The contract: what is computed for one query row, and in which order, depends on that row's query and on the keys and
-// values it may see, and on nothing else: not on the rows computed with it, the chunk, the batch, the block size, where
-// blocks lie, the number of threads or of heads.
+// The contract: the operations of one query row and their order depend on that row's query and on the keys and values it
+// may see alone: not on the other rows, the chunk, the batch, the block size, the placement of blocks, the number of
+// threads or of heads.
 //
-// Keys are taken in tiles of 64 at absolute positions. Within a tile, for one row:
-//   scores         one key a lane; gemms are added over the head's dimensions in ascending order
-//   probabilities  2^(score - argmax so far), the argmax and the sum carried from tile to tile (online softmax,
+// Keys are processed in tiles of 64 at absolute positions. Within a tile, for one row:
+//   scores         one key per lane; products are added over the head's dimensions in ascending order
+//   probabilities  2^(score - maximum so far), the maximum and the sum carried from tile to tile (online softmax,
 //                  https://arxiv.org/abs/1805.02867), rounded to bfloat16 if the cache is
-//   values         one dimension a lane; gemms are added over the keys the row sees in ascending order, from zero;
-//                  the tile's sum is then added to what came before
+//   values         one dimension per lane; products are added over the keys the row sees in ascending order, from zero;
+//                  the tile's sum is then added to that of the previous tiles
 // How many rows share a load of keys or values (the templates' kRows), and whether they are one sequence's or several
-// that have the same blocks, changes no row's order of operations. Where the processor has an AMX unit, all bfloat16 rows
-// go through it, alone or together: see attention_amx.h.
+// that have the same blocks, changes no row's order of operations. If the processor has AMX, all bfloat16 rows use it,
+// alone or together: see attention_amx.h.
 //
-// A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
-// lies there may be NaN. How a block is packed is in paged_cache.h.
+// A key that a row may not see is masked by selection: its score is replaced, its value never multiplied, because it may be
+// NaN. The layout of a block is in paged_cache.h.
 
 #include <algorithm>
 #include <vector>
@@ -35,20 +35,20 @@ constexpr int kMaxSpans = kGroups + 2;
 struct Item {
   int sequence, kv_head;
   int64_t first_row, end_row;  // row = token of the sequence * query heads per key-value head + query head
-  int64_t index;               // of its first row among those of its bundle
-  Keys keys;                   // that any of its rows sees
+  int64_t index;               // of its first row in its bundle
+  Keys keys;                   // seen by any of its rows
 
   int64_t num_rows() const { return end_row - first_row; }
 };
 
-// Items that one thread computes together, because their first tiles lie in the same blocks (shared_blocks.h), or one item.
+// Items that one thread computes together because their first tiles are in the same blocks (shared_blocks.h), or one item.
 struct Bundle {
   const Item* items;
   int num_items;
   int64_t num_shared_tiles;
 };
 
-// One tile of keys for rows of a bundle: of all its items, or of this one.
+// One tile of keys for the rows of all items of a bundle, or of one.
 struct Visit {
   int item;  // of the bundle
   int64_t tile_number;
@@ -64,7 +64,7 @@ struct Attention {
   Cache<Element> cache;
   const Element* queries;
   int64_t query_token_stride, query_head_stride;  // elements
-  Angles<Element> angles;                         // by which queries are rotated
+  Angles<Element> angles;                         // of the rotation of queries
   Element* output;                                // [tokens, heads, head size]
   const int64_t* query_starts;
   const int64_t* context_lengths;
@@ -72,9 +72,9 @@ struct Attention {
   float scale;  // of scores, to base 2
   float cap;    // of scores, to base 2; 0: none
   int64_t window;
-  int64_t ahead;  // how many keys behind its own a row sees; 0: attention is causal
+  int64_t ahead;  // number of later keys that a row sees; 0: attention is causal
   bool has_amx;
-  const float* sinks = nullptr;  // one logit a query head, in no key's index; null: none
+  const float* sinks = nullptr;  // one logit per query head, of a key without a value; null: no sinks
 
   int group_size() const { return num_heads / cache.num_kv_heads; }
   int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
@@ -96,7 +96,7 @@ struct Attention {
     return item;
   }
 
-  // Of one row, in elements.
+  // Size of one row, in elements.
   int64_t offset(const Item& item, int64_t row, int64_t token_stride, int64_t head_stride) const {
     const int64_t token = query_starts[item.sequence] + row / group_size();
     return token * token_stride + (int64_t(item.kv_head) * group_size() + row % group_size()) * head_stride;
@@ -124,7 +124,7 @@ struct Attention {
     return tile_of_blocks<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last);
   }
 
-  // `unit_rows` is how many rows this thread's AMX unit is set up for.
+  // `amx_rows`: rows of this thread's tile configuration of AMX.
   void run(const Bundle& bundle, const Bundle* next_bundle, int& amx_rows) const {
     Scratch scratch;
     for (int item = 0; item < bundle.num_items; ++item) stage(bundle.items[item], scratch);
@@ -165,7 +165,7 @@ struct Attention {
     }
   }
 
-  // A sink counts in the sum, and has no value: the softmax begins with it instead of nothing.
+  // A sink is counted in the sum and has no value: the softmax starts with it.
   Softmax start_of(const Item& item, int64_t row) const {
     if (sinks == nullptr) return {-kInfinity, Floats{}};
     constexpr float log2_of_e = 1.44269504088896340736f;
@@ -174,7 +174,7 @@ struct Attention {
     return {sinks[int64_t(item.kv_head) * group_size() + row % group_size()] * log2_of_e, sum};
   }
 
-  // Rows from `first` to `end` of those in hand.
+  // Rows from `first` to `end` of the bundle.
   void run_tile(
       int64_t first, int64_t end, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& amx_rows,
       Scratch& scratch) const {
@@ -201,8 +201,8 @@ struct Attention {
     }
   }
 
-  // How many rows from `place` are computed together: of several that see the same of a tile, as where they are one token's.
-  // Where each is another token's they share what all of them see (`add_uneven`).
+  // Number of rows from `index` on that are computed together: rows that see the same keys of a tile, e.g. of one token. Rows
+  // of different tokens share the keys that all of them see (`add_uneven`).
   int64_t num_alike(int64_t index, int64_t end, int64_t number, const Scratch& scratch) const {
     const int64_t most = std::min<int64_t>(kMaxRows, end - index);
     if (group_size() == 1) return most;
@@ -256,7 +256,7 @@ struct Attention {
       add_range<kRows, false>(visible[0], 0, index, tile, next, {true, true}, decays, scratch);
   }
 
-  // Rows that see different parts of a tile: together what all see, each alone what comes before and after.
+  // Rows that see different parts of a tile: together for the keys that all see, each alone for those before and after.
   template <int kRows>
   void add_uneven(
       const Range* visible, int64_t index, const Tile<Element>& tile, const Tile<Element>& next, const float* decays,
@@ -278,7 +278,7 @@ struct Attention {
       add_range<1, false>({common.end, visible[r].end}, r, index, tile, next, {false, true}, decays, scratch);
   }
 
-  // The keys of `range` for kRows rows from `first` of the rows in hand.
+  // The keys of `range` for kRows rows from `first` on.
   template <int kRows, bool kFetches>
   void add_range(
       Range range, int first, int64_t index, const Tile<Element>& tile, const Tile<Element>& next, Ends ends,
@@ -311,7 +311,7 @@ struct Attention {
     return num_spans;
   }
 
-  // A key that is seen though the other of its pair is not: that one's values become zero.
+  // One key of a pair is seen and the other is not: the other's values become zero.
   Span<Element> edge(int key, const Tile<Element>& tile, Element* copy) const {
     constexpr int kPair = Type::kPair;
     const int kept = key % kPair;
@@ -333,7 +333,7 @@ struct Attention {
     }
   }
 
-  // How many tiles of a sequence others may share: those that its one token sees whole, but for its last.
+  // Number of tiles of a sequence that others may share: those that its only token sees completely, except the last.
   int64_t num_whole_tiles(int sequence) const {
     const int64_t last = context_lengths[sequence] - 1;
     const bool decodes = num_tokens(sequence) == 1 && ahead == 0 && first_visible(last) == 0;
@@ -343,11 +343,11 @@ struct Attention {
   struct Plan {
     std::vector<Item> items;
     std::vector<Bundle> bundles;
-    std::vector<int64_t> chunks;  // where each begins, and where the last one ends: bundles that a thread takes in a row
+    std::vector<int64_t> chunks;  // starts, and the end of the last: consecutive bundles of one thread
   };
 
-  // How many sequences are computed together at most: as many as have room, and so few that each thread has several
-  // pieces of work, though more would read less; if all of them share, in groups of about one size.
+  // Maximum of sequences that are computed together: limited by the scratch memory, and so that each thread gets several
+  // bundles, although larger ones would read less; groups of about equal size if all sequences share.
   int64_t most_together(int64_t num_decoding, int num_threads) const {
     constexpr int64_t kPiecesEach = 4;
     const int64_t most = std::min<int64_t>(
@@ -357,7 +357,7 @@ struct Attention {
     return (num_decoding + num_groups - 1) / num_groups;
   }
 
-  // Sequence by sequence, so that neighbours read neighbouring blocks; within one, the rows with most to do first.
+  // Sequence by sequence, so that neighbours read neighbouring blocks; within a sequence, the rows with most keys first.
   Plan plan(int num_sequences, int num_threads) const {
     std::vector<int64_t> whole(num_sequences);
     int64_t num_decoding = 0, num_items = 0;
@@ -369,7 +369,7 @@ struct Attention {
     const SharedBlocks shared(
         {cache.tables, cache.table_stride, cache.block_size, kTile}, whole, most_together(num_decoding, num_threads));
     Plan all;
-    all.items.reserve(num_items);  // bundles point at them
+    all.items.reserve(num_items);  // bundles point to them
     all.bundles.reserve(num_items);
     std::vector<int> sequences;
     for (const SharedBlocks::Group& group : shared.groups(sequences)) {
@@ -383,7 +383,7 @@ struct Attention {
                 member * num_rows));
         }
     }
-    // A bundle fetches the beginning of the next one, so a thread takes a few in a row, and fewer towards the end.
+    // A bundle prefetches the start of the next one, so a thread takes a few consecutive ones, and fewer towards the end.
     int64_t room = 0, num_left = num_items;
     for (int64_t bundle = 0; bundle < int64_t(all.bundles.size()); ++bundle) {
       if (all.bundles[bundle].num_items > room) {
@@ -405,7 +405,7 @@ struct Attention {
       int amx_rows = 0;
       for (int64_t chunk = chunks.next(), following = -1; chunk >= 0; chunk = following)
         for (int64_t index = planned.chunks[chunk], end = planned.chunks[chunk + 1]; index < end; ++index) {
-          // What this thread comes to next is fetched meanwhile, so a chunk is taken before the last bundle of another.
+          // The next chunk is claimed before the last bundle of the current one, so that its start can be prefetched.
           int64_t next = index + 1;
           if (next == end) {
             following = chunks.next();
@@ -454,10 +454,10 @@ struct Attention {
 SPMD_ATTENTION(float32, Float32)
 SPMD_ATTENTION(bfloat16, Bfloat16)
 
-// Whether bfloat16 gemms go through the processor's AMX unit.
+// Whether bfloat16 matmuls use AMX.
 extern "C" int64_t spmd_has_amx() { return amx::is_granted(); }
 
-// The instruction set the library was compiled for, in words.
+// The instruction set that the library was compiled for.
 extern "C" const char* spmd_instruction_set() {
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__)
   return "avx512 with bf16 dot gemms";

@@ -1,7 +1,7 @@
-// Attention of query rows by the AMX unit: 16 rows at a time, or as many as there are.
+// Attention of query rows by AMX: up to 16 rows at a time.
 //
-// Tiles 0 to 3 of the unit hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and
-// 8). Values are taken in steps of 8 pairs, the 16 keys that lie together in any block.
+// Tiles 0 to 3 hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and 8). Values are
+// multiplied in steps of 8 pairs, the 16 keys that are adjacent in any block.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +33,10 @@ struct AttentionByUnit {
     amx::use(shapes);
   }
 
-  // Rows at `place` of those in hand; `next`, or null, is what to fetch meanwhile.
+  // Rows from `index` on; `next`: the tile to prefetch, or null.
   void run_rows(
       int64_t index, int num_rows, const Range* visible, const Tile<Element>& tile, const Tile<Element>* next) const {
-    Range some = {kTile, 0}, all = {0, kTile};  // what at least one row sees, what every row sees that sees anything
+    Range some = {kTile, 0}, all = {0, kTile};  // keys that any row sees; keys that every row sees which sees any
     for (int r = 0; r < num_rows; ++r) {
       if (visible[r].is_empty()) continue;
       some = {std::min(some.first, visible[r].first), std::max(some.end, visible[r].end)};
@@ -141,7 +141,7 @@ struct AttentionByUnit {
     if constexpr (kWidth > 3) amx::store<3>(sums + 48, size * 4);
   }
 
-  // Adding 0 makes -0 into 0, so that keys of probability 0 leave no trace, not even in a sign.
+  // Adding 0 turns -0 into 0, so that keys of probability 0 change nothing, not even a sign.
   void take_sums(int r, float decay, float* outputs) const {
     const int64_t size = head_size;
     for (int64_t index = r * size; index < (r + 1) * size; index += kLanes) {
@@ -150,7 +150,7 @@ struct AttentionByUnit {
     }
   }
 
-  // Whether the values of keys that only some rows see are numbers, so that multiplying them with 0 gives 0.
+  // Whether the values of keys that only some rows see are finite, so that multiplying them by 0 gives 0.
   bool is_finite_outside(Range all, Range some, const Tile<Element>& tile) const {
     bool is_finite = true;
     for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
@@ -167,7 +167,7 @@ struct AttentionByUnit {
     return is_finite;
   }
 
-  // A copy of the tile's values in which those of keys outside the range are zero.
+  // A copy of the tile's values, zero for keys outside the range.
   Tile<Element> only_visible(Range visible, const Tile<Element>& tile) const {
     const int size = head_size;
     Tile<Element> copy = tile;

@@ -1,4 +1,4 @@
-// What one thread computes the attention of some query rows with: their softmax as it stands, and memory to work in.
+// State of one thread's attention of some query rows: their online softmax, and scratch memory.
 #pragma once
 
 #include "steps.h"
@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kItemRows = 64;  // query rows of one bundle of work items
-constexpr int kAmxTileRows = 16;  // query rows that the AMX unit takes together
+constexpr int kAmxTileRows = 16;  // query rows of one AMX tile
 
 // First and last position that a row sees, or any of some rows.
 struct Keys {
@@ -18,13 +18,13 @@ struct Keys {
   }
 };
 
-// One row's softmax as it stands after the tiles so far; the sum is kept by lane until the end.
+// One row's online softmax after the tiles so far; the sum is kept by lane until the end.
 struct Softmax {
   float argmax;
   Floats sum;
 };
 
-// Scores of one row -> probabilities against the argmax score so far; returns what older sums shrink by.
+// Scores of one row -> probabilities relative to the maximum score so far; returns the factor of earlier sums.
 template <class Type>
 float probabilities_of(
     const float* scores, float scale, float cap, Range visible, Softmax& softmax, typename Type::Left* to) {
@@ -46,9 +46,9 @@ float probabilities_of(
   for (int v = 1; v < kCount; ++v) argmax = larger(argmax, scaled[v]);
   const float tile_argmax = argmax_lane(argmax);
   const float so_far = tile_argmax > softmax.argmax ? tile_argmax : softmax.argmax;
-  // Where every score is -inf the difference from the argmax would be NaN; against 0 they count for nothing.
+  // If every score is -inf the difference from the maximum would be NaN; relative to 0 the probabilities are 0.
   const float reference = so_far == -kInfinity ? 0.0f : so_far;
-  // 2^0 is 1 exactly, so the short cut changes no bit.
+  // 2^0 is exactly 1, so the shortcut changes no bit.
   const float decay = softmax.argmax == so_far ? 1.0f : exp2_of_falling(broadcast(softmax.argmax - reference))[0];
   Floats sum = Floats{};
   for (int v = 0; v < kCount; ++v) {

@@ -1,8 +1,8 @@
-// One row of numbers -> bytes with one scale, as int8.h has rows.
+// Quantises one row to int8 with one scale, see int8.h.
 //
-// A row's scale is its largest magnitude over 127; a number becomes the nearest whole number, ties to even, of itself times
-// 127 over that magnitude. A row of nothing but magnitudes below `kLeast` is zero. A row with a number that is not finite
-// gets no number as its scale, and so do its results.
+// The scale is the maximum magnitude / 127; a number is quantised to round(number * (127 / maximum magnitude)), ties to
+// even. A row with all magnitudes below `kMinMagnitude` is zero. A row with a number that is not finite has a scale that is
+// not finite, and so are its results.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr float kMinMagnitude = 1e-30f;
 
 SPMD_INLINE float scale_of(float maximum) { return maximum < kMinMagnitude ? 0.0f : maximum / kMaxByte; }
 
-// Magnitudes as whole numbers are in the same order, with what is not a number above all.
+// Magnitudes as integers are in the same order, NaN above all.
 template <class Element>
 float row_maximum(const Element* row, int64_t size) {
   Ints most = Ints{};
@@ -43,7 +43,7 @@ void quantise_row(const Element* row, int64_t size, float maximum, int8_t offset
     const Floats factor = broadcast(kMaxByte / maximum), magic = broadcast(12582912.0f);
     for (; index < size; index += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, size - index);
-      // Adding this many rounds to a whole number, the even one of two.
+      // Adding this rounds to an integer, ties to even.
       const Floats whole = (load_some(row + index, count) * factor + magic) - magic;
       const Bytes numbers = __builtin_convertvector(__builtin_convertvector(whole, Ints) + int32_t(offset), Bytes);
       if (count == kLanes)
@@ -56,7 +56,7 @@ void quantise_row(const Element* row, int64_t size, float maximum, int8_t offset
   std::fill(to + index, to + to_stride, offset);
 }
 
-// The sums of kLanes outputs as numbers.
+// The sums of kLanes outputs as floats.
 SPMD_INLINE Floats scaled(const int32_t* sums, float row_scale, const float* scales) {
   return (__builtin_convertvector(load<Ints>(sums), Floats) * broadcast(row_scale)) * load<Floats>(scales);
 }

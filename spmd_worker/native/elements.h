@@ -1,4 +1,4 @@
-// Rows of elements of either type as vectors of float, ends of rows that fill no vector included.
+// Rows of elements of either type as vectors of float, partial vectors at the end of a row included.
 #pragma once
 
 #include "vector.h"
@@ -15,7 +15,7 @@ SPMD_INLINE Floats as_kept(Floats vector) {
   return vector;
 }
 
-// The first `count` numbers of a row as a vector; the rest of it is zero.
+// The first `count` numbers of a row as a vector, filled up with zeros.
 template <class Element>
 SPMD_INLINE Floats load_some(const Element* from, int64_t count) {
   if (count >= kLanes) return load_floats(from);

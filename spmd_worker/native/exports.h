@@ -1,5 +1,5 @@
-// What more than one source file calls of what Python calls. Whoever defines one of these includes this too, so that the
-// compiler sees a declaration that no longer fits.
+// C ABI declarations shared by several files. The defining file includes this too, so that the compiler checks the
+// declaration.
 #pragma once
 
 #include <cstdint>

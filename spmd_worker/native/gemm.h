@@ -1,8 +1,8 @@
 // The operands of a GEMM: rows of inputs by a packed weight, both float32, bfloat16 or int8.
 //
 // A weight [outputs, inputs] is packed into panels of 16 outputs, each read from beginning to end: [inputs / 2][16][2]
-// elements of float32 or bfloat16, and of int8 as int8.h has it. A gated weight has a panel of gates before each panel of
-// what they open: silu(gate) * up is the result, rounded where ops/kernels/reference.py rounds.
+// elements of float32 or bfloat16, and of int8 as in int8.h. A gated weight has a panel of gates before each panel of the up
+// projection: the result is silu(gate) * up, rounded where ops/kernels/reference.py rounds.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 constexpr int kPanel = 16;                     // outputs
 constexpr int kPanelVectors = kPanel / kLanes;
 
-// `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the weight is gated: then it counts gates too.
+// `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 if the weight is gated, gates included.
 template <class Element>
 struct Gemm {
   const Element* x;
@@ -31,10 +31,10 @@ struct Gemm {
   int num_panels_of(int64_t pair) const { return pair * 2 + 1 < num_panels() ? 2 : 1; }
 };
 
-// What a micro-kernel multiplies: some rows by a pair of panels, or by the last panel alone, over a part of the inputs.
+// One call of a micro-kernel: some rows by a pair of panels, or by the last panel alone, over a part of the inputs.
 template <class Element>
 struct Block {
-  const Element *x, *panels, *ahead;  // from the part's first input on; `ahead`: the panels to prefetch
+  const Element *x, *panels, *ahead;  // from the part's first input on; `ahead`: panels to prefetch
   int64_t x_stride, panel_size, num_inputs;
   int64_t row, pair;
   int num_rows, num_panels;
@@ -42,6 +42,6 @@ struct Block {
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
 
-  // For micro-kernels that prefetch all panels while the first block passes; after it they are there.
+  // For micro-kernels that prefetch all panels during the first block.
   const Element* to_prefetch() const { return number == 0 ? ahead : panels; }
 };

@@ -1,7 +1,7 @@
 // The micro-kernels of AMX: `AmxBf16` for bfloat16, `AmxInt8` for int8, and `AmxFloat32`, for float32 in pieces of bfloat16.
 //
-// A block is two tiles of rows by two panels: as many sums as there are tiles for. The sums of a block become results row
-// by row while the next block is multiplied: AMX and the vector instructions work side by side.
+// A block is two tiles of rows by two panels: as many sums as tiles can hold. The epilogue of a block runs row by row while
+// the next block is multiplied: AMX and vector instructions execute in parallel.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kAmxRows = 32;  // of a block
 
-// The panels that come next, prefetched a little each step: of each block by a pair its share.
+// Prefetch of the next panels, spread over the steps of all blocks by a pair.
 class Prefetch {
  public:
   template <class Element>
@@ -39,7 +39,7 @@ class Prefetch {
   const char *next_, *end_;
 };
 
-// The sums [rows][32] of the block before, which become results.
+// The sums [rows][32] of the previous block, for the epilogue.
 template <class Epilogue, class Sum>
 struct Pending {
   Epilogue* epilogue;
@@ -71,12 +71,12 @@ class ByTiles {
 
   void finish() {
     pending_.take(kAmxRows);
-    _mm_sfence();  // results that pass the caches
+    _mm_sfence();  // after non-temporal stores
     if (num_rows_ > 0) amx::release();
   }
 
  private:
-  // Sums between two parts of the inputs; memory that no GEMM of several parts wrote is not there.
+  // Sums between two parts of the inputs; allocated by the first GEMM of several parts.
   static Sum* kept_sums(int64_t index) {
     struct alignas(64) Kept {
       Sum sums[kKeptPairs * kKeptBlocks][kAmxRows * 32];
@@ -92,7 +92,7 @@ class ByTiles {
     else
       amx::load_sums<kTwoTiles, kTwoPanels>(kept_sums(block.index));
     const int64_t num_steps = (block.num_inputs + Micro::kStep - 1) / Micro::kStep;
-    // Copies that stay in registers.
+    // Copies, which stay in registers.
     Pending<Epilogue, Sum> pending = pending_;
     Prefetch prefetch(block, num_steps, Micro::kStep * kPanel * int64_t(sizeof(Element)) / 64);
     Micro::template multiply<kTwoTiles, kTwoPanels>(block, num_steps, [&] {
@@ -108,7 +108,7 @@ class ByTiles {
     current_ = 1 - current_;
   }
 
-  int num_rows_ = 0;  // that the tiles are set up for
+  int num_rows_ = 0;  // of the tile configuration
   int current_ = 0;
   Pending<Epilogue, Sum> pending_;
   alignas(64) Sum sums_[2][kAmxRows * 32];
@@ -119,13 +119,13 @@ struct OfTiles {
   using Element = ElementOf;
   using Sum = SumOf;
   static constexpr int kRows = kAmxRows;
-  static constexpr bool kIsEven = false;  // a block of other rows is another set-up
+  static constexpr bool kIsEven = false;  // another number of rows needs another tile configuration
   static constexpr int64_t kMaxProducts = 1 << 29;
   template <class Epilogue>
   using Kernel = ByTiles<Micro, Epilogue>;
 };
 
-// Steps of 64 bytes of each row by 1024 of each panel, where they lie; `Micro::dot` multiplies tiles.
+// Steps of 64 bytes of each row by 1024 of each panel, in place; `Micro::dot` multiplies tiles.
 template <class Micro, bool kTwoTiles, bool kTwoPanels, class Element, class Meanwhile>
 SPMD_INLINE void multiply_in_place(const Block<Element>& block, int64_t num_steps, const Meanwhile& meanwhile) {
   constexpr int64_t kStep = 64 / sizeof(Element);
@@ -133,7 +133,7 @@ SPMD_INLINE void multiply_in_place(const Block<Element>& block, int64_t num_step
   const Element *x = block.x, *second_x = x + 16 * block.x_stride;
   const Element *panel = block.panels, *second_panel = panel + block.panel_size;
   for (int64_t input = 0; input < num_steps * kStep; input += kStep) {
-    // Rows pass while the panels stay.
+    // Rows are streamed, panels stay in the cache.
     amx::load_passing<4>(x + input, stride);
     amx::load<6>(panel + input * kPanel, 64);
     Micro::template dot<0, 4, 6>();
@@ -150,8 +150,8 @@ SPMD_INLINE void multiply_in_place(const Block<Element>& block, int64_t num_step
   }
 }
 
-// A chain takes 32 inputs a step. With many rows the K loop is cut, so that a part of a pair of panels stays in the
-// first-level cache; few rows pass quickly, and the memory's speed is what counts.
+// A chain takes 32 inputs per step. With many rows the K loop is split, so that a part of a pair of panels stays in the
+// first-level cache; with few rows memory bandwidth is the limit.
 struct AmxBf16 : OfTiles<AmxBf16, uint16_t, float> {
   static constexpr int kStep = 32;
   static constexpr bool kPacks = false;
@@ -187,24 +187,24 @@ struct AmxInt8 : OfTiles<AmxInt8, int8_t, int32_t> {
 };
 #endif
 
-// A float is the sum of three bfloat16: its first 8 bits, the next 8, and what is left. Of the nine products of the pieces
-// of two floats, the six largest are summed; the others are below what a float32 can hold of the result. So results are
-// as exact as those of float32 instructions, in half their time. Operands are split where they are used, a part of the
-// inputs at a time: a weight takes no more memory than it did.
+// A float is the sum of three bfloat16: its first 8 bits, the next 8, and the rest. Of the nine products of the pieces of
+// two floats, the six largest are summed; the others are below the precision of float32. So results are as exact as those
+// of float32 instructions, in half their time. Operands are split just before use, a part of the inputs at a time: a
+// weight takes no extra memory.
 struct AmxFloat32 : OfTiles<AmxFloat32, float, float> {
   static constexpr int kStep = 32, kPieces = 3;
-  static constexpr int kMaxSteps = 4;  // of a split pair of panels that stay in the first-level cache
+  static constexpr int kMaxSteps = 4;  // of a split pair of panels that fits into the first-level cache
   static constexpr bool kPacks = true;
   static constexpr int64_t kRowsBytes = 0, kFewProducts = 1 << 18;
   static constexpr int64_t num_parts(int64_t, int64_t num_steps) { return (num_steps + kMaxSteps - 1) / kMaxSteps; }
 
-  // Of one thread: a part of the rows of a group and of a pair of panels.
+  // Split operands of one thread: a part of the rows of a group and of a pair of panels.
   struct alignas(64) Pieces {
     uint16_t rows[kMaxSteps][kPieces][kKeptBlocks][kAmxRows][kStep];
     uint16_t weight[kMaxSteps][kPieces][2][kPanel][kStep];
   };
 
-  // The upper halves of 32 floats in a row.
+  // The upper halves of 32 consecutive floats.
   SPMD_INLINE void store_upper_halves(uint16_t* to, Words first, Words second) {
     alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
@@ -214,7 +214,7 @@ struct AmxFloat32 : OfTiles<AmxFloat32, float, float> {
 
   SPMD_INLINE Words nearest_half(Floats x) { return ((Words)x + 0x8000u) & 0xffff0000u; }
 
-  // 32 floats -> three pieces, `distance` elements apart; what is left after two has 8 bits.
+  // 32 floats -> three pieces, `distance` elements apart; the third has 8 bits.
   SPMD_INLINE void split(const float* from, uint16_t* to, int64_t distance) {
     Floats first = load<Floats>(from), second = load<Floats>(from + 16);
     for (int piece = 0; piece < kPieces - 1; ++piece, to += distance) {
@@ -262,7 +262,7 @@ struct AmxFloat32 : OfTiles<AmxFloat32, float, float> {
         if (kTwoTiles) amx::multiply<2, 5, 6>();
         if (kTwoTiles && kTwoPanels) amx::multiply<3, 5, 7>();
       };
-      // All pairs of pieces but the three smallest; rows, which come from farther away, are taken once.
+      // All pairs of pieces but the three smallest; rows, which come from a slower cache, are loaded once.
       take_rows(2), take_weight(0);
       multiply_pieces();
       take_rows(1);

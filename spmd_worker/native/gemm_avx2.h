@@ -1,8 +1,8 @@
 // The micro-kernels of AVX2, `Avx2` for float32, `Avx2Bf16` for bfloat16 and `Avx2Int8`, and `Portable` for int8 without
 // any of these instruction sets.
 //
-// With half as many registers as AVX-512, of half the size: a panel is multiplied by itself. Float32 has the chains of
-// AVX-512; bfloat16 one chain, in which a pair's first input comes first.
+// There are half as many registers as in AVX-512, of half the size: panels are multiplied one at a time. Float32 has the
+// chains of AVX-512; bfloat16 one chain, in which a pair's first input comes first.
 #pragma once
 
 #include "gemm_by_rows.h"
@@ -28,7 +28,7 @@ struct PanelByPanel : OfVectors<Panel, Element, Sum, kRowsOf> {
 #if defined(SPMD_AVX2)
 
 struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
-  // Of four outputs in each: the even inputs' sums and the odd ones', side by side.
+  // Each has four outputs: sums of even and of odd inputs, interleaved.
   SPMD_INLINE Floats joined(Floats first, Floats second) {
     const __m256d pairs = _mm256_castps_pd(_mm256_hadd_ps((__m256)first, (__m256)second));
     return (Floats)_mm256_castpd_ps(_mm256_permute4x64_pd(pairs, 0b11011000));
@@ -56,9 +56,9 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
 };
 
 struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
-  // In all lanes the pair of inputs.
+  // The pair of inputs in all lanes.
   SPMD_INLINE Words both(const uint16_t* pair) { return (Words)_mm256_set1_ps(bits_at<float>(pair)); }
-  // Compilers that look for more to do at once run out of registers.
+  // Unrolled, it runs out of registers.
   SPMD_INLINE void in_turn(Floats* sums) { asm volatile("" : "+x"(sums[0]), "+x"(sums[1])); }
   template <int kRows>
   SPMD_INLINE void multiply_panel(
@@ -75,7 +75,7 @@ struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
         totals[row][1] = fused(left, even[1], totals[row][1]);
         in_turn(totals[row]);
       }
-      // What was loaded for the even inputs is loaded again: no registers are left to keep it in.
+      // Loads the pairs again: no registers are left to keep them.
       asm volatile("" ::: "memory");
       const Floats odd[] = {second_of_pairs(load<Words>(first)), second_of_pairs(load<Words>(second))};
 #pragma GCC unroll 6
@@ -96,7 +96,7 @@ struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
 
 #if defined(SPMD_AVX2) || defined(SPMD_AVX512)
 
-// In 16 bits, whose products' sums of two fit in 32: the instruction for bytes saturates at 16.
+// In 16 bits, where the sum of two products fits into 32: the instruction for bytes saturates at 16.
 struct Avx2Int8 : PanelByPanel<Avx2Int8, int8_t, int32_t, 3> {
   template <int kRows>
   SPMD_INLINE void multiply_panel(

@@ -1,7 +1,7 @@
 // The micro-kernels of AVX-512: `Avx512` for float32, `Avx512Bf16` for bfloat16, `Vnni` for int8.
 //
-// A chain of float32 is one of even inputs and one of odd inputs, side by side in a vector, which are added; one of
-// bfloat16 takes a pair of inputs at a time, in the processor's order; one of int8 four inputs.
+// A float32 chain is two chains, of even and of odd inputs, interleaved in a vector and added at the end; a bfloat16 chain
+// takes two inputs per step, in the processor's order; an int8 chain four.
 #pragma once
 
 #include "gemm_by_rows.h"
@@ -10,8 +10,8 @@
 
 namespace {
 
-// A pointer to every third row, from which the others are one and two strides away. With one for each of 14 rows compilers
-// keep some in vector registers, and moving those takes a step of the units that multiply.
+// A pointer to every third row; the others are one and two strides away. With a pointer to each of 14 rows compilers keep
+// some in vector registers, and moving those occupies a port that multiplies.
 template <class Element, int kRows>
 class RowAddresses {
  public:
@@ -24,7 +24,7 @@ class RowAddresses {
 #pragma GCC unroll 5
     for (int third = 0; third < kThirds; ++third) {
       thirds_[third] += count;
-      asm volatile("" : "+r"(thirds_[third]));  // else they become one pointer a row again
+      asm volatile("" : "+r"(thirds_[third]));  // otherwise compilers make one pointer per row again
     }
   }
 
@@ -34,8 +34,8 @@ class RowAddresses {
   int64_t stride_;
 };
 
-// How one step is taken: kInputs inputs of a row by those of a panel's 16 outputs, which are kVectors vectors. kRowsOf rows
-// with the panels of a pair have as many sums as there are registers for.
+// One step: kInputs inputs of a row by those of a panel's 16 outputs, which are kVectors vectors. The sums of kRowsOf rows by
+// a pair of panels fill the registers.
 template <class Step, class Element, class Sum, int kRowsOf, int kInputs, int kVectors>
 struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
   static constexpr bool kHasRegisters = true;
@@ -112,7 +112,7 @@ struct Avx512Bf16 : InRegisters<Avx512Bf16, uint16_t, float, 14, 2, 1> {
 #endif
 
 #if defined(__AVX512VNNI__)
-// The rows are 128 larger than they are; what that adds to the sums is in the panel, and they start without it.
+// Rows are offset by 128; the initial sums in the panel compensate for it.
 struct Vnni : InRegisters<Vnni, int8_t, int32_t, 14, 4, 1> {
   SPMD_INLINE Ints start(const int8_t* end) { return load<Ints>(end + 64); }
   SPMD_INLINE Ints left(const int8_t* quad) { return (Ints)_mm512_set1_epi32(bits_at<int32_t>(quad)); }

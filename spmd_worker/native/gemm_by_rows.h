@@ -8,7 +8,7 @@
 
 namespace {
 
-// The epilogue of a block whose sums [rows][32] go to memory, so that there is one function for all others.
+// Stores the sums [rows][32] of a block, so that all epilogues that read memory share one function.
 template <class Sum>
 struct InMemory {
   int64_t first_row;
@@ -56,7 +56,7 @@ class ByRows {
   Epilogue& epilogue_;
 };
 
-// What these micro-kernels have in common.
+// Common properties of these micro-kernels.
 template <class Micro, class ElementOf, class SumOf, int kRowsOf>
 struct OfVectors {
   using Element = ElementOf;

@@ -1,5 +1,5 @@
-// What becomes of the sums of a GEMM, row by row (gemm_driver.h): results are stored, with bias and SwiGLU; of each row the
-// argmax is kept, and the GEMM itself is never written down; or sums of int8 stay as they are.
+// Epilogues of a GEMM, row by row (gemm_driver.h): store results, with bias and SwiGLU; keep the argmax of each row without
+// storing the results; or store int32 sums.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ struct VectorOf<int32_t> {
   using Type = Ints;
 };
 
-// For sums that are in memory, [2][16] of a row. Those of a panel that is not there are read and not used.
+// Takes the sums of a row from memory, [2][16]. Those of a missing second panel are read and not used.
 template <class Epilogue, class Sum>
 SPMD_INLINE void take_row(Epilogue& epilogue, int64_t row, int64_t pair, int num_panels, const Sum* sums) {
   using Vector = typename VectorOf<Sum>::Type;
@@ -30,7 +30,7 @@ SPMD_INLINE void take_row(Epilogue& epilogue, int64_t row, int64_t pair, int num
   epilogue.take(row, pair, num_panels, of_row);
 }
 
-// Sums -> numbers. Of float they are the numbers, to which a bias is added always, zero where there is none.
+// Sums -> numbers, for float: adds the bias, or zero without one.
 struct Unscaled {
   static constexpr float kNoBias = 0.0f;
   SPMD_INLINE_MEMBER float row_scale(int64_t) const { return 1.0f; }
@@ -49,7 +49,7 @@ struct Dequantised {
   }
 };
 
-// Results [rows][outputs], or half as many columns where the weight is gated. A bias, or null, has those of all gates first.
+// Results [rows][outputs], or half as many columns of a gated weight. The bias, or null, has all gates first.
 template <class Element, class Scaling>
 struct Store {
   static constexpr bool kTakesRegisters = std::is_same_v<Scaling, Unscaled>;
@@ -58,7 +58,7 @@ struct Store {
   const Element* bias;
   Element* to;
   bool is_gated;
-  bool passes_caches = false;  // whole lines of results that no cache would hold until somebody reads them
+  bool passes_caches = false;  // complete lines of results, too large to stay in a cache until they are read
 
   template <class Vector>
   SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Vector* sums) const {
@@ -93,7 +93,7 @@ struct Store {
   }
 };
 
-// The argmax of each row and its first index among the first `count` outputs, rounded as results are.
+// The maximum of each row and its first index among the first `count` outputs, rounded as results are.
 template <class Element, class Scaling>
 struct Argmax {
   static constexpr bool kTakesRegisters = false;

@@ -1,5 +1,5 @@
-// Which micro-kernel multiplies operands of a type, with an epilogue: chosen by the instruction sets this library is
-// compiled for, and by whether Linux lets the process use AMX.
+// Chooses the micro-kernel for an element type, by the instruction sets that this library is compiled for and by whether
+// Linux lets the process use AMX.
 #pragma once
 
 #include "gemm_driver.h"

@@ -3,8 +3,7 @@
 #include "exports.h"
 #include "gemm_kernels.h"
 
-// To be called only where `spmd_packs_<dtype>` says so. `bias` may be null; of a gated weight, `to` has half as many columns
-// as it has outputs.
+// Requires `spmd_packs_<dtype>`. `bias` may be null; of a gated weight, `to` has half as many columns as it has outputs.
 extern "C" void spmd_gemm_float32(
     const float* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const float* packed, int64_t num_outputs,
     const float* bias, float* to, int64_t is_gated, int64_t num_threads) {
@@ -24,8 +23,8 @@ extern "C" void spmd_gemm_bfloat16(
       Store<uint16_t, Unscaled>{{}, num_outputs, bias, to, is_gated != 0, passes_caches}, num_threads);
 }
 
-// The argmax of each row of a GEMM and its first index, among the first `count` outputs, without writing the GEMM down: as
-// `spmd_gemm_bfloat16` and then `spmd_argmax_bfloat16` find them.
+// The maximum of each row of a GEMM and its first index, among the first `count` outputs, without storing the result: the
+// bits of `spmd_gemm_bfloat16` and `spmd_argmax_bfloat16`.
 extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, float* values, int64_t* indices, int64_t num_threads) {

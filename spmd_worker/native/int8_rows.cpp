@@ -1,12 +1,12 @@
-// GEMMs of int8 as Python calls them: rows of numbers -> rows of bytes with one scale each (byte_rows.h), which are
-// multiplied with a packed weight (int8.h), and sums -> numbers.
+// W8A8 GEMMs as Python calls them: quantises rows (byte_rows.h), multiplies them by a packed weight (int8.h), and
+// dequantises the sums.
 
 #include "exports.h"
 #include "gemm_kernels.h"
 
 namespace {
 
-constexpr int64_t kSmall = 8192;  // numbers: below this a second thread costs more than it brings
+constexpr int64_t kSmall = 8192;  // numbers: below this a second thread costs more than it gains
 
 template <class Element>
 void row_maxima(const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int64_t num_threads) {
@@ -25,7 +25,7 @@ void quantise(
   });
 }
 
-// Rows of bytes, [num_rows][padded_to_steps(size)], and their largest magnitudes, of which a row's are still near.
+// Quantised rows, [num_rows][padded_to_steps(size)], and their maximum magnitudes.
 template <class Element>
 void make_rows(
     const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int8_t* to, int64_t num_threads) {
@@ -37,7 +37,7 @@ void make_rows(
   });
 }
 
-// `parts` [num_parts][num_rows][num_outputs] are sums over some of the inputs each.
+// `parts` [num_parts][num_rows][num_outputs]: each has sums over some of the inputs.
 template <class Element>
 void scale_sums(
     const int32_t* parts, int64_t num_parts, const Gemm<int8_t>& gemm, const Store<Element, Dequantised>& results,
@@ -59,7 +59,7 @@ void scale_sums(
 }  // namespace
 
 #define SPMD_INT8(name, Element)                                                                                       \
-  /* The largest magnitude of each row; not a number where the row has one that is none. */                            \
+  /* The maximum magnitude of each row; NaN if the row has a NaN.                        */                            \
   extern "C" void spmd_int8_maxima_##name(                                                                             \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int64_t num_threads) {        \
     row_maxima(x, x_stride, num_rows, size, maxima, num_threads);                                                      \
@@ -81,7 +81,7 @@ void scale_sums(
     multiply(                                                                                                          \
         gemm, Store<Element, Dequantised>{{gemm, maxima}, num_outputs, bias, to, is_gated != 0}, num_threads);         \
   }                                                                                                                    \
-  /* The argmax of each row of such a product and its first index, among the first `count` outputs. */                 \
+  /* The maximum of each row of such a GEMM and its first index, among the first `count` outputs. */                   \
   extern "C" void spmd_int8_argmax_##name(                                                                             \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                  \
       int64_t num_outputs, int64_t count, float* values, int64_t* indices, float* maxima, int8_t* rows,                 \
@@ -122,7 +122,7 @@ bool rows_are_offset() {
 #endif
 }
 
-// Which instructions multiply, for tests and logs.
+// The instructions that multiply, for tests and logs.
 extern "C" const char* spmd_int8_instructions() {
 #if defined(SPMD_AVX512) && defined(__AVX512VNNI__)
   return rows_are_offset() ? "AVX-512 VNNI" : "AMX";

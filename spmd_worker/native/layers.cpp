@@ -1,9 +1,7 @@
-// Decoder layers one after another in one call: what `models.decoder.DecoderLayer` does step by step, sums over a
-// tensor-parallel group included.
+// Decoder layers in one call, with the results of `DecoderLayer`, all-reduces of a tensor-parallel group included.
 //
-// Each part is a function that Python can also call by itself, with the same arguments, so the results are the same; what
-// is saved is what calls and tensors in between cost, which in a step of few tokens is a fifth of the time. The structures
-// are those of `layers.py`, field by field.
+// Each part is a function that Python can also call, so the results are the same; the saved calls and tensors cost a fifth
+// of the time of a step of few tokens. The structures are those of `layers.py`, field by field.
 
 #include "exports.h"
 
@@ -32,7 +30,7 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights are in panels of elements or, where the stack `has_bytes`, of bytes (int8.h). A bias may be null.
+// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h). A bias may be null.
 template <class Element>
 struct Layer {
   const Element* input_norm;
@@ -47,7 +45,7 @@ struct Layer {
   int64_t window;
 };
 
-// Of this rank.
+// Sizes on this rank.
 template <class Element>
 struct Stack {
   const Layer<Element>* layers;
@@ -55,7 +53,7 @@ struct Stack {
   float epsilon, scale;
 };
 
-// A group as shared_memory.cpp has it.
+// A group, as in shared_memory.cpp.
 struct Ranks {
   char* memory;
   int64_t rank, size, slot_bytes, spin_ns, timeout_ns;
@@ -67,8 +65,8 @@ struct Ranks {
   ranks->memory, ranks->rank, ranks->size, ranks->slot_bytes, ranks->spin_ns, ranks->timeout_ns, ranks->processes,     \
       ranks->few_elements
 
-// `x`, `projected`, `attended` and `opened` are memory to work in, and so are, where the stack `has_bytes`, `bytes` and
-// `maxima`: of as many rows, and for the widest of them.
+// `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
+// row per token, wide enough for the widest.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
@@ -87,7 +85,7 @@ template <class Element>
 struct Run {
   const Stack<Element>& stack;
   const Step<Element>& step;
-  const Ranks* ranks;  // null: this one is alone
+  const Ranks* ranks;  // null: a single rank
 
   int64_t num_elements() const { return step.num_tokens * stack.hidden_size; }
 
@@ -104,7 +102,7 @@ struct Run {
           is_gated, step.num_threads);
   }
 
-  // Where this rank's part of the next sum goes, and is until then.
+  // The buffer of this rank's part of the next sum.
   Element* part() const {
 #if defined(__linux__)
     if (ranks != nullptr)
@@ -114,7 +112,7 @@ struct Run {
     return step.x;
   }
 
-  // The residual stream += the sum of all parts; `normal` is where the norm of it lies then. 0, or what went wrong.
+  // The residual stream += the sum of all parts; `normal` points to its norm then. Returns 0, or an error.
   int64_t add_and_norm(const Element* weight, Element*& normal) const {
     normal = step.x;
     if (ranks == nullptr) {
@@ -168,8 +166,7 @@ int64_t run_layers(
 
 }  // namespace
 
-// Layers `first` up to `end`, of those behind `stack`, in order from one call to the next. Returns 0, or what a call of
-// shared_memory.cpp returned.
+// Layers `first` to `end` of `stack`; calls must be in order. Returns 0, or the error of a call of shared_memory.cpp.
 extern "C" int64_t spmd_run_layers_float32(
     const void* stack, const void* step, const void* ranks, int64_t first, int64_t end) {
   return run_layers(

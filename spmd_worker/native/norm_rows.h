@@ -32,7 +32,7 @@ SPMD_INLINE void norm_row(const Element* row, int64_t size, const Element* weigh
   scale_row(row, size, squares, weight, epsilon, to);
 }
 
-// residual += x, and `to` is the norm of that. `x_at(place, count)` are the elements of x from a place on, as floats.
+// residual += x, and `to` is the norm of the sum. `x_at(index, count)`: elements of x from an index on, as floats.
 template <class Element, class Elements>
 SPMD_INLINE void add_and_norm_row(
     Elements x_at, Element* residual, int64_t size, const Element* weight, float epsilon, Element* to) {

@@ -1,10 +1,9 @@
-// A cache of keys and values in blocks: how a block is packed, where a tile of it lies, how a token is written.
+// The paged KV cache: layout of a block, location of a tile, writing of tokens.
 //
 // A block holds, for each key-value head, its keys and then its values:
 //   bfloat16  keys [head size / 2][position][2], values [position / 2][head size][2]
 //   float32   keys [head size][position],        values [position][head size]
-// which is in both cases `kPair` numbers side by side that one step of a gemm takes together. Knows nothing of
-// arithmetic: `Type` is one of those in steps.h.
+// in both cases `kPair` adjacent numbers, which one step multiplies together. `Type` is one of those in steps.h.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 namespace {
 
 constexpr int kTile = 64;           // keys
-constexpr int kGroup = 16;          // keys whose index in the cache is found together; blocks of 16 and up hold them whole
+constexpr int kGroup = 16;          // keys whose location is found together; blocks of 16 or more hold complete groups
 constexpr int kGroups = kTile / kGroup;
 constexpr int kMaxHeadSize = 256;
 
@@ -49,7 +48,7 @@ struct Tile {
   int64_t key_stride;  // elements from one step over the head's dimensions to the next
 };
 
-// Rows of values that follow each other in memory, and what to fetch meanwhile.
+// Consecutive rows of values, and what to prefetch meanwhile.
 template <class Element>
 struct Span {
   const Element* rows;
@@ -89,7 +88,7 @@ Tile<typename Type::Element> small_block_tile(
 }
 
 // `first_key` and `last_key` bound what any row of the item sees. A group outside them may have no block: the nearest
-// one inside stands in for it, its scores are masked and its values not read.
+// one inside is used instead, its scores are masked and its values not read.
 template <class Type>
 Tile<typename Type::Element> tile_of_blocks(
     const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
@@ -111,7 +110,7 @@ Tile<typename Type::Element> tile_of_blocks(
   return tile;
 }
 
-// One token's keys and values of one head -> its place in its block.
+// Writes one token's key and value of one head to its slot.
 template <class Type>
 SPMD_INLINE void write_one(
     const Cache<typename Type::Element>& cache, const typename Type::Element* key, const typename Type::Element* value,
@@ -126,7 +125,7 @@ SPMD_INLINE void write_one(
     values[dimension * kPair + offset % kPair] = value[dimension];
 }
 
-// Two tokens whose places are a pair, at once: what lies side by side is written together.
+// Writes two tokens with adjacent slots together.
 template <class Type>
 SPMD_INLINE void write_two(
     const Cache<typename Type::Element>& cache, const uint16_t* const* keys, const uint16_t* const* values, int64_t block,
@@ -145,7 +144,7 @@ SPMD_INLINE void write_two(
   }
 }
 
-// The lines of a token's place, of which keys lie in as many as a head has steps.
+// Prefetches the lines of a token's slot; its keys are in as many lines as a head has steps.
 template <class Type>
 SPMD_INLINE void fetch_place(const Cache<typename Type::Element>& cache, int64_t block, int offset) {
   constexpr int kPair = Type::kPair, kLine = 64 / int(sizeof(typename Type::Element));
@@ -158,7 +157,7 @@ SPMD_INLINE void fetch_place(const Cache<typename Type::Element>& cache, int64_t
   }
 }
 
-// Where the keys and values of a step's tokens are: [tokens, heads, head size] with strides of their own.
+// Keys and values of a step's tokens: [tokens, heads, head size], strided.
 template <class Element>
 struct TokenRows {
   const Element *keys, *values;
@@ -170,7 +169,7 @@ struct TokenRows {
   const Element* value(int64_t token, int64_t head) const {
     return values + token * value_token_stride + head * value_head_stride;
   }
-  // Other threads may have computed them. Inlined: compilers leave out a call that does nothing else.
+  // Other threads may have computed them. Inlined: compilers drop a call that only prefetches.
   SPMD_INLINE_MEMBER void fetch(int64_t token, int num_heads, int head_size) const {
     for (int64_t head = 0; head < num_heads; ++head)
       for (int index = 0; index < head_size; index += 64 / int(sizeof(Element))) {
@@ -180,7 +179,7 @@ struct TokenRows {
   }
 };
 
-// All tokens of a step. Keys are turned by `angles`.
+// Writes all tokens of a step. Keys are rotated by `angles`.
 template <class Type>
 void write_all(
     const Cache<typename Type::Element>& cache, const TokenRows<typename Type::Element>& rows,
@@ -189,7 +188,7 @@ void write_all(
   using Element = typename Type::Element;
   constexpr int64_t kAhead = 4;  // tokens
   const int num_heads = cache.num_kv_heads, head_size = cache.head_size;
-  // Below this many numbers a second thread costs more than it brings.
+  // Below this many numbers a second thread costs more than it gains.
   const bool is_small = num_tokens * num_heads * head_size < 4096;
   parallel_ranges(num_tokens, is_small ? 1 : num_threads, [&](int64_t first, int64_t end) {
     for (int64_t token = first, num_written = 1; token < end; token += num_written) {

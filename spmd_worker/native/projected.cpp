@@ -1,8 +1,7 @@
-// Attention of one layer from its projections on, in one call: cache write, attention, and rotary embedding of what they
-// read.
+// Attention of one layer from its projections on, in one call: rotary embedding, cache write and attention.
 //
-// Each part is the function that Python can also call by itself, so the results are the same; what is saved is what calls
-// and tensors in between cost, which in a step of few tokens is more than the work.
+// Each part is a function that Python can also call, so the results are the same; the saved calls and tensors cost more
+// than the work in a step of few tokens.
 
 #include "exports.h"
 

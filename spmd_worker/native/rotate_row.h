@@ -3,14 +3,14 @@
 
 #include "elements.h"
 
-// Cosines and sines, [tokens, head size / 2]; null: rows are as they should be.
+// Cosines and sines, [tokens, head size / 2]; null: rows are not rotated.
 template <class Element>
 struct Angles {
   const Element* cos;
   const Element* sin;
 };
 
-// The result may take the place of the row.
+// In place if `to` is the row.
 template <class Element>
 SPMD_INLINE void rotate_row(const Element* row, int64_t half, const Element* cos, const Element* sin, Element* to) {
   for (int64_t index = 0; index < half; index += kLanes) {
@@ -22,7 +22,7 @@ SPMD_INLINE void rotate_row(const Element* row, int64_t half, const Element* cos
   }
 }
 
-// A row of token `token` as it should be: itself, or turned, in `room`.
+// The row of token `token`: itself, or rotated into `scratch`.
 template <class Element>
 SPMD_INLINE const Element* rotated(
     const Element* row, int64_t size, const Angles<Element>& angles, int64_t token, Element* scratch) {

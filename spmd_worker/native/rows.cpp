@@ -1,4 +1,4 @@
-// The small operations between the gemms: norms, rotary embedding, SiLU. Each row is computed by itself, in an order
+// The small operations between the GEMMs: norms, rotary embedding, activations. Each row is computed by itself, in an order
 // that depends on its length alone. Low-precision results are rounded where ops/kernels/reference.py rounds them.
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Below this many numbers a second thread costs more than it brings.
+// Below this many numbers a second thread costs more than it gains.
 constexpr int64_t kSmall = 8192;
 
 // ---- norms --------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ void full_norm(
 
 // ---- rotary embedding ---------------------------------------------------------------------------------------------
 
-// The result may take the place of what is rotated.
+// In place if `to` is the row.
 template <class Element>
 void rotate(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
@@ -99,7 +99,7 @@ void activate_rows(
   });
 }
 
-// `kind` 0 is SiLU, 1 GELU by way of tanh, 2 GELU, 3 ReLU, 4 its square.
+// `kind`: 0 SiLU, 1 GELU with tanh, 2 GELU, 3 ReLU, 4 its square.
 template <class Element>
 void activate(
     const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, int64_t kind, Element* to,
@@ -107,7 +107,7 @@ void activate(
   const auto all = [&](auto activation) {
     activate_rows(x, stride, num_tokens, size, is_gate, activation, to, num_threads);
   };
-  // Not a number stays none: it is not below 0.
+  // NaN stays NaN: it is not below 0.
   const auto relu = [](Floats each) { return larger(Floats{}, each); };
   switch (kind) {
     case 0: return all([](Floats each) { return silu(each); });
@@ -120,7 +120,7 @@ void activate(
 
 // ---- the argmax of a row -----------------------------------------------------------------------------------------
 
-// The argmax and its first place; the first NaN, where there is one.
+// The maximum and its first index; the first NaN if there is one.
 template <class Element>
 SPMD_INLINE void row_argmax(const Element* row, int64_t count, float* value, int64_t* index) {
   Floats most = broadcast(-kInfinity);
@@ -177,7 +177,7 @@ void argmax(
       int64_t size, const Element* weight, float epsilon, Element* to, int64_t num_threads) {                          \
     rms_norm(x, token_stride, head_stride, num_tokens, num_heads, size, weight, epsilon, to, num_threads);             \
   }                                                                                                                    \
-  /* The sum takes the index of `residual`, its norm that of `x`. */                                                   \
+  /* Overwrites `residual` by the sum and `x` by its norm. */                                                          \
   extern "C" void spmd_add_rms_norm_##name(                                                                            \
       Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
       const Element* weight, float epsilon, int64_t num_threads) {                                                     \

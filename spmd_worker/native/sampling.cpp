@@ -1,10 +1,8 @@
-// What is drawn from: masses of token ids as whole numbers, whose sums are the same in any order, and what top-k and top-p
-// leave of it.
+// Sampling: fixed-point probability weights of token ids, whose sums are the same in any order, and top-k and top-p.
 //
-// The mass of a logit x in a row whose largest is m is floor(2^40 * 2^((x - m) * factor)), computed in float (the factor is
-// log2(e) / temperature), so that the largest has 2^40. Sums are exact as long as a row has less than 2^22 ids; whoever adds
-// up which part of a vocabulary, and in which order, changes nothing. A row with a logit that is NaN is not to be given.
-
+// The weight of a logit x in a row with maximum m is floor(2^40 * 2^((x - m) * factor)), computed in float (the factor is
+// log2(e) / temperature), so that the maximum has 2^40. Sums are exact for rows of less than 2^22 ids, so neither their
+// order nor the sharding of a vocabulary changes them. A row must not have NaN.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -18,15 +16,15 @@ namespace {
 
 typedef int64_t Longs __attribute__((vector_size(kLanes * 8)));
 
-constexpr int64_t kPiece = 1024;   // ids whose weights_of are summed up by themselves, so that an id is found among few
-constexpr int64_t kSmall = 16384;  // ids: below this a second thread costs more than it brings
+constexpr int64_t kPiece = 1024;   // ids of one sum, so that an id is searched among few
+constexpr int64_t kSmall = 16384;  // ids: below this a second thread costs more than it gains
 constexpr float kMaxWeight = 1099511627776.0f;
 
 // Minus infinity twice or four times: two floats, four bfloat16.
 SPMD_INLINE uint64_t forbidden_word(const float*) { return 0xff800000ff800000u; }
 SPMD_INLINE uint64_t forbidden_word(const uint16_t*) { return 0xff80ff80ff80ff80u; }
 
-// Whether each of a vector's logits is minus infinity, which has no mass: most are, in a row that a form constrains.
+// Whether all logits of a vector are minus infinity, which have weight 0: most are, in a row with a grammar.
 template <class Element>
 SPMD_INLINE bool all_forbidden(const Element* logits) {
   constexpr int kWords = kLanes * int(sizeof(Element)) / 8;
@@ -40,7 +38,7 @@ SPMD_INLINE bool all_forbidden(const Element* logits) {
 struct Tempered {
   float maxima, factor;
 
-  // What is before `count` of a vector's logits; the rest has no mass.
+  // Weights of the first `count` logits of a vector; 0 for the rest.
   template <class Element>
   SPMD_INLINE_MEMBER Longs weights_of(const Element* logits, int64_t count) const {
     const Floats x = load_some(logits, count);
@@ -61,7 +59,7 @@ struct Tempered {
     return sum;
   }
 
-  // The first index at which the running mass is above `target`, or `count`.
+  // The first index at which the running sum of weights is above `target`, or `count`.
   template <class Element>
   int64_t find(const Element* logits, int64_t count, int64_t target) const {
     for (int64_t index = 0; index < count; index += kLanes) {
@@ -104,7 +102,7 @@ void find_ids(
   }
 }
 
-// How many are larger than `limit`. NaN is not.
+// Number of logits larger than `limit`. NaN is not.
 template <class Element>
 int64_t count_above(const Element* logits, int64_t count, float limit) {
   const Floats limits = broadcast(limit);
@@ -117,9 +115,9 @@ int64_t count_above(const Element* logits, int64_t count, float limit) {
   return found;
 }
 
-// ---- what filters leave of a row ---------------------------------------------------------------------------------
+// ---- filters -----------------------------------------------------------------------------------------------------
 
-// Whole numbers in the order of the floats.
+// Integers in the order of the floats.
 SPMD_INLINE uint32_t key_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -133,8 +131,8 @@ SPMD_INLINE float of_key(uint32_t key) {
   return x;
 }
 
-// The largest number of a row such that those that are not smaller weigh `target` or more together; minus infinity where
-// all of them do not. A digit of the key at a time, from the highest on.
+// The largest number of a row such that those not smaller weigh `target` or more together; minus infinity if all weigh
+// less. Found by one digit of the key at a time, from the highest on.
 template <class Weight>
 float select(const float* row, int64_t count, int64_t target, const Weight& weight) {
   constexpr int kDigits[][2] = {{21, 11}, {10, 11}, {0, 10}};  // shift and bits

@@ -1,11 +1,11 @@
-// Which sequences of a step see the same blocks first: a system prompt, samples of one prompt, common examples.
+// Groups sequences of a step that share their first blocks: a system prompt, samples of one prompt, common examples.
 //
 // Sequences that decode, one token each, are put into groups whose block tables begin alike, so that a tile of keys and
-// values which they share is read once for all of them. Only whole tiles count that every sequence of the group sees to
-// the end, and never a sequence's last one. First come those that share most of what they see, samples of one prompt, so
-// that no system prompt parts them; then those of the rest that share a good part, because groups are larger pieces of
-// work than single sequences are, and harder to share out among threads. Finding them takes a few looks at each sequence,
-// at the parts of its table that are common. Knows nothing of arithmetic.
+// values which they share is read once for all of them. Only tiles count that every sequence of the group sees completely,
+// and never a sequence's last one. Sequences that share most of what they see come first, e.g. samples of one prompt, so
+// that a system prompt does not split them; then those of the rest that share a good part, because groups are larger work
+// items than single sequences, and harder to distribute over threads. The search compares each sequence with a few
+// candidates.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// The tables of a step, and how many keys lie in a block and in a tile.
+// Block tables of a step, and the number of keys of a block and of a tile.
 struct BlockTables {
   const int64_t* tables;
   int64_t stride;
@@ -22,7 +22,7 @@ struct BlockTables {
 
   const int64_t* of(int sequence) const { return tables + sequence * stride; }
 
-  // Tiles from the first on, at most `most`, whose blocks are the same for both.
+  // Number of leading tiles, at most `most`, whose blocks are the same for both.
   int64_t num_common_tiles(int one, int other, int64_t most) const {
     const int64_t* const here = of(one);
     const int64_t* const there = of(other);
@@ -34,14 +34,14 @@ struct BlockTables {
 
 class SharedBlocks {
  public:
-  // The sequences of a group, and how many tiles they have in common.
+  // The sequences of a group, and the number of tiles that they share.
   struct Group {
     const int* sequences;
     int size;
     int64_t num_tiles;
   };
 
-  // `num_whole_tiles` of a sequence: how many of its first tiles may be shared. No group has more than `most` sequences.
+  // `num_whole_tiles` of a sequence: leading tiles that may be shared. No group has more than `most` sequences.
   SharedBlocks(const BlockTables& tables, const std::vector<int64_t>& num_whole_tiles, int64_t most)
       : tables_(tables), whole_(num_whole_tiles), most_(most), leaders_(whole_.size()), sizes_(whole_.size(), 1),
         num_tiles_(whole_) {
@@ -51,8 +51,8 @@ class SharedBlocks {
     gather(4);
   }
 
-  // The largest first, and of one size in order of their first sequences; each sequence is in one, in order too.
-  // `sequences` is what they point into.
+  // The largest group first, those of one size in order of their first sequences; each sequence is in one group, in order.
+  // Groups point into `sequences`.
   std::vector<Group> groups(std::vector<int>& sequences) const {
     const int num_sequences = int(whole_.size());
     std::vector<int> first_indices(num_sequences);
@@ -72,14 +72,14 @@ class SharedBlocks {
   }
 
  private:
-  static constexpr int kLooks = 4;  // at the latest groups that begin with a sequence's first block
+  static constexpr int kLooks = 4;  // latest groups with a sequence's first block that are compared
 
-  // Groups of those that are alone yet and have a `part`-th of the shorter one's tiles in common with the group's first.
+  // Groups single sequences that share a `part`-th of the shorter one's tiles with the first of the group.
   void gather(int64_t part) {
     const int num_sequences = int(whole_.size());
     size_t num_places = 4;
     while (num_places < whole_.size() * 4) num_places *= 2;
-    // The latest group by its first block, and the one before it. Blocks that fall on one place share their groups'.
+    // The latest group by the hash of its first block, and the previous one. Blocks with one hash share a list.
     std::vector<int> latest(num_places, -1), before(num_sequences, -1);
     for (int sequence = 0; sequence < num_sequences; ++sequence) {
       if (whole_[sequence] == 0 || sizes_[sequence] != 1 || leaders_[sequence] != sequence) continue;
@@ -92,7 +92,7 @@ class SharedBlocks {
     }
   }
 
-  // Into the group if more reads are saved with the sequence than without: it is left with the tiles that all have.
+  // Joins the group if that saves reads: the group then shares only the tiles that all have.
   bool join(int sequence, int leader, int64_t part) {
     if (sizes_[leader] >= most_) return false;
     const int64_t common =
@@ -109,7 +109,7 @@ class SharedBlocks {
   BlockTables tables_;
   const std::vector<int64_t>& whole_;
   int64_t most_;
-  // Of each sequence: the first of its group; of the first one the group's size and common tiles, of others 0.
+  // For each sequence: the first of its group; for the first one the group's size and shared tiles, for others 0.
   std::vector<int> leaders_, sizes_;
   std::vector<int64_t> num_tiles_;
 };

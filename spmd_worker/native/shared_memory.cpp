@@ -1,15 +1,15 @@
 // Collectives between processes of one machine through memory that all of them map.
 //
-// The memory is three lines a rank, twice a slot a rank, a place for what all have made together, and twice a slot a rank
-// for what one sends to the next. In round r a rank puts its part into slot r % 2, says so in its
-// line, waits until the others have said r too, and reads their slots. Who says r + 1 has read all of round r, and nobody
-// writes slot r % 2 again before all have said r + 1: so two slots suffice and nobody waits twice.
+// The memory has, per rank, three lines, two slots, and two slots for messages to the next rank; and one common area for
+// joint results. In round r a rank writes its part to slot r % 2, publishes r in its line, waits until the others have
+// published r, and reads their slots. A rank that publishes r + 1 has read all of round r, and no rank writes slot r % 2
+// again before all have published r + 1: so two slots suffice, with one wait per round.
 //
-// Message n from a rank to the next goes into its slot n % 2 of those, once message n - 2 has been taken: the sender counts
+// Message n from a rank to the next goes into its slot n % 2 of those, once message n - 2 has been received: the sender counts
 // in its second line, the receiver in its third.
 //
-// Sums are taken in the order of the ranks, in float, and rounded once: every rank computes the same bits. Whoever waits
-// spins for a while and then sleeps until it is woken, so that it takes no core from whom it waits for.
+// Sums are in the order of the ranks, in float, and rounded once: every rank computes the same bits. A waiting rank spins
+// for a while and then sleeps until it is woken, so that it takes no core from the rank that it waits for.
 
 #include <algorithm>
 #include <atomic>
@@ -39,8 +39,8 @@ constexpr int64_t kLinesARank = 3;
 struct Group {
   char* memory;
   int64_t rank, size, slot_bytes, spin_ns, timeout_ns;
-  const int32_t* processes;  // a descriptor for each rank that becomes readable when its process has gone, or -1
-  int64_t few_elements;      // of a sum with its norm; of more, the ranks share out the rows
+  const int32_t* processes;  // a descriptor for each rank that becomes readable when its process exits, or -1
+  int64_t few_elements;      // of a sum with its norm; ranks divide the rows of larger ones
 
   Line& line(int64_t which) const { return reinterpret_cast<Line*>(memory)[which]; }
   Line& sent(int64_t which) const { return line(size + which); }
@@ -48,15 +48,15 @@ struct Group {
   char* slot(uint32_t round, int64_t which) const {
     return memory + kLinesARank * size * int64_t(sizeof(Line)) + (int64_t(round % 2) * size + which) * slot_bytes;
   }
-  // As large as a slot; read until the next sum of parts is put together here.
+  // As large as a slot; valid until the next joint sum.
   char* common() const { return slot(0, 2 * size); }
   char* message(uint32_t number, int64_t which) const { return slot(number, which) + (2 * size + 1) * slot_bytes; }
 
-  // The slot into which this rank's part of the next round goes, null where it is larger.
+  // The slot of this rank's part in the next round, null if the part is larger.
   char* next_part(int64_t num_bytes) const {
     return num_bytes > slot_bytes ? nullptr : slot(line(rank).round.load(std::memory_order_relaxed) + 1, rank);
   }
-  // Where the norms of a sum are put together, null where each rank makes all of them for itself.
+  // The area of the joint norms of a sum, null if each rank computes all of them.
   char* common_norms(int64_t num_elements, int64_t element_bytes) const {
     const bool is_shared_out = num_elements >= few_elements && num_elements * element_bytes <= slot_bytes;
     return is_shared_out ? common() : nullptr;
@@ -64,8 +64,8 @@ struct Group {
 };
 
 constexpr int64_t kMaxRanks = 64;
-constexpr int64_t kSleepNs = 20'000'000;  // between two looks at whether the process is there
-constexpr int64_t kTimedOut = -1;         // what functions return besides 0 and 1 + the index of a rank that has gone
+constexpr int64_t kSleepNs = 20'000'000;  // between two checks of the processes
+constexpr int64_t kTimedOut = -1;         // return values are this, 0, and 1 + the rank whose process exited
 
 SPMD_INLINE bool has_come(const Line& line, uint32_t round) {
   // Rounds wrap around.
@@ -78,7 +78,7 @@ bool has_gone(int32_t process) {
 }
 
 void announce(Line& own, uint32_t round) {
-  // Sequentially consistent with whoever goes to sleep: it sees the round, or is seen asleep.
+  // Sequentially consistent with ranks that go to sleep: a rank sees the round, or is seen asleep.
   own.round.store(round);
   if (own.num_sleepers.load() > 0) wake_all(own.round);
 }
@@ -107,7 +107,7 @@ int64_t wait_for(const Group& group, Line& line, int64_t which, uint32_t round) 
   }
 }
 
-// Runs one round: `put` fills this rank's slot, `take` reads all of them.
+// Runs one round: `put` fills this rank's slot, `take` reads all slots.
 template <class Put, class Take>
 int64_t run_round(const Group& group, Put put, Take take) {
   const uint32_t round = group.line(group.rank).round.load(std::memory_order_relaxed) + 1;
@@ -139,12 +139,12 @@ struct Parts {
   }
 };
 
-// What is computed in the slot itself need not be put there.
+// A part that was computed in the slot itself is not copied.
 void put_into(char* slot, const void* part, int64_t num_bytes) {
   if (slot != part) std::memcpy(slot, part, num_bytes);
 }
 
-// In place, so the values cannot be in a slot, which others read.
+// In place, so the values cannot be in a slot, which other ranks read.
 template <class Element>
 int64_t sum(const Group& group, Element* values, int64_t count) {
   const int64_t most = group.slot_bytes / int64_t(sizeof(Element));
@@ -163,7 +163,7 @@ int64_t sum(const Group& group, Element* values, int64_t count) {
   return 0;
 }
 
-// residual += the sum over ranks of x, and `to` is the norm of that: all [rows][size]. By every rank for itself.
+// residual += the sum over ranks of x, and `to` is its norm: all [rows][size]. Every rank computes all rows.
 template <class Element>
 int64_t sum_add_rms_norm_of_all(
     const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
@@ -185,8 +185,8 @@ int64_t sum_add_rms_norm_of_all(
   return 0;
 }
 
-// The same for all rows in one round, shared out: each rank sums, adds and norms some rows, and all norms are in `to`, the
-// common place, then. Of `residual` only this rank's rows are added to.
+// The same with rows divided over ranks, in one round: each rank sums, adds and norms some rows, and all norms are in the
+// common area `to` afterwards. Only this rank's rows of `residual` are updated.
 template <class Element>
 int64_t sum_add_rms_norm_of_some(
     const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
@@ -222,7 +222,7 @@ int64_t sum_add_rms_norm(
 
 extern "C" int64_t spmd_shared_header_bytes(int64_t size) { return kLinesARank * size * int64_t(sizeof(Line)); }
 
-// This rank takes part in nothing any more: whoever waits for it is told.
+// Marks this rank as gone: ranks that wait for it return.
 extern "C" int64_t spmd_shared_leave(SPMD_GROUP) {
   const Group group SPMD_THE_GROUP;
   Line& own = group.line(rank);
@@ -232,13 +232,13 @@ extern "C" int64_t spmd_shared_leave(SPMD_GROUP) {
   return 0;
 }
 
-// Where this rank may put its part of the next round, which is then copied by nobody; null where it is larger.
+// The buffer of this rank's part in the next round, which is then not copied; null if the part is larger.
 extern "C" char* spmd_shared_next_part(SPMD_GROUP, int64_t num_bytes) {
   const Group group SPMD_THE_GROUP;
   return group.next_part(num_bytes);
 }
 
-// Where the norms of a sum are put together, until the next one; null where they go where the caller says.
+// The area of the joint norms, valid until the next sum; null if they go to the caller's memory.
 extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int64_t element_bytes) {
   const Group group SPMD_THE_GROUP;
   return group.common_norms(num_elements, element_bytes);
@@ -257,7 +257,7 @@ extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int6
 SPMD_SUMS(float32, float)
 SPMD_SUMS(bfloat16, uint16_t)
 
-// `num_bytes` of every rank, one after another.
+// Gathers `num_bytes` of every rank, in order.
 extern "C" int64_t spmd_shared_gather(SPMD_GROUP, const char* from, int64_t num_bytes, char* to) {
   const Group group SPMD_THE_GROUP;
   for (int64_t first = 0; first < num_bytes; first += slot_bytes) {
@@ -273,7 +273,7 @@ extern "C" int64_t spmd_shared_gather(SPMD_GROUP, const char* from, int64_t num_
   return 0;
 }
 
-// To the next rank, once that has taken the message before the last.
+// Sends to the next rank, after it has received the message before the last.
 extern "C" int64_t spmd_shared_send(SPMD_GROUP, const char* data, int64_t num_bytes) {
   const Group group SPMD_THE_GROUP;
   const uint32_t number = group.sent(rank).round.load(std::memory_order_relaxed) + 1;
@@ -284,7 +284,7 @@ extern "C" int64_t spmd_shared_send(SPMD_GROUP, const char* data, int64_t num_by
   return 0;
 }
 
-// From the rank before.
+// Receives from the previous rank.
 extern "C" int64_t spmd_shared_receive(SPMD_GROUP, char* data, int64_t num_bytes) {
   const Group group SPMD_THE_GROUP;
   const uint32_t number = group.taken(rank).round.load(std::memory_order_relaxed) + 1;
@@ -295,7 +295,7 @@ extern "C" int64_t spmd_shared_receive(SPMD_GROUP, char* data, int64_t num_bytes
   return 0;
 }
 
-// What the rank `source` has, to all.
+// Broadcasts from rank `source`.
 extern "C" int64_t spmd_shared_broadcast(SPMD_GROUP, int64_t source, char* data, int64_t num_bytes) {
   const Group group SPMD_THE_GROUP;
   for (int64_t first = 0; first < num_bytes; first += slot_bytes) {

@@ -1,4 +1,4 @@
-// How one step of a gemm is taken, by the type of the cache, and the two gemms of attention made of such steps.
+// One step of a matmul, by the type of the cache, and the two matmuls of attention made of such steps.
 //
 // A step multiplies one number (or pair of numbers) of a row with a vector of numbers (or pairs) of the cache and adds to
 // a vector of sums. Rows that are computed together share the load of the vector and nothing else.
@@ -14,8 +14,8 @@ constexpr int kVectors = kLanes == 8 ? 2 : 4;  // vectors side by side: with 4 r
 
 struct Float32 {
   using Element = float;
-  using Left = float;  // what one step takes of a query or of the probabilities
-  using Right = Floats;  // what one step takes of the cache, a vector of it
+  using Left = float;  // the part of a query or of the probabilities that one step multiplies
+  using Right = Floats;  // the part of the cache, a vector
   static constexpr int kPair = 1;
   SPMD_INLINE Right load_right(const Element* from) { return load<Floats>(from); }
   SPMD_INLINE Floats step(Floats sum, Right right, Left left) { return fused(broadcast(left), right, sum); }
@@ -55,7 +55,7 @@ struct Bfloat16 {
     const Words pairs = load<Words>(from);
     return {first_of_pairs(pairs), second_of_pairs(pairs)};
   }
-  // The gemm of two bfloat16 is exact in float.
+  // The product of two bfloat16 is exact in float.
   SPMD_INLINE Floats step(Floats sum, Right right, Left left) {
     return fused(broadcast(left.second), right.second, fused(broadcast(left.first), right.first, sum));
   }
@@ -66,11 +66,10 @@ struct Bfloat16 {
 };
 #endif
 
-// To the second-level cache, which has room for a tile beside the one in hand and takes more requests at a time than the
-// first.
+// To the second-level cache, which can hold one more tile and more outstanding requests than the first.
 SPMD_INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// ---- the two gemms ---------------------------------------------------------------------------------------------
+// ---- the two matmuls -------------------------------------------------------------------------------------------
 
 // Scores of kRows queries with the 64 keys of a tile.
 template <class Type, int kRows, bool kFetches>
@@ -110,7 +109,7 @@ void score_rows(
   }
 }
 
-// What becomes of a sum over values: it starts from zero or from `sums`; it ends in `sums`, or in the output.
+// Start and end of a sum over values: from zero or from `sums`; to `sums` or to the output.
 struct Ends {
   bool is_fresh, is_last;
 };
@@ -167,7 +166,7 @@ void add_values_of_head(
   for (; column + kVectors * kLanes <= head_size; column += kVectors * kLanes)
     add_values<Type, kRows, kVectors, kFetches>(
         probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
-  // Head sizes are multiples of 16, so only vectors of 16 leave a rest.
+  // Head sizes are multiples of 16, so only vectors of 16 leave a remainder.
   if constexpr (kVectors * kLanes > 16) {
     const auto add_rest = [&](auto width) {
       add_values<Type, kRows, decltype(width)::value, kFetches>(

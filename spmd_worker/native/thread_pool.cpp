@@ -1,4 +1,4 @@
-// The threads of thread_pool.h, and how they wait.
+// The threads of thread_pool.h.
 
 #include "thread_pool.h"
 
@@ -21,13 +21,13 @@
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int64_t kWorkerSpinNs = 200'000;  // between two jobs of a step; between two steps a worker sleeps
-constexpr int64_t kCallerSpinNs = 50'000;   // at least, for what other threads still compute: see `wait_for_items`
+constexpr int64_t kWorkerSpinNs = 200'000;  // between jobs of a step; between steps a worker sleeps
+constexpr int64_t kCallerSpinNs = 50'000;   // at least, for items of other threads: see `wait_for_items`
 constexpr int64_t kSleepNs = 10'000'000'000;
-constexpr uint64_t kClosed = 0xffffffff;    // in index of a ticket's next item: more than any count
+constexpr uint64_t kClosed = 0xffffffff;    // as a ticket's next item: above any count
 
 #if defined(SPMD_PLANTED_DELAYS)
-// For tests: threads lose their cores at random, in the midst of items.
+// For tests: threads lose their cores at random, within items.
 void delay_at_random() {
   static std::atomic<uint32_t> seeds{1};
   static thread_local uint32_t state = seeds.fetch_add(1) * 2654435761u;
@@ -38,7 +38,7 @@ void delay_at_random() {
 SPMD_INLINE void delay_at_random() {}
 #endif
 
-// Until `is_over`, for at most `limit_ns`; whether it is.
+// Spins until `is_over`, for at most `limit_ns`; returns whether it is.
 template <class Condition>
 bool spin_until(Condition is_over, int64_t limit_ns) {
   if (is_over()) return true;
@@ -52,8 +52,8 @@ bool spin_until(Condition is_over, int64_t limit_ns) {
   return false;
 }
 
-// How numbers too small for a full mantissa are taken is a thread's own setting, which somebody may have changed in the
-// calling thread since the others began: while items are computed it is the default, in every thread.
+// The handling of subnormal numbers is a setting of each thread, which may have been changed in the calling thread: while
+// items are computed it is the default in every thread.
 class DefaultFloats {
  public:
 #if defined(__x86_64__)
@@ -75,8 +75,8 @@ class DefaultFloats {
 };
 
 #if defined(__linux__)
-// The cores of all places of OpenMP, where the user has bound its threads to places: the thread that loaded OpenMP is in
-// the first of them since, and threads that it makes would be there too. False where there are none.
+// The cores of all OpenMP places, if the user has bound its threads to places: the thread that loaded OpenMP is bound to the
+// first place, and new threads would inherit that. False without places.
 bool find_places(cpu_set_t& cores) {
   void* openmp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL);
   if (openmp == nullptr) return false;
@@ -96,8 +96,8 @@ bool find_places(cpu_set_t& cores) {
 }
 #endif
 
-// One job at a time. What is written of a job is read by those who have claimed an item of it, so it stays as it is until
-// all items are done; only the ticket, which names the job, is looked at by others.
+// One job at a time. The fields of a job are read by threads that have claimed an item, so they stay until all items are
+// done; other threads read only the ticket, which names the job.
 class ThreadPool {
  public:
   static ThreadPool& of_this_process() {
@@ -107,20 +107,20 @@ class ThreadPool {
     return *current();
   }
 
-  // False: another thread's job is under way.
+  // Returns false if another thread's job is in flight.
   bool try_run(int64_t num_items, int num_threads, Task task, const void* body) {
     if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
     const int num_workers = int(std::min<int64_t>(num_threads, num_items)) - 1;
     allow_workers(num_threads - 1);
     const int64_t began_ns = now_ns();
     const uint32_t job = started_.load(std::memory_order_relaxed) + 1;
-    // Closed first: who comes late to the job before and sees the new count finds no item to claim with it.
+    // Closed first: a thread late for the previous job that sees the new count finds no item to claim.
     ticket_.store(uint64_t(job) << 32 | kClosed, std::memory_order_relaxed);
     count_.store(num_items, std::memory_order_release), limit_.store(num_workers, std::memory_order_relaxed);
     task_ = task, body_ = body;
     num_done_.store(0, std::memory_order_relaxed);
     ticket_.store(uint64_t(job) << 32, std::memory_order_release);
-    // Sequentially consistent with whoever goes to sleep: it sees the job, or is seen asleep.
+    // Sequentially consistent with threads that go to sleep: a thread sees the job, or is seen asleep.
     started_.store(job);
     if (num_sleepers_.load() > 0) wake_all(started_);
     take_part(job);
@@ -133,7 +133,7 @@ class ThreadPool {
 
  private:
   static ThreadPool*& current() {
-    static ThreadPool* team = new ThreadPool;  // never deleted: its threads outlive what ends with the process
+    static ThreadPool* team = new ThreadPool;  // never deleted: its threads outlive static destructors
     return team;
   }
 
@@ -150,8 +150,8 @@ class ThreadPool {
     if (is_last && caller_sleeps_.load()) wake_all(num_done_);
   }
 
-  // Whoever still computes is in the last item it took, which is not much longer than all that the caller did: if it
-  // takes longer, that thread has lost its core.
+  // A thread that still computes is in the last item it claimed, which takes not much longer than all that the caller did:
+  // if it takes longer, the thread has lost its core.
   void wait_for_items(uint32_t count, int64_t began_ns) {
     ++num_jobs_;
     const auto are_done = [&] { return num_done_.load(std::memory_order_acquire) == count; };
@@ -172,7 +172,7 @@ class ThreadPool {
     pthread_setname_np(pthread_self(), "spmd-team");
 #endif
     for (uint32_t seen = 0;;) {
-      // Where fewer threads are wanted now than once were.
+      // Fewer threads are wanted than before.
       for (uint32_t allowed = num_allowed_.load(); number >= int(allowed); allowed = num_allowed_.load())
         sleep_while(num_allowed_, allowed, kSleepNs);
       const auto has_begun = [&] { return started_.load(std::memory_order_acquire) != seen; };
@@ -194,11 +194,11 @@ class ThreadPool {
     wake_all(num_allowed_);
   }
 
-  // Fewer, where the system has no more threads for us.
+  // Fewer if the system has no more threads.
   void start_workers(int wanted) {
     if (num_workers_ >= wanted) return;
     sigset_t blocked, before;
-    sigfillset(&blocked);  // signals are for the threads that were there
+    sigfillset(&blocked);  // signals are for the other threads
     for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) sigdelset(&blocked, own);
     pthread_sigmask(SIG_SETMASK, &blocked, &before);
     pthread_attr_t attributes;
@@ -242,7 +242,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> num_done_{0};  // items
   std::atomic<bool> caller_sleeps_{false};
   alignas(64) std::atomic<bool> is_busy_{false};
-  int num_workers_ = 0;  // threads there are
+  int num_workers_ = 0;  // running threads
   int64_t num_jobs_ = 0, num_waits_ = 0, waited_ns_ = 0, num_slept_ = 0;
 };
 
@@ -266,6 +266,6 @@ void run_task(int64_t num_items, int64_t num_threads, Task task, const void* bod
   task(body, items);
 }
 
-// Of this process so far: jobs of several threads, how many the calling thread waited at the end of, for how many
-// nanoseconds, and how many of them it slept for: those whose items others had no core for.
+// Counters of this process: jobs of several threads, jobs at whose end the calling thread waited, nanoseconds of these
+// waits, and waits in which it slept because another thread had lost its core.
 extern "C" void spmd_thread_pool_counters(int64_t* to) { ThreadPool::of_this_process().read_counters(to); }

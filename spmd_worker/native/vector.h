@@ -1,7 +1,7 @@
 // Vectors of float for the instruction set this file is compiled for, and the few operations the kernels need.
 //
 // Every operation works lane by lane (or in an order written here), so that what a lane computes depends on nothing but
-// that lane. Compiled with -ffp-contract=off: a gemm and a sum are fused where `fused` says so and nowhere else, so
+// that lane. Compiled with -ffp-contract=off: a multiplication and an addition are fused by `fused` and nowhere else, so
 // that two instances of one template cannot round differently.
 #pragma once
 
@@ -50,7 +50,7 @@ SPMD_INLINE void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-// a * b + c, rounded once where the instruction set can.
+// a * b + c, rounded once if the instruction set can.
 SPMD_INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if defined(SPMD_AVX512)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -111,17 +111,17 @@ SPMD_INLINE Floats exp2_of_rest(Floats rest) {
 }
 
 // 2 to the power x, to 2e-7 of it; 0 below -126, infinite from 128 on (above 127 without AVX-512). NaN stays NaN.
-// `exp2_of_falling` is the same for x that is not above 0, in fewer steps where the instruction set has them.
+// `exp2_of_falling` is the same for x that is not above 0, in fewer steps if the instruction set has them.
 #if defined(SPMD_AVX512)
 SPMD_INLINE Floats exp2_of_falling(Floats x) {
-  // Results too small for a normal number are left out, not computed: processors take hundreds of cycles for them.
+  // Subnormal results are zero: processors take hundreds of cycles for them.
   const __m512 lowest = _mm512_set1_ps(-126.0f);
   const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)x, lowest, _CMP_NLT_UQ);
   const __m512 inside = _mm512_max_ps(lowest, (__m512)x);  // the second of the two if one is NaN
   const __m512 whole = _mm512_roundscale_ps(inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (Floats)_mm512_maskz_scalef_ps(is_kept, (__m512)exp2_of_rest((Floats)inside - (Floats)whole), whole);
 }
-// Of the large only infinity would become something else, so they are cut short.
+// Of large inputs only infinity would have another result, so they are clamped.
 SPMD_INLINE Floats exp2(Floats x) { return exp2_of_falling((Floats)_mm512_min_ps(_mm512_set1_ps(200.0f), (__m512)x)); }
 #else
 SPMD_INLINE Floats exp2(Floats x) {
@@ -150,7 +150,7 @@ SPMD_INLINE Floats gelu_tanh(Floats x) {
   return x / (broadcast(1.0f) + exp2(inner * broadcast(-2.0f * 0.7978845608028654f * 1.44269504088896340736f)));
 }
 
-// x times the normal distribution's mass below it: half of erfc(|x| / sqrt(2)) is what lies beyond |x| (Abramowitz and
+// x times the normal CDF at x: half of erfc(|x| / sqrt(2)) is the tail beyond |x| (Abramowitz and
 // Stegun, Handbook of Mathematical Functions, 7.1.26, to 1.5e-7).
 SPMD_INLINE Floats gelu(Floats x) {
   const Floats one = broadcast(1.0f), far = larger(x, -x) * broadcast(0.70710678118654752f);
@@ -163,7 +163,7 @@ SPMD_INLINE Floats gelu(Floats x) {
   return x * (x > Floats{} ? one - beyond : beyond);
 }
 
-// To 3e-7 of it: near 0 its series, elsewhere by way of an exponential.
+// tanh(x) to 3e-7 of it: its series near 0, otherwise by an exponential.
 SPMD_INLINE Floats tanh_of(Floats x) {
   const Floats square = x * x;
   Floats series = fused(square, broadcast(62.0f / 2835.0f), broadcast(-17.0f / 315.0f));
@@ -187,7 +187,7 @@ SPMD_INLINE Words rounded_bits(Floats x) {
   return x == x ? rounded : Words{} + 0x7fc0u;
 }
 
-// Zeros above each; compilers make four instructions of what is one.
+// Zero-extended; compilers make four instructions of one.
 SPMD_INLINE Words zero_extended(Halves halves) {
 #if defined(SPMD_AVX512)
   return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
@@ -199,7 +199,7 @@ SPMD_INLINE Words zero_extended(Halves halves) {
 }
 
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__)
-// The processor's own rounding, which takes numbers too small for a normal float as zero.
+// The processor's own rounding, which flushes subnormal floats to zero.
 SPMD_INLINE Halves narrowed_vector(Floats x) { return (Halves)_mm512_cvtneps_pbh((__m512)x); }
 SPMD_INLINE Floats rounded(Floats x) { return (Floats)(zero_extended(narrowed_vector(x)) << 16); }
 #else

@@ -1,4 +1,4 @@
-// How a thread waits for a word in memory that another changes: a pause between two looks, and sleep.
+// Waiting for a word in memory that another thread changes: spin pause and futex sleep.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ SPMD_INLINE void pause_briefly() {
 #endif
 }
 
-// Until the word is not `value`, or somebody wakes who sleeps on it, or `limit_ns` have passed; it may return earlier.
+// Sleeps until the word is not `value`, a wake-up, or `limit_ns`; may return earlier.
 inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value, int64_t limit_ns) {
 #if defined(__linux__)
   timespec limit{time_t(limit_ns / 1'000'000'000), long(limit_ns % 1'000'000'000)};
