@@ -1,10 +1,9 @@
-"""Compiles the C++ of this folder at first use and keeps the result for the next process.
+"""Compiles the C++ of this folder at first use and caches the library on disk.
 
 The library goes to `$XDG_CACHE_HOME/spmd-worker/kernels/<hash>/`, where the hash covers sources, flags, compiler and
-CPU; for a user without a home it goes to a folder of the temporary directory. Ranks that start together wait for the
-first to finish. Whoever may write a file may make us run it, so a folder or file that is not ours alone is not used:
-then the library is built in a private folder for this process. Knows compilers and files; knows nothing about what is
-compiled.
+CPU; for a user without a home directory it goes to a folder of the temporary directory. Ranks that start together wait
+for the first to finish. A library that another user can write could run anything, so a folder or file that other users
+own or can write is not used: then the library is built in a private folder for this process.
 """
 
 import contextlib
@@ -29,9 +28,9 @@ _SOURCE_FOLDER = Path(__file__).parent
 _LOCK_TIMEOUT_S = 120.0
 _COMPILE_TIMEOUT_S = 300.0
 _NUM_LAST_LINES, _MAX_LINE = 12, 300
-"""Lines, and characters of each, that are kept of a failed compiler's output."""
+"""Lines of a failed compiler's output that are reported, and characters of each."""
 
-# Sums and products are fused only where the source says so, and never reordered: bits must not depend on the optimizer.
+# Multiplications and additions are fused only explicitly, and never reordered: the optimizer must not change bits.
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
@@ -41,21 +40,21 @@ _OPTIONAL_FLAGS = (("-march={architecture}",), ())
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A library on disk. `is_private`: in a folder of this process alone, to be removed once it is loaded."""
+    """A library on disk. `is_private`: in a folder of this process, to be removed after loading."""
 
     path: Path
     is_private: bool
 
 
 def build(architecture: str = "native", cache_folder: Path | None = None) -> Built | str:
-    """The library, compiled now if it is not there; or why there is none, in words.
+    """The library, compiled if it is not cached; or the reason if that fails.
 
     `architecture` is the compiler's -march. Safe to call from several processes at once.
     """
     try:
         compilers = _compilers()
     except ValueError as error:
-        return f"CXX={os.environ['CXX']!r} is no command: {error}"
+        return f"CXX={os.environ['CXX']!r} is not a command: {error}"
     if not compilers:
         return "no C++ compiler: neither g++ nor clang++ is in PATH, and CXX is not set"
     sources = _sources()
@@ -78,7 +77,7 @@ def build(architecture: str = "native", cache_folder: Path | None = None) -> Bui
 
 
 def _compilers() -> list[list[str]]:
-    """`$CXX` alone if set, else what is in PATH. Raises ValueError for quotes that do not end."""
+    """`$CXX` alone if set, else the compilers in PATH. Raises ValueError for unbalanced quotes."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         return [named]
@@ -94,7 +93,7 @@ def _version(compiler: Sequence[str]) -> str | None:
 
 
 def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """With its output as text, whatever its bytes are."""
+    """Run a command with its output as text."""
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False
     )
@@ -113,7 +112,7 @@ def _key(sources: Sequence[Path], parts: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native looks at: model and instruction sets of the first processor."""
+    """What -march=native depends on: model and instruction sets of the first processor."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     except OSError:
@@ -126,12 +125,12 @@ def _library_folder(cache_folder: Path | None, key: str) -> Path:
     if cache_folder is not None:
         return cache_folder / key
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is to be ignored.
+    # By the XDG specification a relative path is ignored.
     root = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     if os.path.isabs(root):
         return Path(root) / "spmd-worker" / "kernels" / key
-    # A user without a home, as in many containers. One level deep: of what lies directly in the temporary directory
-    # nobody else can replace what is ours.
+    # A user without a home directory, as in many containers. One level deep: other users cannot replace our entries
+    # directly in the temporary directory.
     return Path(tempfile.gettempdir()) / f"spmd-worker-kernels-{os.geteuid()}-{key}"
 
 
@@ -150,12 +149,12 @@ def _find_or_compile(compiler: Sequence[str], sources: Sequence[Path], architect
             if is_ours(library):
                 return Built(library, is_private=False)
             return _compile(compiler, sources, architecture, library, is_private=False)
-    except OSError:  # no space, no locks on this file system, or the other process never ends
+    except OSError:  # disk full, no locks on this file system, or the other process does not finish
         return _compile_privately(compiler, sources, architecture)
 
 
 def is_ours(path: Path) -> bool:
-    """A file or folder, not a link, that belongs to us and that nobody else may write."""
+    """Whether a path is a file or folder, not a link, that we own and other users cannot write."""
     try:
         status = path.lstat()
     except OSError:
@@ -166,7 +165,7 @@ def is_ours(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; the system lets go of it when a process dies. Raises TimeoutError, an OSError."""
+    """Holds a lock file, which the system releases when the process exits. Raises TimeoutError, an OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
@@ -200,8 +199,8 @@ def _compile_privately(compiler: Sequence[str], sources: Sequence[Path], archite
 def _compile(
     compiler: Sequence[str], sources: Sequence[Path], architecture: str, library: Path, is_private: bool
 ) -> Built | str:
-    """Under another name, renamed when whole: a reader sees all of it or nothing. Raises OSError where it cannot be
-    written.
+    """Compile under another name and rename: a reader sees the complete library or none. Raises OSError if it cannot
+    be written.
     """
     descriptor, name = tempfile.mkstemp(prefix=".building-", suffix=".so", dir=library.parent)
     os.close(descriptor)
@@ -212,7 +211,7 @@ def _compile(
             return reason
         unfinished.chmod(0o700)
         with open(unfinished, "rb") as stream:
-            # So that a crash of the machine leaves no empty library behind.
+            # A crash of the machine must not leave an empty library.
             sync_stream(stream)
         rename_durably(unfinished, library)
         return Built(library, is_private)
@@ -221,7 +220,7 @@ def _compile(
 
 
 def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture: str, output: Path) -> str | None:
-    """None, or why it failed. What a compiler may lack, native code, is tried first and then done without."""
+    """None, or the reason of the failure. Optional flags (native code) are tried first, then left out."""
     names = [str(source) for source in sources if source.suffix == ".cpp"]
     message = ""
     for optional in _OPTIONAL_FLAGS:
@@ -233,12 +232,12 @@ def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture
             return f"{shlex.join(compiler)}: {error}"
         if result.returncode == 0:
             return None
-        # The last try's: nothing was optional in it.
+        # Of the last attempt, without optional flags.
         message = result.stderr.strip() or message
     return f"{shlex.join(compiler)} fails: {_last_lines(message) or 'no message'}"
 
 
 def _last_lines(message: str) -> str:
-    """The end of a compiler's output names what it stopped at; it may begin with warnings, or a chain of includes."""
+    """The end of a compiler's output, which has the error; warnings or a chain of includes may precede it."""
     lines = [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..." for line in message.splitlines()]
     return "\n".join((["..."] if len(lines) > _NUM_LAST_LINES else []) + lines[-_NUM_LAST_LINES:])

@@ -1,8 +1,4 @@
-"""The compiled kernels as Python functions over addresses.
-
-Loads what `build` made, once a process. Knows signatures; the checks of shapes and dtypes are in `native` and in
-`attention.cpu`.
-"""
+"""The compiled kernels as Python functions over addresses, loaded once per process. Callers check shapes and dtypes."""
 
 import ctypes
 import shutil
@@ -16,14 +12,14 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block stride, heads, head size, block size
 _STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
-_ANGLES = (_POINTER, _POINTER)  # cosines and sines by which rows are turned when they are read, or null
+_ANGLES = (_POINTER, _POINTER)  # cosines and sines of the rotation of rows, or null
 
 # Rows, their stride and number, inputs, the weight, outputs.
 _BYTE_GEMM = (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER))
 
 _DTYPES = ("float32", "bfloat16")
 
-# One function for each dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources say what arguments mean.
+# One function per dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources document the arguments.
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "write": (*_CACHE, *_STRIDED, *_STRIDED, *_ANGLES, _POINTER, _POINTER, _INTEGER, _INTEGER),
     "attend": (
@@ -76,7 +72,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "int8_argmax": (*_BYTE_GEMM, *(_INTEGER, _POINTER, _POINTER), *(_POINTER, _POINTER, _INTEGER)),
     "int8_scaled": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER,) * 3, _INTEGER),
 }
-# Of one dtype alone, or of none.
+# Functions of one dtype or none.
 _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
     "gemm_argmax_bfloat16": (
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
@@ -90,7 +86,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
 _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
 _SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
-# Each returns a number, or an address, 0 for none; what is shared is of Linux alone.
+# Functions that return a number or an address, which may be null; those of shared memory exist on Linux alone.
 _COUNTING: dict[str, tuple[type, ...]] = {
     "has_argmax_prefilter": (),
     "filtered_argmax_bfloat16": (
@@ -120,10 +116,10 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """What one loaded library offers, each function by name and dtype: `attend_float32`.
+    """One loaded library. `functions` by name and dtype: `attend_float32`.
 
-    `has_amx`: it uses the processor's AMX unit. `gemm_dtypes`: of these, weights are packed for its own products; int8
-    it multiplies always, by `int8_instructions`.
+    `has_amx`: it uses AMX. `gemm_dtypes`: dtypes of weights that are packed for its GEMMs; it always has int8 GEMMs, by
+    `int8_instructions`.
     """
 
     instruction_set: str
@@ -134,24 +130,24 @@ class NativeLibrary:
 
 
 class ThreadPoolCounters(NamedTuple):
-    """What the threads of one process have computed together so far (thread_pool.h)."""
+    """Counters of the threads of one process (thread_pool.h)."""
 
     num_jobs: int
-    """Pieces of work that several threads shared."""
+    """Jobs of several threads."""
     num_waits: int
-    """Those at whose end the calling thread waited for others."""
+    """Jobs at whose end the calling thread waited for others."""
     waited_s: float
-    """For so long in all."""
+    """Total of these waits."""
     num_slept: int
-    """Those for which it waited longer than any item takes: another thread had lost its core."""
+    """Waits longer than any item takes: another thread had lost its core."""
 
 
 _LIBRARIES: dict[str, NativeLibrary | str] = {}
-"""By architecture, what this process has loaded, or why not."""
+"""Loaded library by architecture, or the reason if there is none."""
 
 
 def thread_pool_counters(library: NativeLibrary) -> ThreadPoolCounters:
-    """Of this process, as of now."""
+    """The current counters of this process."""
     numbers = (ctypes.c_int64 * 4)()
     library.functions["thread_pool_counters"](ctypes.addressof(numbers))
     num_jobs, num_waits, waited_ns, num_slept = numbers
@@ -159,13 +155,13 @@ def thread_pool_counters(library: NativeLibrary) -> ThreadPoolCounters:
 
 
 def thread_waits() -> ThreadPoolCounters:
-    """Of the library that this process computes with; zeros where it has none."""
+    """Counters of the library that this process computes with; zeros if it has none."""
     library = native_library()
     return ThreadPoolCounters(0, 0, 0.0, 0) if isinstance(library, str) else thread_pool_counters(library)
 
 
 def native_library(architecture: str = "native") -> NativeLibrary | str:
-    """Built and loaded at the first call; or why not, in words."""
+    """The library, built and loaded at the first call; or the reason if there is none."""
     if architecture not in _LIBRARIES:
         built = build(architecture)
         _LIBRARIES[architecture] = built if isinstance(built, str) else load(built)
@@ -173,7 +169,7 @@ def native_library(architecture: str = "native") -> NativeLibrary | str:
 
 
 def load(built: Built) -> NativeLibrary | str:
-    """Maps a library into this process; a private one is then removed from disk."""
+    """Load a library into this process; a private one is then removed from disk. Returns the reason if it fails."""
     try:
         library = ctypes.CDLL(str(built.path))
     except OSError as error:

@@ -1,8 +1,8 @@
-"""How many threads the compiled kernels take: as many as torch would, or those that torch leaves to them.
+"""Number of threads of the compiled kernels: as many as torch has, or those that torch leaves to them.
 
-Torch's own threads are OpenMP's, which spin for milliseconds after each of its operations and take the cores from the
-kernels' threads (thread_pool.h) meanwhile. In a step nearly all is computed by the kernels, so torch computes the rest of it
-with the calling thread alone.
+Torch's OpenMP threads spin for milliseconds after each of its operations and take the cores from the kernels' threads
+(thread_pool.h) meanwhile. Most of a step is computed by the kernels, so torch computes the rest with the calling thread
+alone.
 """
 
 import contextlib
@@ -17,76 +17,72 @@ from typing import Any
 import torch
 
 
-class _Left(threading.local):
+class _Local(threading.local):
     num_threads: int | None = None
 
 
-_left = _Left()
+_local = _Local()
 
 
 def num_threads() -> int:
-    """Of one call of a kernel, the calling thread among them."""
-    return torch.get_num_threads() if _left.num_threads is None else _left.num_threads
+    """Threads of one call of a kernel, the calling thread included."""
+    return torch.get_num_threads() if _local.num_threads is None else _local.num_threads
 
 
 @contextlib.contextmanager
 def single_threaded_torch() -> Iterator[None]:
-    """Inside, torch's operations take one thread and the kernels as many as torch did; in this thread only. May be
-    nested.
-    """
+    """Torch's operations have one thread and the kernels all of torch's, in the calling thread. May be nested."""
     threads = num_threads()
-    # With one thread nothing is to be done, and it could not be seen whose OpenMP that is.
-    set_openmp_threads = None if threads == 1 or _left.num_threads is not None else _set_openmp_threads()
+    # With one thread there is nothing to do, and `_set_openmp_threads` could not identify torch's OpenMP.
+    set_openmp_threads = None if threads == 1 or _local.num_threads is not None else _set_openmp_threads()
     if set_openmp_threads is None:
         yield
         return
     try:
-        _left.num_threads = threads
+        _local.num_threads = threads
         set_openmp_threads(1)
         yield
     finally:
         set_openmp_threads(threads)
-        _left.num_threads = None
+        _local.num_threads = None
 
 
 @contextlib.contextmanager
 def multi_threaded_torch() -> Iterator[None]:
-    """Inside `single_threaded_torch`, where torch's operations are large after all: with as many threads as elsewhere."""
-    set_openmp_threads = None if _left.num_threads is None else _set_openmp_threads()
+    """Within `single_threaded_torch`, all threads for large operations of torch."""
+    set_openmp_threads = None if _local.num_threads is None else _set_openmp_threads()
     if set_openmp_threads is None:
         yield
         return
     threads = num_threads()
     try:
         set_openmp_threads(threads)
-        _left.num_threads = None
+        _local.num_threads = None
         yield
     finally:
-        _left.num_threads = threads
+        _local.num_threads = threads
         set_openmp_threads(1)
 
 
 def use_single_threaded_torch() -> None:
-    """From now on torch's operations take one thread in the calling thread: one of a pool whose threads are as many as
-    the cores, each of which would start as many again. Nothing where torch has another OpenMP than GNU's.
+    """Limit torch's operations in the calling thread to one thread for good: for each thread of a pool with one thread
+    per core. Does nothing if torch's OpenMP is not GNU's.
     """
     set_openmp_threads = _set_openmp_threads()
     if set_openmp_threads is not None:
-        torch.get_num_threads()  # A thread's first question takes over what was set for all.
+        torch.get_num_threads()  # A thread's first call applies the process-wide setting.
         set_openmp_threads(1)
 
 
 def torch_threads_are_passive() -> bool:
-    """Whether torch's threads sleep as soon as they have nothing to do, which OpenMP reads when torch is imported
-    (`distributed.cores.waiting_variables`).
-    """
+    """Whether torch's threads sleep without spinning, which OpenMP decides when torch is imported."""
     return os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
 
 
 @functools.cache
 def _set_openmp_threads() -> Callable[[int], Any] | None:
-    """OpenMP's own, which counts for the calling thread; torch's counts for threads that start meanwhile, too. None
-    where torch has another OpenMP than GNU's.
+    """OpenMP's own function, which applies to the calling thread; torch's applies to new threads too. None if torch's
+    OpenMP is not GNU's.
     """
     before = torch.get_num_threads()
     for path in _openmp_libraries():
@@ -97,7 +93,7 @@ def _set_openmp_threads() -> Callable[[int], Any] | None:
         function.argtypes, function.restype = (ctypes.c_int,), None
         was_called = False
         try:
-            # Another number than the one in force, which says nothing.
+            # A number other than the current one, to see whether torch follows.
             function(before + 1)
             was_called = torch.get_num_threads() == before + 1
         finally:
@@ -108,7 +104,7 @@ def _set_openmp_threads() -> Callable[[int], Any] | None:
 
 
 def _openmp_libraries() -> list[str]:
-    """Those of GNU that are in this process: torch's may have a name of its own, and another package bring another."""
+    """Paths of GNU OpenMP in this process: torch's may have its own name, and other packages may bring others."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

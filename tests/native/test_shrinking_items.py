@@ -1,4 +1,4 @@
-"""How units of work are cut into items for threads to take (native/thread_pool.h): all of them, once, and short ones last."""
+"""Items of a job (native/thread_pool.h) cover all tiles once, and the last ones are short."""
 
 import ctypes
 

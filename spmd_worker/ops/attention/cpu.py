@@ -1,8 +1,8 @@
-"""Attention over a paged cache on the CPU, compiled, straight from the block tables.
+"""Compiled paged attention on the CPU.
 
-One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the rows
-computed with it, the chunk, the batch, the block size, the placement of blocks or the number of threads. The arithmetic
-and the packing of a block are described in native/attention.cpp.
+One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the other rows,
+the chunk, the batch, the block size, the placement of blocks or the number of threads. native/attention.cpp describes
+the arithmetic and the layout of a block.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
@@ -15,19 +15,20 @@ from torch import Tensor
 
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepPointers, join_layers
-from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, dtype_name
+from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_tensor, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 
 MAX_HEAD_SIZE = 256
 _HEAD_SIZE_STEP = 16
-_AS_THEY_ARE = (None, None)  # rows that no angles turn
+_NOT_ROTATED = (None, None)  # no angles
 
 
 def cpu_backend_or_reason(dtype: torch.dtype, head_size: int, block_size: int) -> "CpuBackend | str":
-    """The compiled backend, or why there is none for this shape or on this machine, in words."""
+    """The compiled backend, or the reason if it does not support these sizes or this machine."""
     reason = _unsupported(dtype, head_size, block_size)
     if reason is not None:
         return reason
@@ -39,15 +40,15 @@ def _unsupported(dtype: torch.dtype, head_size: int, block_size: int) -> str | N
     if dtype not in NATIVE_DTYPES:
         return f"compiled attention computes in float32 and bfloat16, not in {dtype_name(dtype)}"
     if head_size % _HEAD_SIZE_STEP != 0 or not 0 < head_size <= MAX_HEAD_SIZE:
-        return f"compiled attention takes head sizes that are multiples of 16 up to {MAX_HEAD_SIZE}, not {head_size}"
+        return f"compiled attention needs a head size that is a multiple of 16 up to {MAX_HEAD_SIZE}, not {head_size}"
     if block_size < 2 or block_size & (block_size - 1):
-        return f"compiled attention takes blocks of 2, 4, 8, ... tokens, not of {block_size}"
+        return f"compiled attention needs a block size that is a power of two from 2 on, not {block_size}"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class _CheckedMetadata:
-    """A step's metadata as int64 tensors in host memory, checked against a cache of `num_blocks`."""
+    """A step's metadata as int64 tensors on the host, checked against a cache of `num_blocks`."""
 
     source: AttentionMetadata
     num_blocks: int
@@ -59,7 +60,7 @@ class _CheckedMetadata:
     token_offsets: Tensor
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend` for one dtype, head size and block size."""
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype, head_size: int, block_size: int) -> None:
@@ -71,25 +72,25 @@ class CpuBackend:
         self._write = library.functions[f"write_{dtype_name(dtype)}"]
         self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
         self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
-        self._may_use_unit = library.has_amx
+        self._may_use_amx = library.has_amx
         self.arithmetic = f"{library.instruction_set}, AMX {'in use' if library.has_amx else 'not used'}"
-        # All layers of a step come with the same metadata: it is converted and checked at the first.
+        # All layers of a step share one metadata: the first converts and checks it.
         self._checked: _CheckedMetadata | None = None
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        """See `AttentionBackend.block_shape`. Flat."""
+        """Flat."""
         assert (block_size, head_size) == (self._block_size, self._head_size), (block_size, head_size)
         return (2 * num_kv_heads * block_size * head_size,)
 
     def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
-        """See `AttentionBackend.write`. Tokens and heads may be strided."""
+        """Tokens and heads may be strided."""
         cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
         shape = (checked.num_tokens, self._num_kv_heads(layer_cache), self._head_size)
         self._write(
             *cache,
             *self._row_arguments(key, shape),
             *self._row_arguments(value, shape),
-            *_AS_THEY_ARE,
+            *_NOT_ROTATED,
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
             *(checked.num_tokens, num_threads()),
         )
@@ -104,22 +105,24 @@ class CpuBackend:
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`. Tokens and heads of `query` may be strided."""
+        """Tokens and heads of `query` may be strided."""
         cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
         num_heads, num_kv_heads = query.shape[1], self._num_kv_heads(layer_cache)
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert window >= 0, window
-        sinks = None if sinks is None else _checked_sinks(sinks, num_heads)
+        if sinks is not None:
+            sinks = sinks.contiguous()
+            check_tensor(sinks, torch.float32, (num_heads,))
         rows = self._row_arguments(query, (checked.num_tokens, num_heads, self._head_size))
         output = torch.empty(query.shape, dtype=self._dtype)
         self._attend(
             *cache,
             *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
             *(*rows, num_heads),
-            *_AS_THEY_ARE,
+            *_NOT_ROTATED,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, score_cap, window, _num_ahead(metadata, window), None if sinks is None else sinks.data_ptr()),
-            *(output.data_ptr(), self._may_use_unit, num_threads()),
+            *(scale, score_cap, window, metadata.num_later_keys(window), None if sinks is None else sinks.data_ptr()),
+            *(output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output
 
@@ -133,20 +136,15 @@ class CpuBackend:
         scale: float,
         window: int,
     ) -> Tensor:
-        """See `AttentionBackend.attend_projected`. `angles` have the dtype of `projected`."""
+        """`angles` have the dtype of `projected`."""
         assert not metadata.sees_later, "this call is causal"
         cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
         num_kv_heads, size, num_tokens = cache[2], self._head_size, checked.num_tokens
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert window >= 0, window
-        for tensor, width in (
-            (projected, (num_heads + 2 * num_kv_heads) * size),
-            *((each, size // 2) for each in angles),
-        ):
-            assert tensor.shape == (num_tokens, width), (tensor.shape, num_tokens, width)
-            assert tensor.dtype == self._dtype, (tensor.dtype, self._dtype)
-            assert tensor.is_cpu, tensor.device
-            assert tensor.is_contiguous(), tensor.stride()
+        check_tensor(projected, self._dtype, (num_tokens, (num_heads + 2 * num_kv_heads) * size))
+        for each in angles:
+            check_tensor(each, self._dtype, (num_tokens, size // 2))
         output = torch.empty((num_tokens, num_heads * size), dtype=self._dtype)
         self._attend_projected(
             *cache,
@@ -155,7 +153,7 @@ class CpuBackend:
             *(angles[0].data_ptr(), angles[1].data_ptr()),
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr(), num_tokens),
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, window, output.data_ptr(), self._may_use_unit, num_threads()),
+            *(scale, window, output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output
 
@@ -165,7 +163,7 @@ class CpuBackend:
         return None if joined is None else CpuLayers(self, joined)
 
     def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepPointers:
-        """Of a step whose layers' caches are like `layer_cache`; good as long as no other step is asked for."""
+        """Addresses of a step's metadata for caches like `layer_cache`; valid until the next step."""
         assert not metadata.sees_later, "joined layers are causal"
         self._cache_arguments(layer_cache)
         checked = self._check(metadata, layer_cache)
@@ -219,22 +217,8 @@ class CpuLayers:
         return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
 
 
-def _num_ahead(metadata: AttentionMetadata, window: int) -> int:
-    """How many keys behind its own a token may see."""
-    if not metadata.sees_later:
-        return 0
-    return window - 1 if window else max(metadata.context_lengths, default=0)
-
-
-def _checked_sinks(sinks: Tensor, num_heads: int) -> Tensor:
-    assert sinks.shape == (num_heads,), (sinks.shape, num_heads)
-    assert sinks.dtype == torch.float32, sinks.dtype
-    assert sinks.is_cpu, sinks.device
-    return sinks.contiguous()
-
-
 def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:
-    """Whatever the compiled code would read or write out of bounds for is an AssertionError here."""
+    """Raise AssertionError for metadata with which the compiled code would read or write out of bounds."""
     starts = torch.tensor(metadata.query_starts, dtype=torch.int64)
     lengths = torch.tensor(metadata.context_lengths, dtype=torch.int64)
     tables, num_tokens = metadata.block_tables, int(starts[-1])

@@ -1,4 +1,4 @@
-"""Where each token of a step stands: in which sequence, at which position, in which block of the cache.
+"""A step's tokens: their sequences, positions and slots in the cache.
 
 S: sequences; T: tokens; B: blocks of the longest table. Built once a step by `worker/runner/batch.py` or
 `worker/runner/batch_state.py` and passed as an argument to every layer.
@@ -13,12 +13,12 @@ from torch import Tensor
 class AttentionMetadata:
     """`query_starts[i]:query_starts[i + 1]` are the tokens of sequence i (S + 1 numbers on the host).
 
-    `context_lengths[i]` counts the keys sequence i may look at, those of this step included (S numbers on the host).
-    `block_tables` int64 or int32 [S, B], behind a sequence's blocks anything; `token_blocks` and `token_offsets` int64
-    [T]: the block that takes a token's key and value, and the place inside it. `sees_later`: tokens see those behind
-    them too, and a window is as wide to that side; rows are whole then. `starts` [S + 1] and `lengths` [S] are the two
-    tuples as int32 on the device, where they are there. `fixed` is the backend's own, of steps whose tensors stay where
-    they are (`attention.backend.FixedAttention`): nothing else but `sees_later` is looked at then.
+    `context_lengths[i]` is the number of keys of sequence i, those of this step included (S numbers on the host).
+    `block_tables` int64 or int32 [S, B], arbitrary after a sequence's blocks; `token_blocks` and `token_offsets` int64
+    [T]: the block of a token's key and value, and the offset in it. `sees_later`: attention is bidirectional, a window
+    is as wide on both sides, and sequences are complete. `starts` [S + 1] and `lengths` [S] are the two tuples as int32
+    on the device, if they are there. `fixed` belongs to the backend, for steps whose tensors keep their addresses
+    (`attention.backend.FixedAttention`): the other fields except `sees_later` are not used then.
     """
 
     query_starts: tuple[int, ...]
@@ -31,11 +31,17 @@ class AttentionMetadata:
     lengths: Tensor | None = None
     fixed: object | None = None
 
+    def num_later_keys(self, window: int) -> int:
+        """Number of later keys that a token may see: 0 for causal attention."""
+        if not self.sees_later:
+            return 0
+        return window - 1 if window else max(self.context_lengths, default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class WantedTokens:
-    """Of a step's tokens those of which more is wanted than keys and values. `rows` int64 [W], ascending; `metadata`
-    of a step that computes these alone: each is the last of a sequence.
+    """The tokens of a step whose outputs are needed, not only their keys and values. `rows` int64 [W], ascending;
+    `metadata` of a step of these alone: each is the last of a sequence.
     """
 
     rows: Tensor

@@ -1,29 +1,28 @@
-"""Attention in plain torch: each sequence's blocks are gathered and given to torch's fused attention.
+"""Attention in plain torch: gathers each sequence's blocks for torch's fused attention, on the CPU and on CUDA.
 
-The same code on the CPU and on CUDA. A block is packed [2, block size, Hkv, D]: keys, then values, each as its tokens
-come. Torch's fused attention may round a row differently when it is computed in another chunk; see docs/decisions.md.
+The layout of a block is [2, block size, Hkv, D]: keys, then values, in the order of tokens. Torch's fused attention may
+round a row differently in another chunk; see docs/decisions.md.
 
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.api import JoinableLayer
-from spmd_worker.ranks.communicator import GroupHandle
 
-_SCORES_AT_ONCE: Final = 1 << 29
-"""Of all heads. With a mask torch may write them down, and more than once: some GB."""
-_SCORES_IN_FULL: Final = 1 << 24
-"""On the CPU, where they are written down here: some hundred MB, which no estimate has."""
+_MAX_SCORES: Final = 1 << 29
+"""Scores of all heads. With a mask torch may materialise them more than once: some GB."""
+_MAX_CPU_SCORES: Final = 1 << 24
+"""Scores that are materialised here on the CPU: some hundred MB, which no estimate counts."""
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend`."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
@@ -48,34 +47,21 @@ class SdpaBackend:
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
-            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, metadata.sees_later)
-            is_written_down = score_cap > 0 or sinks is not None
-            output[rows] = _attend_in_full(*arguments, score_cap, sinks) if is_written_down else _attend_one(*arguments)
+            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, metadata.num_later_keys(window))
+            if score_cap > 0 or sinks is not None:
+                output[rows] = _attend_unfused(*arguments, score_cap, sinks)
+            else:
+                output[rows] = _attend_fused(*arguments)
         return output
-
-    def attend_projected(
-        self,
-        projected: Tensor,
-        angles: tuple[Tensor, Tensor],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        num_heads: int,
-        scale: float,
-        window: int,
-    ) -> None:
-        """See `AttentionBackend.attend_projected`: there is none."""
-
-    def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> None:
-        """See `AttentionBackend.join_layers`: there is no such way."""
 
 
 def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:
-    """Position of the earliest key that the first query may look at."""
+    """Position of the earliest key that the first query sees."""
     return max(0, num_keys - num_queries - window + 1) if window else 0
 
 
 def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -> tuple[Tensor, Tensor, int]:
-    """Keys and values [L, Hkv, D] from the block that holds `first_key` on, and the position of the first one."""
+    """Keys and values [L, Hkv, D] from the block of `first_key` on, and the position of the first one."""
     block_size = layer_cache.shape[2]
     first_block, end_block = first_key // block_size, (num_keys + block_size - 1) // block_size
     blocks = layer_cache.index_select(0, table[first_block:end_block])
@@ -85,7 +71,7 @@ def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -
     return keys, values, first_key
 
 
-def _attend_one(
+def _attend_fused(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -93,30 +79,28 @@ def _attend_one(
     num_keys: int,
     scale: float,
     window: int,
-    sees_later: bool,
+    num_later: int,
 ) -> Tensor:
     """One sequence: queries [T, Hq, D] at the end of keys [L, Hkv, D]."""
     num_queries, num_heads, head_size = query.shape
     k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
     if num_queries == 1 and not window:
-        # The G queries of a key-value head become rows: torch reads each key once, and 5 to 9 times faster than GQA's
-        # way.
+        # The G queries of a key-value head become rows: torch reads each key once, 5 to 9 times faster than with GQA.
         grouped = query.view(1, k.shape[1], num_heads // k.shape[1], head_size)
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)
-    is_whole = num_queries == num_keys and not window
-    if is_whole:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=not sees_later, scale=scale, enable_gqa=True)
+    if num_queries == num_keys and not window:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=not num_later, scale=scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
     parts = []
     for rows in _query_slices(num_queries, num_heads, keys):
-        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later)
         parts.append(F.scaled_dot_product_attention(q[:, :, rows], k, v, mask, scale=scale, enable_gqa=True))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_in_full(
+def _attend_unfused(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -124,22 +108,22 @@ def _attend_in_full(
     num_keys: int,
     scale: float,
     window: int,
-    sees_later: bool,
+    num_later: int,
     score_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `_attend_one`, with bounded scores or sinks, which torch's fused attention does not have: in float32, written
-    down for some queries after the other.
+    """`_attend_fused` with capped scores or sinks, which torch's fused attention does not support: in float32, with the
+    scores of some queries at a time.
     """
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
     k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
     parts = []
-    for rows in _query_slices(num_queries, num_heads, keys, _SCORES_IN_FULL):
+    for rows in _query_slices(num_queries, num_heads, keys, _MAX_CPU_SCORES):
         scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
         if score_cap > 0:
             scores = (scores / score_cap).tanh() * score_cap
-        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later)
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
@@ -149,10 +133,10 @@ def _attend_in_full(
 
 
 def _query_slices(num_queries: int, num_heads: int, keys: Tensor, most_on_cpu: int | None = None) -> Iterator[slice]:
-    """So many queries at a time that the scores of all heads are bounded. On the CPU as many as can be: its matmuls
-    round a row by how many there are.
+    """Slices of queries with a bounded number of scores. On the CPU one slice if possible: there the rounding of a
+    matmul's row depends on the number of rows.
     """
-    most = most_on_cpu if keys.is_cpu else _SCORES_AT_ONCE
+    most = most_on_cpu if keys.is_cpu else _MAX_SCORES
     size = num_queries if most is None else max(1, most // (num_heads * len(keys)))
     for start in range(0, num_queries, size):
         yield slice(start, min(start + size, num_queries))
@@ -165,12 +149,11 @@ def _mask(
     first_key: int,
     window: int,
     device: torch.device,
-    sees_later: bool,
+    num_later: int,
 ) -> Tensor:
-    """Bool [queries, keys], true where a query of `rows` may look."""
+    """Bool [queries, keys], true if a query of `rows` sees the key."""
     first_query = num_keys - num_queries
     query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
-    ahead = (window - 1 if window else num_keys) if sees_later else 0
-    mask = key_positions <= query_positions + ahead
+    mask = key_positions <= query_positions + num_later
     return mask & (key_positions > query_positions - window) if window else mask

@@ -1,31 +1,29 @@
-"""Attention over a paged cache in Triton, for NVIDIA GPUs, straight from the block tables.
+"""Paged attention in Triton, for NVIDIA GPUs.
 
-A block is packed [2, Hkv, block size, D]: keys, then values, a head's tokens one after another. One query row's bits do
-not depend on its chunk, its batch or how its keys were shared out: see ops/kernels/triton/attention_kernels.py.
+The layout of a block is [2, Hkv, block size, D]: keys, then values, each head's tokens contiguous. One query row's bits
+do not depend on its chunk, its batch or the split of its keys: see ops/kernels/triton/attention_kernels.py.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.triton import attention, rows
-from spmd_worker.ranks.communicator import GroupHandle
 
 _NO_SLOT: Final = -1
 HEAD_SIZES = range(16, 129)
-"""Below, no matrix instruction takes them; above, kernels spill on every chip: tests/ops/kernels/compile_gate.py."""
+"""Smaller heads fit no matrix instruction; larger ones spill on every chip: tests/ops/kernels/compile_gate.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What a step's layers share. `plans` are by window and heads."""
+    """Work that a step's layers share. `plans` by window and number of heads."""
 
     source: AttentionMetadata
     slots: Tensor
@@ -34,7 +32,7 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class _FixedStep:
-    """Of every step of one number of tokens: their slots, and what steps of all numbers share."""
+    """Slots of all steps of one number of tokens, and the owner of what all steps share."""
 
     owner: "TritonFixedAttention"
     slots: Tensor
@@ -52,15 +50,15 @@ class TritonFixedAttention:
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._plans: dict[tuple[int, int, int], attention.PlannedAttention] = {}
-        """By window, query heads and key-value heads."""
+        """Key: window, query heads and key-value heads."""
         self._seen: dict[tuple[int, int, int], bytes] = {}
-        """The segments that plans were made for, while steps go on."""
+        """The segments of the current plans, while the same sequences decode."""
         self._filled: AttentionMetadata | None = None
         self._steps: dict[int, AttentionMetadata] = {}
 
     def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
-        assert metadata.starts is not None, "of batches that the device keeps: see `BatchState`"
-        assert metadata.lengths is not None, "as starts"
+        assert metadata.starts is not None, "only for batches of `BatchState`"
+        assert metadata.lengths is not None, "only for batches of `BatchState`"
         count, width = metadata.block_tables.shape
         slots = metadata.token_blocks * self._block_size + metadata.token_offsets
         self._slots[: len(slots)] = slots
@@ -74,7 +72,7 @@ class TritonFixedAttention:
             self._starts[: count + 1] = metadata.starts
             self._seen.clear()
         for key, plan in self._plans.items():
-            # Of a step that goes on each query is alone: see `BatchState`.
+            # A step of the same sequences has one query per sequence: see `BatchState`.
             seen = attention.segments_seen(metadata.context_lengths, key[0])
             if seen != self._seen.get(key):
                 self._fill_plan(key, plan)
@@ -86,7 +84,7 @@ class TritonFixedAttention:
         return self._steps[num_tokens]
 
     def plan(self, layer_cache: Tensor, num_heads: int, window: int) -> attention.PlannedAttention:
-        """For layers of such heads and such a window. The first to ask, of all steps, has it made."""
+        """The plan of layers with these heads and this window, made at the first call."""
         _, _, num_kv_heads, _, head_size = layer_cache.shape
         key = (window, num_heads, num_kv_heads)
         if key not in self._plans:
@@ -96,21 +94,21 @@ class TritonFixedAttention:
         return self._plans[key]
 
     def _fill_plan(self, key: tuple[int, int, int], plan: attention.PlannedAttention) -> None:
-        assert self._filled is not None, "fill comes first"
+        assert self._filled is not None, "call fill first"
         window, num_heads, num_kv_heads = key
         counts = (self._filled.query_starts, self._filled.context_lengths)
         attention.fill_plan(plan, *counts, num_heads, num_kv_heads, window)
 
 
-class TritonBackend:
-    """Implements `attention.backend.AttentionBackend`. A step's work is planned by its first layer; where rows decode
-    on alike, the plan is that of the step before.
+class TritonBackend(AttentionBackend):
+    """Implements `attention.backend.AttentionBackend`. A step's first layer plans its work; if the same sequences
+    decode, the previous step's plan is used again.
     """
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
         self._before: _Planned | None = None
-        """Of the step before."""
+        """Of the previous step."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
         return (2, num_kv_heads, block_size, head_size)
@@ -130,7 +128,7 @@ class TritonBackend:
     ) -> Tensor:
         num_heads, head_size = query.shape[1:]
         assert not metadata.sees_later, "these kernels are causal"
-        # A token's heads side by side; tokens may lie apart.
+        # A token's heads must be contiguous; tokens may be strided.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(metadata, layer_cache, num_heads, window)
         return attention.attend(query, layer_cache, plan, num_heads, scale, window, score_cap, sinks)
@@ -145,7 +143,7 @@ class TritonBackend:
         scale: float,
         window: int,
     ) -> Tensor:
-        """See `AttentionBackend.attend_projected`. Queries are turned where they are."""
+        """Queries are rotated in place."""
         assert not metadata.sees_later, "these kernels are causal"
         plan = self._plan(metadata, layer_cache, num_heads, window)
         projected = projected.contiguous()
@@ -153,17 +151,12 @@ class TritonBackend:
         attended = attention.attend(projected, layer_cache, plan, num_heads, scale, window)
         return attended.view(len(projected), -1)
 
-    def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> None:
-        """See `AttentionBackend.join_layers`: there is no such way."""
-
     def _slots(self, metadata: AttentionMetadata, layer_cache: Tensor) -> Tensor:
-        """int32 [T]: where each token's key and value go."""
-        if metadata.fixed is not None:
-            assert isinstance(metadata.fixed, _FixedStep), metadata.fixed
-            return metadata.fixed.slots
-        return self._of(metadata, layer_cache).slots
+        """int32 [T]: slot of each token's key and value."""
+        fixed = _fixed_step(metadata)
+        return self._planned_step(metadata, layer_cache).slots if fixed is None else fixed.slots
 
-    def _of(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
+    def _planned_step(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
         if self._planned is None or self._planned.source is not metadata:
             slots = metadata.token_blocks * layer_cache.shape[3] + metadata.token_offsets
             self._before, self._planned = self._planned, _Planned(metadata, slots.to(torch.int32))
@@ -172,10 +165,10 @@ class TritonBackend:
     def _plan(
         self, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
     ) -> attention.PlannedAttention:
-        if metadata.fixed is not None:
-            assert isinstance(metadata.fixed, _FixedStep), metadata.fixed
-            return metadata.fixed.owner.plan(layer_cache, num_heads, window)
-        plans = self._of(metadata, layer_cache).plans
+        fixed = _fixed_step(metadata)
+        if fixed is not None:
+            return fixed.owner.plan(layer_cache, num_heads, window)
+        plans = self._planned_step(metadata, layer_cache).plans
         if (window, num_heads) not in plans:
             before = self._plan_before(metadata, num_heads, window)
             if before is not None and metadata.lengths is not None:
@@ -187,10 +180,11 @@ class TritonBackend:
     def _plan_before(
         self, metadata: AttentionMetadata, num_heads: int, window: int
     ) -> attention.PlannedAttention | None:
-        """That of the step before, where it has the same items: see `BatchState`, which hands on what goes on."""
-        if self._before is None or not _is_same_work(self._before.source, metadata, window=window):
+        """The previous step's plan if it has the same items: `BatchState` then passes on the same `query_starts`."""
+        if self._before is None or self._before.source.query_starts is not metadata.query_starts:
             return None
-        return self._before.plans.get((window, num_heads))
+        lengths = (self._before.source.context_lengths, metadata.context_lengths)
+        return self._before.plans.get((window, num_heads)) if attention.see_same_segments(*lengths, window) else None
 
     def _new_plan(
         self, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
@@ -209,8 +203,6 @@ class TritonBackend:
         )
 
 
-def _is_same_work(before: AttentionMetadata, metadata: AttentionMetadata, *, window: int) -> bool:
-    """Whether a step has the items of the one before: `BatchState` hands on the starts of what goes on."""
-    if before.query_starts is not metadata.query_starts:
-        return False
-    return attention.see_same_segments(before.context_lengths, metadata.context_lengths, window)
+def _fixed_step(metadata: AttentionMetadata) -> _FixedStep | None:
+    assert metadata.fixed is None or isinstance(metadata.fixed, _FixedStep), metadata.fixed
+    return metadata.fixed

@@ -49,7 +49,7 @@ def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exact_sums(x: Tensor, numbers: Tensor) -> Tensor:
-    """Int8 [T, I] x int8 [O, I] -> int32 [T, O], exact in float64 (below 2^53), one block of tokens and rows at a time."""
+    """Int8 [T, I] x int8 [O, I] -> int32 [T, O], exact in float64 (below 2^53), block by block."""
     sums = x.new_empty((len(x), len(numbers)), dtype=torch.int32)
     for first in range(0, len(x), _BLOCK_TOKENS):
         tokens = slice(first, first + _BLOCK_TOKENS)

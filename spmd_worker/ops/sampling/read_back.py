@@ -57,7 +57,7 @@ class ReadBack:
         self._copies: list[tuple[list[_Request], Callable[[], Tensor]]] = []
 
     def later(self, collect: Callable[..., Value], *tensors: Tensor) -> Awaited[Value]:
-        """The result of `collect`, called with the tensors once they are on the host; float64 or int64, on one device."""
+        """The result of `collect`, called with tensors once they are on the host; float64 or int64, on one device."""
         awaited = Awaited(collect)
         if all(reads_are_free(each) for each in tensors):
             awaited.resolve(tensors)

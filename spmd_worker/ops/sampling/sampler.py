@@ -5,10 +5,10 @@ probability weights, and sample by inverting the CDF with one counter-based unif
 integers, so the sampled token does not depend on the number of ranks. Log-probabilities come from the shards too, by
 the same weights (`shard_logprobs.py`). Only rows that need the complete vocabulary (filters, penalties) have their
 logits gathered.
-A row's token depends on its own logits, parameters and key alone. A row with a NaN or infinite logit, or with none above
-minus infinity, gets `NON_FINITE` as its id, on every rank alike, because each sees the maxima of all shards. A row whose
-grammar allows no token gets `FORM_FAILED`; other grammars mask logits in each shard, before everything else; raw
-log-probabilities are of the logits before the mask.
+A row's token depends on its own logits, parameters and key alone. A row with a NaN or infinite logit, or with none
+above minus infinity, gets `NON_FINITE` as its id, on every rank alike, because each sees the maxima of all shards. A
+row whose grammar allows no token gets `FORM_FAILED`; other grammars mask logits in each shard, before everything else;
+raw log-probabilities are of the logits before the mask.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """

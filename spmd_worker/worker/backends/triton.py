@@ -124,7 +124,7 @@ class TritonDevice(DeviceBackend):
         scheduler, pooling = self.resolved.config.scheduler, self.resolved.model_config.pooling
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
         runner = new_runner(None)
-        num_tokens = min(matmul.MOST_FEW_ROWS + 1, scheduler.max_num_batched_tokens)
+        num_tokens = min(matmul.MAX_FEW_ROWS + 1, scheduler.max_num_batched_tokens)
         num_keys = 1 if pooling is not None else max(1, min(attention_kernels.SEGMENT + 1, max_model_len - 1))
         for number, scheduled in enumerate(warm_up_steps(num_tokens, num_keys, block_size, num_blocks, pooling)):
             runner.forward(number, scheduled)

@@ -139,7 +139,7 @@ def test_plain_torch_writes_few_scores_down_at_once(window, more, monkeypatch):
     with LargestTensor() as seen:
         whole = run(SdpaBackend(), one, WHOLE)
     assert seen.num_elements >= 203 * num_heads * 203, "negative control: so few are written down together"
-    monkeypatch.setattr(sdpa, "_SCORES_IN_FULL", 203 * num_heads * 8)
+    monkeypatch.setattr(sdpa, "_MAX_CPU_SCORES", 203 * num_heads * 8)
     with LargestTensor() as seen:
         result = run(SdpaBackend(), one, WHOLE)
     assert is_close(result, formula(one), FLOAT32)
@@ -147,7 +147,7 @@ def test_plain_torch_writes_few_scores_down_at_once(window, more, monkeypatch):
     # Keys and values of all heads, and the mask, are there in whole.
     assert seen.num_elements < 203 * num_heads * 203
     # A row alone has more scores than are allowed.
-    monkeypatch.setattr(sdpa, "_SCORES_IN_FULL", 1)
+    monkeypatch.setattr(sdpa, "_MAX_CPU_SCORES", 1)
     assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), FLOAT32)
 
 

@@ -197,7 +197,7 @@ def test_sums_are_made_block_by_block(monkeypatch: pytest.MonkeyPatch):
     expected = x.int() @ weight.int().t()
     assert torch.equal(exact_sums(x, weight), expected)
     monkeypatch.setattr(int8, "_TOKENS_AT_ONCE", 3)
-    monkeypatch.setattr(int8, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(int8, "_BLOCK_ROWS", 4)
     widened, double = [], Tensor.double
     monkeypatch.setattr(Tensor, "double", lambda self: (widened.append(len(self)), double(self))[1])
     assert torch.equal(exact_sums(x, weight), expected)

@@ -20,7 +20,7 @@ def test_rows_are_cut_into_blocks_of_so_many_values_on_every_device(device: str,
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, most: int) -> list[torch.Tensor]:
-    monkeypatch.setattr(reference, "_NUMBERS_AT_ONCE", most)
+    monkeypatch.setattr(reference, "_MAX_BLOCK_ELEMENTS", most)
     kernels, logits = ReferenceKernels(), 3 * torch.randn(9, 500, generator=torch.Generator().manual_seed(3))
     samplings = [SamplingParams(top_p=0.9, top_k=40 * (row % 3), temperature=0.5 + row / 4) for row in range(9)]
     filter_logits(kernels, logits, samplings)

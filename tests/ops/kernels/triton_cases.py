@@ -246,14 +246,14 @@ def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
     """Filled up, over the end of a segment, with a window and without; with room for all partial results, and for two,
     where rows stay whole.
     """
-    device, most = torch.get_default_device(), attention._MOST_FIXED_PARTIALS
+    device, most = torch.get_default_device(), attention._MAX_FIXED_PARTIALS
     num_heads, num_kv_heads, size = 4, 2, 16
     num_joined = []
     for room, window in ((most, 0), (most, 20), (2, 0)):
         state, backend = BatchState(BLOCK, device), TritonBackend()
         fixed = TritonFixedAttention(6, 4, 8, BLOCK, device)
         cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
-        attention._MOST_FIXED_PARTIALS = room
+        attention._MAX_FIXED_PARTIALS = room
         for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 9):
             metadata, queries = state.build(scheduled).attention, torch.randn(5, num_heads, size)
             expected = TritonBackend().attend(queries[:3], cache, metadata, size**-0.5, window)
@@ -261,7 +261,7 @@ def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
             assert torch.equal(found[:3], expected), (room, window)
         (plan,) = fixed._plans.values()
         num_joined.append(int(plan.num_joins))
-    attention._MOST_FIXED_PARTIALS = most
+    attention._MAX_FIXED_PARTIALS = most
     assert num_joined == [3, 3, 0]
 
 
@@ -462,7 +462,7 @@ class Peers:
         self._met, self._turn, self.num_meetings = threading.Barrier(size, timeout=60), threading.Lock(), 0
         self._room_bytes = part_bytes
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.num_meetings += 1
         self._turn.release()
         self._met.wait()
@@ -563,7 +563,7 @@ def what_is_launched_again_finds_both_halves_free() -> None:
 def control_a_rank_that_does_not_wait_adds_up_what_is_not_there() -> None:
     parts = parts_of(2, (40,), torch.float32)
     peers = Peers(2, 512)
-    peers.meet = lambda: None
+    peers.barrier = lambda: None
     found = peers.on_each(lambda sums, rank: sums.all_reduce(parts[rank].clone()))
     assert not all(torch.equal(each, summed(parts)) for each in found)
 

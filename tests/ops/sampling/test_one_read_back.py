@@ -92,7 +92,7 @@ class ReadingKernels(ReferenceKernels):
 
     def prob_sums(self, logits: torch.Tensor, largest: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         PLANTED[self.look](largest)
-        return super().masses(logits, largest, factors)
+        return super().prob_sums(logits, largest, factors)
 
 
 PLANTED = {
@@ -121,7 +121,7 @@ def test_a_planted_wait_is_counted(monkeypatch: pytest.MonkeyPatch, planted: str
 def test_the_rows_that_report_no_more_than_a_piece_share_the_read_back_and_others_take_one_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(read_back_module, "_MOST_BYTES", 4 * 8 * VOCAB_SIZE)
+    monkeypatch.setattr(read_back_module, "_MAX_BYTES", 4 * 8 * VOCAB_SIZE)
     rows = rows_of([{"logprobs": ALL_LOGPROBS}] * 3)
     assert waits_of(rows, single_group()).read_backs == ["_to_copy"] * 3
 
@@ -187,7 +187,7 @@ def test_what_is_not_read_yet_is_not_there():
     read_back = read_back_module.ReadBack()
     numbers = torch.tensor([[1.5, -0.0], [torch.nan, 3.0]], dtype=torch.float64)
     awaited = read_back.later(lambda *tensors: tensors, numbers, torch.tensor([2**62, -1]), numbers[:0])
-    with pytest.raises(AssertionError, match="nothing was read back yet"):
+    with pytest.raises(AssertionError, match="read was not called"):
         _ = awaited.value
     read_back.read()
     for found, given in zip(awaited.value, (numbers, torch.tensor([2**62, -1]), numbers[:0]), strict=True):

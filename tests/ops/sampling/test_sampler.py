@@ -228,7 +228,7 @@ def test_logprobs_of_shards_have_the_bits_of_the_whole_on_every_rank(size: int, 
 def test_how_many_rows_are_taken_at_once_changes_no_bit(numbers: int, monkeypatch: pytest.MonkeyPatch):
     logits, rows = reporting(torch.bfloat16)
     expected = sharded(logits, rows, 2)
-    monkeypatch.setattr(reference, "_NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(reference, "_MAX_BLOCK_ELEMENTS", numbers)
     assert sharded(logits, rows, 2) == expected
 
 
@@ -271,8 +271,8 @@ def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.
             reference.ReferenceKernels, "count_above", lambda self, logits, values: torch.zeros(len(logits)).long()
         )
     else:
-        find = shard_module.likeliest
-        monkeypatch.setattr(shard_module, "likeliest", lambda values, count: find(values, count)[1:])
+        find = shard_module.top_k
+        monkeypatch.setattr(shard_module, "top_k", lambda values, count: find(values, count)[1:])
     assert sharded(logits, rows, 2)[0] != expected
 
 

@@ -18,7 +18,7 @@ from spmd_worker.model_config.int8_format import row_bytes
 from spmd_worker.native.library import Function
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import Kernels
-from spmd_worker.ops.kernels.cpu.panels import argmax_results, check_contiguous, check_dtype, checked_input, panel_shape
+from spmd_worker.ops.kernels.cpu.panels import argmax_results, check_tensor, checked_input, panel_shape
 
 _MAX_COMPUTED_SHARE: Final = 1 / 8
 """Share of the logits above which the pre-filter is bypassed."""
@@ -71,8 +71,7 @@ class ArgmaxPrefilter(nn.Module):
         assert 0 < count <= num_outputs, (count, num_outputs)
         x = checked_input(x, weight)
         if rows is not None:
-            check_dtype(x, rows)
-            check_contiguous(rows, (num_outputs, num_inputs))
+            check_tensor(rows, x.dtype, (num_outputs, num_inputs))
         values, indices = argmax_results(len(x))
         scratch = torch.empty((len(x), row_bytes(num_inputs)), dtype=torch.int8)
         num_computed: int = self._find(

@@ -24,7 +24,7 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.ops.kernels.cpu.panels import (
     argmax_results,
-    check_contiguous,
+    check_tensor,
     contiguous_rows,
     dtype_name,
     in_row_order,
@@ -193,8 +193,7 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
 
     def _checked_bias(self, bias: Tensor | None, num_outputs: int) -> Tensor | None:
         if bias is not None:
-            assert bias.dtype == self.weights.dtype, (bias.dtype, self.weights.dtype)
-            check_contiguous(bias, (num_outputs,))
+            check_tensor(bias, self.weights.dtype, (num_outputs,))
         return bias
 
 

@@ -22,7 +22,7 @@ from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
-from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, dtype_name
+from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 
@@ -107,9 +107,9 @@ class NativeLayers:
         layer's output, [T, H].
         """
         sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
-        self._check(residual, (num_tokens, sizes.hidden_size))
+        check_tensor(residual, self._dtype, (num_tokens, sizes.hidden_size))
         for each in angles:
-            self._check(each, (num_tokens, sizes.head_size // 2))
+            check_tensor(each, self._dtype, (num_tokens, sizes.head_size // 2))
         assert cache.ndim == 3, cache.shape
         assert len(cache) <= len(self._layers), (cache.shape, len(self._layers))
         block_elements = 2 * sizes.num_kv_heads * self._stack.block_size * sizes.head_size
@@ -139,12 +139,6 @@ class NativeLayers:
         # The last GEMM wrote its part there, and no other collective has begun since.
         part = None if fast is None else fast.part_buffer((num_tokens, sizes.hidden_size), self._dtype)
         return work[0] if part is None else part
-
-    def _check(self, tensor: Tensor, shape: tuple[int, int]) -> None:
-        assert tensor.shape == shape, (tensor.shape, shape)
-        assert tensor.dtype == self._dtype, (tensor.dtype, self._dtype)
-        assert tensor.is_cpu, tensor.device
-        assert tensor.is_contiguous(), tensor.stride()
 
 
 def join_layers(

@@ -199,8 +199,8 @@ def warn_unless_invariant(dtype: torch.dtype) -> None:
     """Warn once per process if results depend on the batch."""
     if not rows_are_invariant(dtype):
         logger.warning(
-            "%s GEMMs give a row other bits in another batch on this CPU, so results may depend on the batch; if it has "
-            "AMX, set %s=%s before the start",
+            "%s GEMMs give a row other bits in another batch on this CPU, so results may depend on the batch; if it "
+            "has AMX, set %s=%s before the start",
             str(dtype).removeprefix("torch."),
             _ISA_VARIABLE,
             _ISA_WITHOUT_AMX,

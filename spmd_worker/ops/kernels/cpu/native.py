@@ -20,8 +20,8 @@ from spmd_worker.ops.kernels.cpu.panels import (
     are_gated_panels,
     are_panels,
     argmax_results,
-    check_contiguous,
     check_dtype,
+    check_tensor,
     checked_input,
     contiguous_rows,
     dtype_name,
@@ -145,11 +145,9 @@ class CpuKernels(PackedKernels):
         self, x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int, output: Tensor, *, is_gated: bool
     ) -> Tensor:
         x = checked_input(x, panels)
-        check_dtype(x, output)
         if bias is not None:
-            check_dtype(x, bias)
-            check_contiguous(bias, (num_outputs,))
-        check_contiguous(output, (x.shape[0], num_outputs // 2 if is_gated else num_outputs))
+            check_tensor(bias, x.dtype, (num_outputs,))
+        check_tensor(output, x.dtype, (x.shape[0], num_outputs // 2 if is_gated else num_outputs))
         self._functions["gemm", x.dtype](
             *(x.data_ptr(), x.stride(0), *x.shape, panels.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, num_threads()),
@@ -158,8 +156,8 @@ class CpuKernels(PackedKernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rounds to the input's dtype before the weight is applied, as the reference does."""
-        check_dtype(x, weight)
-        check_contiguous(weight, x.shape[-1:])
+        check_dtype(x)
+        check_tensor(weight, x.dtype, x.shape[-1:])
         output = torch.empty(x.shape, dtype=x.dtype)
         x, arguments = _rows(x)
         self._functions["rms_norm", x.dtype](*arguments, weight.data_ptr(), eps, output.data_ptr(), num_threads())
@@ -167,10 +165,10 @@ class CpuKernels(PackedKernels):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Overwrites `x` with the norm."""
-        check_dtype(x, residual, weight)
+        check_dtype(x, residual)
         assert x.ndim == 2, x.shape
         assert residual.shape == x.shape, (x.shape, residual.shape)
-        check_contiguous(weight, x.shape[-1:])
+        check_tensor(weight, x.dtype, x.shape[-1:])
         assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
         self._functions["add_rms_norm", x.dtype](
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
@@ -181,11 +179,9 @@ class CpuKernels(PackedKernels):
     def full_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
     ) -> Tensor:
-        check_dtype(x, weight)
-        check_contiguous(weight, x.shape[-1:])
-        if bias is not None:
-            check_dtype(x, bias)
-            check_contiguous(bias, x.shape[-1:])
+        check_dtype(x)
+        for each in (weight,) if bias is None else (weight, bias):
+            check_tensor(each, x.dtype, x.shape[-1:])
         output = torch.empty(x.shape, dtype=x.dtype)
         x, arguments = _rows(x)
         self._functions["full_norm", x.dtype](
@@ -269,10 +265,8 @@ class CpuKernels(PackedKernels):
     def invert_cdf(self, logits: Tensor, maxima: Tensor, factors: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
         rows = _logit_arguments(logits, maxima, factors)
         num_rows, count = logits.shape
-        for each, shape in ((sums, (num_rows, -(-count // _PIECE))), (targets, (num_rows,))):
-            assert each.shape == shape, (each.shape, shape)
-            assert each.dtype == torch.int64, each.dtype
-            assert each.is_contiguous(), each.stride()
+        check_tensor(sums, torch.int64, (num_rows, -(-count // _PIECE)))
+        check_tensor(targets, torch.int64, (num_rows,))
         ids = torch.empty(num_rows, dtype=torch.int64)
         self._functions["invert_cdf", logits.dtype](*rows, sums.data_ptr(), targets.data_ptr(), ids.data_ptr())
         return ids
@@ -289,8 +283,7 @@ class CpuKernels(PackedKernels):
         assert logits.stride(1) == 1, logits.stride()
         assert rows.shape == mask_rows.shape, (rows.shape, mask_rows.shape)
         for each, dtype in ((allowed, torch.int32), (rows, torch.int64), (mask_rows, torch.int64)):
-            assert each.dtype == dtype, (each.dtype, dtype)
-            assert each.is_contiguous(), each.stride()
+            check_tensor(each, dtype, each.shape)
         for each, count in ((rows, logits.shape[0]), (mask_rows, allowed.shape[0])):
             assert not len(each) or 0 <= int(each.min()) <= int(each.max()) < count, (each, count)
         self._functions["forbid", logits.dtype](
@@ -302,9 +295,7 @@ class CpuKernels(PackedKernels):
         rows = _logit_arguments(logits, filters.maxima, filters.factors)
         others = filters.tensors()[2:]
         for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):
-            assert each.shape == logits.shape[:1], (each.shape, logits.shape)
-            assert each.dtype == dtype, (each.dtype, dtype)
-            assert each.is_contiguous(), each.stride()
+            check_tensor(each, dtype, logits.shape[:1])
         self._filter(*rows, *(each.data_ptr() for each in others), num_threads())
 
 
@@ -314,9 +305,7 @@ def _logit_arguments(logits: Tensor, *numbers: Tensor) -> tuple[int, ...]:
     assert logits.ndim == 2, logits.shape
     assert logits.stride(1) == 1, logits.stride()
     for each in numbers:
-        assert each.shape == logits.shape[:1], (each.shape, logits.shape)
-        assert each.dtype == torch.float32, each.dtype
-        assert each.is_contiguous(), each.stride()
+        check_tensor(each, torch.float32, logits.shape[:1])
     return (logits.data_ptr(), logits.stride(0), *logits.shape, *(each.data_ptr() for each in numbers))
 
 

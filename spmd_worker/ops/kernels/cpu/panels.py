@@ -85,9 +85,11 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def check_contiguous(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise AssertionError unless the tensor is contiguous and of this shape."""
+def check_tensor(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise AssertionError unless the tensor has this dtype and shape, and is contiguous in host memory."""
     assert tensor.shape == shape, (tensor.shape, shape)
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.is_cpu, tensor.device
     assert tensor.is_contiguous(), tensor.stride()
 
 

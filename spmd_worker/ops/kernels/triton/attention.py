@@ -1,7 +1,7 @@
-"""Planning and launching attention: see attention_kernels.py, where the shapes are.
+"""Plans and launches of attention_kernels.py, which documents the shapes.
 
-A step's work items follow from counts alone and are made once a step for each window that layers have, on the device;
-every layer is launched with the same. The host knows how many there are.
+A step's work items depend on counts alone and are made on the device, once per step for each window of the layers; all
+layers of a window share them. The host knows their number.
 """
 
 import math
@@ -22,13 +22,13 @@ _ALL_KEYS = 2**30
 _HOPPER, _BLACKWELL, _SMALL_HEAD = (9, 0), 10, 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _REDUCED_BYTES = 512
-_MOST_FIXED_PARTIALS, _MOST_FIXED_BYTES = 4096, 1 << 25
-"""Partial results that a fixed plan has room for, and what they take."""
+_MAX_FIXED_PARTIALS, _MAX_FIXED_BYTES = 4096, 1 << 25
+"""Maximum partial results of a fixed plan, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemCounts:
-    """How much there is of what attention_kernels.py describes. `num_partials`: rows that partial results take."""
+    """Numbers of items, joins and partial rows, see attention_kernels.py."""
 
     num_items: int
     num_joins: int
@@ -38,7 +38,7 @@ class ItemCounts:
 def count_items(
     query_starts: Sequence[int], lengths: Sequence[int], group: int, window: int = 0, *, splits: bool = True
 ) -> ItemCounts:
-    """The work of a step, on the host: see `make_items`."""
+    """Counts of a step's work, on the host: see `make_items`."""
     assert 0 < group <= attention_kernels.ROWS, f"{group} query heads a key-value head are more than the kernel's rows"
     shares = _shares(np.array(query_starts), np.array(lengths), group, window, splits=splits)
     is_split = shares.num_partials > 0
@@ -48,28 +48,28 @@ def count_items(
 def make_items(
     starts: Tensor, lengths: Tensor, counts: ItemCounts, group: int, window: int = 0, *, splits: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Items [.., 6] and joins [.., 3] of a step, int32, where `starts` [S + 1] and `lengths` [S] are, int32 too: its
+    """Items [.., 6] and joins [.., 3] of a step, int32, on the device of `starts` [S + 1] and `lengths` [S], int32:
     queries `starts[i]:starts[i + 1]` are at the end of the `lengths[i]` keys of sequence i; `group` query heads share
-    keys; `window` 0 sees all keys. Where it `splits`, the only query of a sequence is an item a segment if it sees
-    several. A prompt has work enough for all programs, and would leave a partial row a segment for each of its queries.
+    keys; `window` 0 sees all keys. If it `splits`, the only query of a sequence has one item per segment. A prompt has
+    enough items for all programs, and would need a partial row per query and segment.
 
-    `counts` are those of `count_items`, so that the host reads nothing back.
+    `counts` are from `count_items`, so that the host reads nothing back.
     """
     starts, lengths = starts.long(), lengths.long()
     shares = _shares(starts, lengths, group, window, splits=splits)
     ends, partials = shares.num_items.cumsum(0), shares.num_partials.cumsum(0)
-    places = torch.arange(counts.num_items, device=starts.device)
-    # The sequence of each item, and which of its items it is.
-    sequence = torch.searchsorted(ends, places, right=True)
-    place = places - (ends - shares.num_items)[sequence]
+    numbers = torch.arange(counts.num_items, device=starts.device)
+    # The sequence of each item, and its number in the sequence.
+    sequence = torch.searchsorted(ends, numbers, right=True)
+    number = numbers - (ends - shares.num_items)[sequence]
     is_part = (shares.num_partials > 0)[sequence].long()
     stop = starts[1:][sequence]
-    token = starts[:-1][sequence] + place * (attention_kernels.ROWS // group) * (1 - is_part)
+    token = starts[:-1][sequence] + number * (attention_kernels.ROWS // group) * (1 - is_part)
     num_tokens = (stop - token).clip(max=attention_kernels.ROWS // group)
     seen = lengths[sequence] - stop + token + num_tokens
-    first = _first_segment(seen - num_tokens, window) + place * is_part
+    first = _first_segment(seen - num_tokens, window) + number * is_part
     end = torch.where(is_part > 0, first + 1, -(-seen // attention_kernels.SEGMENT))
-    partial = ((partials - shares.num_partials)[sequence] + place + 1) * is_part - 1
+    partial = ((partials - shares.num_partials)[sequence] + number + 1) * is_part - 1
     items = torch.stack((sequence, token, num_tokens, first, end, partial), dim=1)
     nth = torch.arange(1, counts.num_joins + 1, device=starts.device)
     split = torch.searchsorted((shares.num_partials > 0).cumsum(0), nth)
@@ -78,7 +78,7 @@ def make_items(
 
 
 class _Shares(NamedTuple):
-    """Of each sequence, [S]: its items, and the partial rows among their results. Of numpy or of torch."""
+    """Numbers of items and partial rows of each sequence, [S]; numpy or torch."""
 
     num_items: Any
     num_partials: Any
@@ -93,15 +93,13 @@ def _shares(starts: Any, lengths: Any, group: int, window: int, *, splits: bool)
 
 
 def _first_segment(positions: Any, window: int) -> Any:
-    """That a query at a position sees. Of numpy or of torch."""
+    """The first segment that a query at a position sees; numpy or torch."""
     return (positions - window + 1).clip(0) // attention_kernels.SEGMENT if window else positions * 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttention:
-    """A step's work on the device, int32, for one window, and room for partial results, float32. `joins` may have no
-    rows.
-    """
+    """A step's work for one window on the device, int32, and buffers of partial results, float32."""
 
     items: Tensor
     num_items: Tensor
@@ -112,22 +110,20 @@ class PlannedAttention:
     tables: Tensor
     partial_sums: Tensor
     partial_tops: Tensor
-    partial_sums_of_exp: Tensor
+    partial_denoms: Tensor
 
     def with_lengths(self, lengths: Tensor, tables: Tensor) -> "PlannedAttention":
-        """Of a step with the same items. It has the same room for partial results: steps follow one another."""
+        """The plan of the next step with the same items; it shares the buffers of partial results."""
         return replace(self, lengths=lengths, tables=tables.to(torch.int32).contiguous())
 
 
 def see_same_segments(before: Sequence[int], lengths: Sequence[int], window: int) -> bool:
-    """Whether queries, each the only one of its sequence, at the end of `lengths` keys see the segments that those did
-    that were at the end of `before`.
-    """
+    """Whether single queries at the end of `lengths` keys see the segments that those at the end of `before` saw."""
     return len(before) == len(lengths) and segments_seen(before, window) == segments_seen(lengths, window)
 
 
 def segments_seen(lengths: Sequence[int], window: int) -> bytes:
-    """Of such queries: equal where they see the same segments."""
+    """A key of the segments that single queries at the end of `lengths` keys see."""
     positions = np.array(lengths) - 1
     last = positions // attention_kernels.SEGMENT
     return last.tobytes() + (_first_segment(positions, window).tobytes() if window else b"")
@@ -145,8 +141,8 @@ def plan_attention(
     splits: bool = True,
     on_device: tuple[Tensor, Tensor] | None = None,
 ) -> PlannedAttention:
-    """See `make_items`. `tables` [S, B], on the device that computes; `on_device` are `query_starts` and `lengths`,
-    int32, where they are there already.
+    """The plan of one step, see `make_items`. `tables` [S, B] are on the device; `on_device`: `query_starts` and
+    `lengths`, int32, if they are there already.
     """
     device = tables.device
     group = num_heads // num_kv_heads
@@ -164,18 +160,18 @@ def plan_attention(
         tables=tables.to(torch.int32).contiguous(),
         partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
-        partial_sums_of_exp=torch.empty(num_rows, dtype=torch.float32, device=device),
+        partial_denoms=torch.empty(num_rows, dtype=torch.float32, device=device),
     )
 
 
 def fixed_plan(
     num_tokens: int, starts: Tensor, lengths: Tensor, tables: Tensor, num_heads: int, head_size: int
 ) -> PlannedAttention:
-    """A plan of no work, for `fill_plan`: its tensors are those of every step of at most `num_tokens` tokens and of as
-    many sequences as `lengths` [S] has. `starts` [S + 1], `lengths` and `tables` [S, B] are int32.
+    """An empty plan for `fill_plan`, whose tensors serve all steps of at most `num_tokens` tokens and S sequences.
+    `starts` [S + 1], `lengths` [S] and `tables` [S, B] are int32.
     """
     device, num_sequences = lengths.device, len(lengths)
-    num_partials = max(1, min(_MOST_FIXED_PARTIALS, _MOST_FIXED_BYTES // (num_heads * head_size * 4)))
+    num_partials = max(1, min(_MAX_FIXED_PARTIALS, _MAX_FIXED_BYTES // (num_heads * head_size * 4)))
     num_rows = num_partials * num_heads
     return PlannedAttention(
         items=torch.zeros((num_tokens + num_partials, 6), dtype=torch.int32, device=device),
@@ -187,7 +183,7 @@ def fixed_plan(
         tables=tables,
         partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
-        partial_sums_of_exp=torch.empty(num_rows, dtype=torch.float32, device=device),
+        partial_denoms=torch.empty(num_rows, dtype=torch.float32, device=device),
     )
 
 
@@ -199,13 +195,13 @@ def fill_plan(
     num_kv_heads: int,
     window: int = 0,
 ) -> None:
-    """Make a fixed plan a step's, whose starts and lengths stand in it already. Where there is no room for so many
-    partial results, queries stay whole, with the same bits: there are enough of them then to keep a device busy.
+    """Fill a fixed plan for a step, whose starts and lengths are in it already. If it cannot hold the partial results,
+    queries are not split, with the same bits: there are enough of them then to keep a device busy.
     """
     group, num_sequences = num_heads // num_kv_heads, len(lengths)
-    room = len(plan.partial_tops) // num_heads
+    max_partials = len(plan.partial_tops) // num_heads
     counts = count_items(query_starts, lengths, group, window)
-    splits = counts.num_partials <= room
+    splits = counts.num_partials <= max_partials
     if not splits:
         counts = count_items(query_starts, lengths, group, window, splits=False)
     starts, ends = plan.starts[: num_sequences + 1], plan.lengths[:num_sequences]
@@ -226,14 +222,14 @@ def attend(
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Queries [T, at least Hq * D], a token's heads side by side; `layer_cache` [blocks, 2, Hkv, block, D], a block in
-    one piece -> [T, Hq, D]. See `AttentionBackend.attend` for the rest; `window` is the one that was planned with.
+    """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
+    contiguous -> [T, Hq, D]. `window` is that of the plan; for the rest see `AttentionBackend.attend`.
     """
     _, _, num_kv_heads, block_size, head_size = layer_cache.shape
     out = queries.new_empty((len(queries), num_heads, head_size))
     if not len(queries):
         return out
-    partials = (plan.partial_sums, plan.partial_tops, plan.partial_sums_of_exp)
+    partials = (plan.partial_sums, plan.partial_tops, plan.partial_denoms)
     has_sinks = sinks is not None
     sink_scores = sinks.contiguous() if sinks is not None else plan.partial_tops
     scale_log2 = scale / score_cap if score_cap > 0 else scale * _LOG2_E
@@ -281,14 +277,14 @@ def attend_constants(
 
 
 def attend_options(device_capability: tuple[int, int], head_size: int) -> dict[str, int]:
-    """Of a launch of `attention_kernels.attend`. Where 4 warps spill, 8 share out a tile; bits are a chip's own."""
+    """Launch options of `attention_kernels.attend`: 8 warps if 4 spill. Bits depend on the chip."""
     is_small = head_size <= _SMALL_HEAD and device_capability[0] == _BLACKWELL
     return attention_kernels.LAUNCH | {"num_warps": 4 if is_small or device_capability == _HOPPER else 8}
 
 
 def shared_bytes(head_size: int, itemsize: int) -> int:
-    """Of shared memory, at most, that a program of `attention_kernels.attend` takes on chips without wgmma or tcgen05,
-    which have the least: queries, the stages of keys and values that are not in registers, weights of a tile.
+    """Maximum bytes of shared memory of `attention_kernels.attend` on chips without wgmma or tcgen05, which have the
+    least: queries, the stages of keys and values that are not in registers, weights of a tile.
     """
     rows, tile = attention_kernels.ROWS, attention_kernels.TILE
     staged = rows + 2 * tile * (attention_kernels.LAUNCH["num_stages"] - 2)

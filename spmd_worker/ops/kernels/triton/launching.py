@@ -1,7 +1,7 @@
-"""How wide a launch is: the number of programs of kernels that walk their work themselves.
+"""Number of programs of a persistent kernel, and properties of the device.
 
-Bits do not follow from it. Under TRITON_INTERPRET=1, which has to be set before triton is imported, kernels run on CPU
-tensors one program after another; a few programs then show that several share the work.
+Bits do not depend on it. Under TRITON_INTERPRET=1, which must be set before triton is imported, kernels run on CPU
+tensors, one program after another; a few programs then test that several share the work.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ _INTERPRETED_PROGRAMS = 3
 
 @cache
 def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Of a persistent kernel on `device`."""
+    """Programs of a persistent kernel on `device`."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return per_multiprocessor * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -22,7 +22,7 @@ def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """CUDA's compute capability of `device`; (0, 0) where kernels are interpreted."""
+    """CUDA compute capability of `device`; (0, 0) if kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -32,5 +32,5 @@ def is_interpreted() -> bool:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not below `number`, from 1 on."""
+    """The smallest power of two not below `number`, which is 1 or more."""
     return 1 << (number - 1).bit_length()

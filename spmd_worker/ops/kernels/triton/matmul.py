@@ -1,7 +1,7 @@
-"""Launching matmuls: which tiles, how many programs.
+"""Launches of matmul_kernels.py: tiles and number of programs.
 
-One tile shape up to 64 rows and one above, with one step along K: bits do not follow from it (see matmul_kernels.py).
-Faster tables by (N, K, M) wait for a GPU to measure on.
+One tile shape up to 64 rows and one above, with one step along K; bits do not depend on it. Faster tables by (N, K, M)
+need measurements on a GPU.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from spmd_worker.ops.kernels.triton.launching import num_programs
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and columns of the result that a program has at once, steps along K; warps, and stages of its pipeline."""
+    """Rows and columns of a program's result tile, inputs of a step along K, warps, pipeline stages."""
 
     rows: int
     columns: int
@@ -24,11 +24,11 @@ class Tile:
     num_stages: int
 
     def constants(self, has_bias: bool) -> dict[str, int]:
-        """The kernels' constexprs."""
+        """Constexprs of the kernels."""
         return {"BM": self.rows, "BN": self.columns, "BK": self.inputs, "GROUP": 8, "BIAS": has_bias}
 
     def options(self) -> dict[str, int]:
-        """Of the launch."""
+        """Launch options."""
         return matmul_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -37,23 +37,23 @@ MANY_ROWS = Tile(128, 128, 64, 8, 4)
 GATED_FEW_ROWS = Tile(64, 32, 64, 4, 5)
 GATED_MANY_ROWS = Tile(128, 64, 64, 8, 4)
 FLOAT32 = Tile(32, 32, 32, 4, 2)
-"""There is no matrix instruction for it that keeps its bits (TF32 does not): FMA units, whose tiles are small."""
+"""No matrix instruction keeps float32 precision (TF32 does not): plain FMA, with small tiles."""
 
-MOST_FEW_ROWS = 64
-"""Rows of a matmul up to which it takes the tiles for few."""
+MAX_FEW_ROWS = 64
+"""Maximum rows of a matmul with the tiles for few rows."""
 
 
 def tile_for(num_rows: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
-    """Of a matmul of `num_rows` rows."""
+    """The tile of a matmul of `num_rows` rows."""
     if dtype == torch.float32:
         return FLOAT32
     if is_gated:
-        return GATED_FEW_ROWS if num_rows <= MOST_FEW_ROWS else GATED_MANY_ROWS
-    return FEW_ROWS if num_rows <= MOST_FEW_ROWS else MANY_ROWS
+        return GATED_FEW_ROWS if num_rows <= MAX_FEW_ROWS else GATED_MANY_ROWS
+    return FEW_ROWS if num_rows <= MAX_FEW_ROWS else MANY_ROWS
 
 
 def shared_bytes(itemsize: int) -> int:
-    """Of shared memory that a program of the largest tile takes on chips without wgmma or tcgen05, which have the
+    """Bytes of shared memory of a program with the largest tile, on chips without wgmma or tcgen05, which have the
     least: one stage of operands is in registers.
     """
     tiles = ((FLOAT32, 2),) if itemsize == 4 else ((MANY_ROWS, 1), (GATED_MANY_ROWS, 2))
@@ -63,7 +63,7 @@ def shared_bytes(itemsize: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """[..., K] x [N, K] -> [..., N]: see `matmul_kernels.linear`. `tile` None: `tile_for` says."""
+    """[..., K] x [N, K] -> [..., N]: see `matmul_kernels.linear`. `tile` None: from `tile_for`."""
     rows = _as_rows(x)
     out = x.new_empty((*x.shape[:-1], len(weight)))
     tile = tile or tile_for(len(rows), x.dtype, is_gated=False)

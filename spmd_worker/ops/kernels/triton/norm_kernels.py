@@ -1,4 +1,4 @@
-"""The end of every kernel that norms a row: one set of operations, so that one set of bits."""
+"""The last operations of every kernel that norms a row, shared so that the bits are the same."""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,10 @@
-"""Collectives over memory that every rank of a tensor-parallel group reads: symmetric memory of GPUs of one node.
+"""Collectives over symmetric memory of the GPUs of one node, which every rank of a tensor-parallel group can read.
 
-A sum is one round where it is small: each rank writes its part, all meet, and each adds up all parts. A large one is
-two: each rank adds up its share of the numbers, all meet again, and each copies the others' shares. A number is added
-up by the same kernel in the same order either way, so its bits follow neither from the size of the sum nor from who
-made it. Two halves of the memory take turns, so that one meeting suffices: who writes to a half has met the others
-since they read what was there.
+A small all-reduce has one round: each rank writes its part, a barrier, and each rank sums all parts. A large one has
+two: each rank sums its share of the numbers, a second barrier, and each copies the others' shares. Both use the same
+kernel with the same order of sums, so a number's bits depend neither on the size nor on the rank that sums it. The two
+halves of the memory alternate, so that one barrier suffices: a rank that writes to a half has passed a barrier since
+the others read it.
 
     half 0:  parts (or what is gathered) | sums of this rank's share
     half 1:  the same
@@ -24,27 +24,26 @@ from spmd_worker.ops.kernels.triton.launching import power_of_two
 from spmd_worker.ops.kernels.triton.rows import add_rms_norm, row_options
 
 ONE_ROUND_BYTES: Final = 1 << 19
-"""Up to so many bytes a part the second meeting costs more than reading all parts does."""
+"""Maximum bytes of a part for which reading all parts is cheaper than a second barrier."""
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNED: Final = 128
 
 
 class PeerMemory(Protocol):
-    """As many bytes on each rank, which all ranks of the group can read. `addresses`: int64 [N], on the device."""
+    """A buffer of equal size on each rank, readable by all ranks. `addresses`: int64 [N], on the device."""
 
     views: list[Tensor]
     """uint8 [bytes] of each rank, in group order."""
     addresses: Tensor
 
-    def meet(self) -> None:
-        """What any rank has queued before its call is seen by what any other queues after it."""
+    def barrier(self) -> None:
+        """Writes queued on any rank before its call are visible to work queued on any rank after its own."""
 
 
 class SymmetricMemory:
-    """torch's, exchanged once, before any graph is recorded. Every rank of the group makes one, of what each has
-    allocated: in the exchange a rank that has none would be waited for. Raises RuntimeError where the GPUs cannot see
-    each other's memory.
+    """torch's symmetric memory, exchanged once, before any graph is recorded. Every rank of the group must create one,
+    or the others wait for it. Raises RuntimeError if the GPUs cannot read each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, own: Tensor) -> None:
@@ -57,51 +56,51 @@ class SymmetricMemory:
 
     @staticmethod
     def allocate(num_bytes: int, device: torch.device) -> Tensor:
-        """This rank's own: uint8 [num_bytes]. No other rank takes part. Raises RuntimeError where there is none."""
+        """This rank's buffer, uint8 [num_bytes], without the other ranks. Raises RuntimeError if not supported."""
         from torch.distributed import _symmetric_memory
 
         return _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def meet(self) -> None:
-        """See `PeerMemory.meet`: in the order of the stream, the host waits for nothing."""
+    def barrier(self) -> None:
+        """In stream order: the host does not wait."""
         self._handle.barrier(channel=0)
 
 
 class PeerSums:
-    """Implements `communicator.Collectives`. `part_bytes`: the largest part that is summed in one piece; larger ones
-    are cut, by rows where they have any.
+    """Implements `communicator.Collectives`. `part_bytes`: maximum size of a part; larger tensors are split, by rows if
+    they have any.
     """
 
     def __init__(self, memory: PeerMemory, rank: int, part_bytes: int) -> None:
         self._memory, self._rank, self._size = memory, rank, len(memory.views)
-        # The sums of a share lie behind the parts.
-        self._room = part_bytes // _ALIGNED * _ALIGNED
+        # Sums of a share follow the parts.
+        self._part_bytes = part_bytes // _ALIGNED * _ALIGNED
         self._half_bytes = half_bytes(part_bytes, self._size)
         assert all(len(view) >= 2 * self._half_bytes for view in memory.views), self._half_bytes
         self._turn = 0
 
     def reset_sums(self) -> None:
-        """What follows is the same whatever was exchanged before: around what is recorded once and launched again."""
-        # Nobody reads either half any more once all have come here.
-        self._memory.meet()
+        """Start with half 0 again, whatever was exchanged before: around work that is recorded once and replayed."""
+        # After the barrier no rank reads either half.
+        self._memory.barrier()
         self._turn = 0
 
     def takes(self, tensor: Tensor) -> bool:
         return tensor.dtype in _DTYPES and tensor.device == self._memory.addresses.device
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `GroupHandle.all_reduce`. In place."""
-        whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-        for piece in _pieces(whole.view(-1), self._room // tensor.element_size()):
+        """In place."""
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        for piece in _pieces(flat.view(-1), self._part_bytes // tensor.element_size()):
             self._sum_into(piece, self._write(piece))
-        return tensor if whole is tensor else tensor.copy_(whole)
+        return tensor if flat is tensor else tensor.copy_(flat)
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Collectives.all_reduce_add_rms_norm`. The residual stream stays whole on every rank."""
+        """The residual stream is complete on every rank."""
         assert residual.is_contiguous(), residual.stride()
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        num_rows = max(self._room // (width * x.element_size()), 1)
+        num_rows = max(self._part_bytes // (width * x.element_size()), 1)
         for part, rows, normed in zip(
             _pieces(x, num_rows), _pieces(residual, num_rows), _pieces(out, num_rows), strict=True
         ):
@@ -119,19 +118,19 @@ class PeerSums:
         return out
 
     def gather_rows(self, residual: Tensor) -> Tensor:
-        """See `Collectives.gather_rows`: every rank has them all."""
+        """Every rank has all rows."""
         return residual
 
     def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """See `Collectives.part_buffer`: what makes parts writes them elsewhere."""
+        """None: kernels write parts to their own memory."""
         del shape, dtype
         return None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         own = tensor.contiguous().view(-1).view(torch.uint8)
         gathered = own.new_empty((self._size, len(own)))
-        for start in range(0, len(own), self._room):
-            piece = own[start : start + self._room]
+        for start in range(0, len(own), self._part_bytes):
+            piece = own[start : start + self._part_bytes]
             offset = self._write(piece)
             for rank, view in enumerate(self._memory.views):
                 gathered[rank, start : start + len(piece)] = view[offset : offset + len(piece)]
@@ -140,51 +139,51 @@ class PeerSums:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         whole = tensor.contiguous()
         own = whole.view(-1).view(torch.uint8)
-        for start in range(0, len(own), self._room):
-            piece = own[start : start + self._room]
+        for start in range(0, len(own), self._part_bytes):
+            piece = own[start : start + self._part_bytes]
             offset = self._write(piece)
             piece.copy_(self._memory.views[source][offset : offset + len(piece)])
         return tensor if whole is tensor else tensor.copy_(whole)
 
     def carries(self, tensor: Tensor) -> bool:
-        """See `Collectives.carries`: nothing is sent from stage to stage this way."""
+        """Never: pipeline stages do not exchange tensors this way."""
         del tensor
         return False
 
-    def send_next(self, tensor: Tensor) -> None:
-        """Never called: see `carries`."""
+    def send_next(self, tensor: Tensor) -> Work:
         raise NotImplementedError
 
-    def receive_previous(self, tensor: Tensor) -> None:
-        """Never called: see `carries`."""
+    def receive_previous(self, tensor: Tensor) -> Work:
         raise NotImplementedError
 
     def close(self) -> None:
-        """See `Collectives.close`. The memory is free when nobody holds it."""
+        """The memory is freed with its last reference."""
 
     def _write(self, piece: Tensor) -> int:
-        """This rank's part, where all find it once they have met: at that offset in bytes, on every rank."""
+        """Write this rank's part, then a barrier. Returns its offset in bytes, the same on every rank."""
         offset = self._turn * self._half_bytes
         self._turn = 1 - self._turn
         own = piece.view(-1).view(torch.uint8)
         self._memory.views[self._rank][offset : offset + len(own)] = own
-        self._memory.meet()
+        self._memory.barrier()
         return offset
 
     def _sum_into(self, piece: Tensor, offset: int) -> None:
-        """All ranks' parts, which lie at that offset."""
+        """Sum all ranks' parts at that offset."""
         flat, itemsize = piece.view(-1), piece.element_size()
         if flat.numel() * itemsize <= ONE_ROUND_BYTES:
             self._add(flat, offset // itemsize)
             return
         share = -(-flat.numel() // self._size)
-        room = [view[offset + self._room : offset + self._half_bytes].view(flat.dtype) for view in self._memory.views]
+        sums = [
+            view[offset + self._part_bytes : offset + self._half_bytes].view(flat.dtype) for view in self._memory.views
+        ]
         start, stop = _share_of(self._rank, share, flat.numel())
-        self._add(room[self._rank][: stop - start], offset // itemsize + start)
-        self._memory.meet()
+        self._add(sums[self._rank][: stop - start], offset // itemsize + start)
+        self._memory.barrier()
         for rank in range(self._size):
             start, stop = _share_of(rank, share, flat.numel())
-            flat[start:stop] = room[rank][: stop - start]
+            flat[start:stop] = sums[rank][: stop - start]
 
     def _add(self, out: Tensor, first: int) -> None:
         count = out.numel()
@@ -198,10 +197,10 @@ class PeerSums:
 
 
 def half_bytes(part_bytes: int, size: int) -> int:
-    """Of the memory of each rank of `size`: two such halves hold parts of `part_bytes`, and sums of a share of them."""
-    room = part_bytes // _ALIGNED * _ALIGNED
-    share = -(-room // size)
-    return room + -(-share // _ALIGNED) * _ALIGNED + _ALIGNED
+    """Bytes of one of the two halves of each rank's memory: a part of `part_bytes`, and the sums of a share of it."""
+    part = part_bytes // _ALIGNED * _ALIGNED
+    share = -(-part // size)
+    return part + -(-share // _ALIGNED) * _ALIGNED + _ALIGNED
 
 
 def _share_of(rank: int, share: int, count: int) -> tuple[int, int]:
@@ -209,5 +208,5 @@ def _share_of(rank: int, share: int, count: int) -> tuple[int, int]:
 
 
 def _pieces(values: Tensor, most: int) -> Iterator[Tensor]:
-    """At most so many along the first dimension."""
+    """Pieces of at most `most` along the first dimension."""
     return iter(torch.split(values, max(most, 1)))

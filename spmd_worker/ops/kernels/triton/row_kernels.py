@@ -1,8 +1,8 @@
-"""What a layer does beside matmuls and attention, on a GPU. A row is one program's, of a shape that its width fixes, so
-no other row enters its bits.
+"""Norms, rotary embedding and cache writes on a GPU. One program computes a row, with a shape that depends on the
+row's width alone, so its bits do not depend on other rows.
 
-T: tokens; H: width of a row, BH: H to a power of two; D: head size. One dtype: float16, bfloat16 or float32; float32
-inside.
+T: tokens; H: width of a row, BH: H up to a power of two; D: head size. One dtype: float16, bfloat16 or float32;
+computed in float32.
 """
 
 import triton
@@ -15,10 +15,10 @@ LAUNCH = {"enable_fp_fusion": False}
 
 @triton.jit
 def add_rms_norm(x, residual, weight, out, H, eps, BH: tl.constexpr, ADDS: tl.constexpr):
-    """x [T, H], with `residual` [T, H] where ADDS, which becomes the sum -> its norm. A program a row.
+    """x [T, H] -> its norm, one program per row. If ADDS, of the sum with `residual` [T, H], which becomes the sum.
 
     The sum is rounded to the dtype first, the normed row before the weight is applied: `ReferenceKernels.rms_norm` and
-    `add_rms_norm`, but for the order in which the squares are added.
+    `add_rms_norm`, except for the order in which the squares are added.
     """
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BH)
@@ -34,7 +34,7 @@ def add_rms_norm(x, residual, weight, out, H, eps, BH: tl.constexpr, ADDS: tl.co
 
 @triton.jit
 def full_norm(x, weight, bias, out, H, eps, offset, BH: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr):
-    """x [T, H] -> `ReferenceKernels.full_norm`, but for the order of sums. A program a row."""
+    """x [T, H] -> `ReferenceKernels.full_norm`, except for the order of sums. One program per row."""
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BH)
     inside = h < H
@@ -53,12 +53,12 @@ def rotate_and_write(
     projected, cos, sin, cache, slots, stride_page,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and head of projected [T, (HEADS + 2 * KV_HEADS) * D]: queries turned where they are, keys
-    turned into the cache [blocks, 2, KV_HEADS, BLOCK, D], values into the cache.
+    """One program per token and head of projected [T, (HEADS + 2 * KV_HEADS) * D]: rotates queries in place, writes
+    rotated keys and values to the cache [blocks, 2, KV_HEADS, BLOCK, D].
 
-    cos, sin [T, D / 2] of the dtype of `projected`; HALF: D / 2 to a power of two. `slots` int32 [T]: block * BLOCK +
-    offset; -1 writes nothing: rows that only fill a CUDA graph's batch. Rounded after each product, as
-    `ReferenceKernels.rotate` is, whose bits these are.
+    cos, sin [T, D / 2] of the dtype of `projected`; HALF: D / 2 up to a power of two. `slots` int32 [T]: block * BLOCK
+    + offset; -1 writes nothing: padding of a CUDA graph's batch. Rounds after each multiplication: the bits of
+    `ReferenceKernels.rotate`.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -80,9 +80,9 @@ def rotate_and_write(
         slot = tl.load(slots + token)
         if slot >= 0:
             plane = head - HEADS  # keys of all heads, then values of all heads
-            place = (slot // BLOCK).to(tl.int64) * stride_page + plane * (BLOCK * D) + (slot % BLOCK) * D
-            tl.store(cache + place + i, first, mask=inside)
-            tl.store(cache + place + half + i, second, mask=inside)
+            index = (slot // BLOCK).to(tl.int64) * stride_page + plane * (BLOCK * D) + (slot % BLOCK) * D
+            tl.store(cache + index + i, first, mask=inside)
+            tl.store(cache + index + half + i, second, mask=inside)
 
 
 @triton.jit
@@ -90,16 +90,16 @@ def write_rows(
     key, value, cache, slots, stride_key, stride_value, stride_page,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and head of keys and values [T, KV_HEADS, D], which go into the cache as they are. Tokens lie
-    `stride_key` and `stride_value` elements apart; DP: D to a power of two; the rest as of `rotate_and_write`.
+    """One program per token and head of keys and values [T, KV_HEADS, D], which it copies to the cache. Tokens are
+    `stride_key` and `stride_value` elements apart; DP: D up to a power of two; other arguments: see `rotate_and_write`.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DP)
     inside = d < D
     slot = tl.load(slots + token)
     if slot >= 0:
-        place = (slot // BLOCK).to(tl.int64) * stride_page + head * (BLOCK * D) + (slot % BLOCK) * D
+        index = (slot // BLOCK).to(tl.int64) * stride_page + head * (BLOCK * D) + (slot % BLOCK) * D
         k = tl.load(key + token.to(tl.int64) * stride_key + head * D + d, mask=inside)
         v = tl.load(value + token.to(tl.int64) * stride_value + head * D + d, mask=inside)
-        tl.store(cache + place + d, k, mask=inside)
-        tl.store(cache + place + KV_HEADS * BLOCK * D + d, v, mask=inside)
+        tl.store(cache + index + d, k, mask=inside)
+        tl.store(cache + index + KV_HEADS * BLOCK * D + d, v, mask=inside)

@@ -1,4 +1,4 @@
-"""Launching what a layer does beside matmuls and attention: see row_kernels.py."""
+"""Launches of row_kernels.py."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ _WIDE_ROW = 2048
 
 
 def row_options(width: int) -> dict[str, int]:
-    """Of a launch over rows of `width`. Warps share out a row's sum, so they follow its width alone."""
+    """Launch options for rows of `width`. Warps share a row's sum, so their number depends on the width alone."""
     return row_kernels.LAUNCH | {"num_warps": 8 if power_of_two(width) > _WIDE_ROW else 4}
 
 
@@ -78,7 +78,7 @@ def write_rows(key: Tensor, value: Tensor, layer_cache: Tensor, slots: Tensor) -
     _, _, num_kv_heads, block_size, head_size = layer_cache.shape
     if not len(key):
         return
-    # A token's heads side by side; tokens may lie apart.
+    # A token's heads must be contiguous; tokens may be strided.
     key, value = (each if each.stride()[1:] == (head_size, 1) else each.contiguous() for each in (key, value))
     row_kernels.write_rows[(len(key), num_kv_heads)](
         *(key, value, layer_cache, slots, key.stride(0), value.stride(0), layer_cache.stride(0)),

@@ -1,7 +1,7 @@
-"""Sums over ranks on GPUs that see each other's memory: each number is added up in the order of the ranks, in float32,
-and rounded once, whichever rank does it and however many numbers there are.
+"""Sums over ranks on GPUs that can read each other's memory: each number is summed in the order of the ranks, in
+float32, and rounded once, independent of the rank that does it and of the size of the sum.
 
-`parts`: int64 [RANKS], addresses of the ranks' parts, which lie alike and have the dtype of `out`.
+`parts`: int64 [RANKS], addresses of the ranks' parts, which have one layout and the dtype of `out`.
 """
 
 import triton
@@ -11,12 +11,12 @@ from spmd_worker.ops.kernels.triton.norm_kernels import store_normed
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 BLOCK = 1024
-"""Numbers a program: wide enough for loads of 16 bytes a thread."""
+"""Numbers of a program: enough for loads of 16 bytes per thread."""
 
 
 @triton.jit
 def add_parts(parts, out, first, N, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers [first, first + N) of the parts -> out [N], which may be one of the parts' own: a program a block."""
+    """Numbers [first, first + N) of the parts -> out [N], which may be in a part. One program per block."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     total = tl.zeros((BLOCK,), tl.float32)
@@ -30,8 +30,8 @@ def add_parts(parts, out, first, N, RANKS: tl.constexpr, BLOCK: tl.constexpr):
 def add_parts_and_norm(
     parts, residual, weight, out, first, H, eps, RANKS: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
-    """Rows [T, H] of the parts from number `first` on, added up; with `residual` [T, H], which becomes the sum -> its
-    norm: the bits of `add_parts` and `row_kernels.add_rms_norm` one after the other. A program a row.
+    """Rows [T, H] of the parts from number `first` on, plus `residual` [T, H], which becomes the sum -> its norm: the
+    bits of `add_parts` followed by `row_kernels.add_rms_norm`. One program per row.
     """
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BH)
