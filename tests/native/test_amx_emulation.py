@@ -69,7 +69,7 @@ def bfloat16(numbers: NDArray) -> NDArray:
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-63, 2.0**-120], ids=["ordinary", "results subnormal", "inputs subnormal"])
-def test_products_of_bfloat16_are_fused_summed_and_flushed_as_the_manual_says(tiles, scale: float):
+def test_emulated_bfloat16_dot_matches_intel_manual(tiles, scale: float):
     chance = np.random.default_rng(3)
     left = bfloat16(chance.standard_normal((ROWS, 2 * STEPS)) * scale)
     spread = 2.0 ** chance.integers(-9, 9, (STEPS, 2 * COLUMNS))

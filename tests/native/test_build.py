@@ -114,7 +114,7 @@ def test_who_waits_too_long_builds_in_private(compiler, tmp_path, monkeypatch):
     assert not result.path.parent.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(compiler, tmp_path):
+def test_unwritable_cache_is_skipped(compiler, tmp_path):
     compiler()
     (tmp_path / "file").write_text("not a folder")
     result = build(cache_folder=tmp_path / "file" / "cache")
@@ -123,7 +123,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(compiler, tmp_path):
     load(result)
 
 
-def test_no_room_for_the_library_anywhere_is_a_reason(compiler, tmp_path, monkeypatch):
+def test_no_space_for_library_is_a_reason(compiler, tmp_path, monkeypatch):
     """Neither in the cache nor in private, though a folder can be made."""
     compiler()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -140,7 +140,7 @@ def test_no_room_for_the_library_anywhere_is_a_reason(compiler, tmp_path, monkey
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_folder_that_others_may_write_is_not_used(compiler, tmp_path):
+def test_folder_writable_by_others_is_not_used(compiler, tmp_path):
     compiler()
     folder = built_at(build(cache_folder=tmp_path)).parent
     folder.chmod(0o777)
@@ -150,7 +150,7 @@ def test_a_folder_that_others_may_write_is_not_used(compiler, tmp_path):
     load(result)
 
 
-def test_a_link_in_place_of_the_library_is_replaced_not_followed(compiler, tmp_path):
+def test_link_instead_of_library_is_replaced(compiler, tmp_path):
     num_calls = compiler()
     path = built_at(build(cache_folder=tmp_path))
     path.unlink()
@@ -178,7 +178,7 @@ def test_failed_compile_says_its_last_lines(compiler, tmp_path):
     assert len(reason) < 2000
 
 
-def test_a_compiler_that_fails_is_named_with_its_words(compiler, tmp_path):
+def test_failing_compiler_is_reported_with_its_output(compiler, tmp_path):
     num_calls = compiler(action="echo 'error: no such thing' >&2; exit 1")
     reason = build(cache_folder=tmp_path / "cache")
     assert isinstance(reason, str)
@@ -187,17 +187,17 @@ def test_a_compiler_that_fails_is_named_with_its_words(compiler, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_a_compiler_that_lacks_native_code_is_used_without(compiler, tmp_path):
+def test_compiler_without_march_native_is_used(compiler, tmp_path):
     compiler(action=f'case "$*" in *-march=*) exit 1;; esac; {COMPILE}')
     assert built_at(build(cache_folder=tmp_path)).exists()
 
 
-def test_a_compiler_that_does_not_start_is_a_reason(tmp_path, monkeypatch):
+def test_compiler_that_does_not_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert "--version fails" in str(build(cache_folder=tmp_path))
 
 
-def test_a_command_that_is_cut_short_is_a_reason(tmp_path, monkeypatch):
+def test_unbalanced_quotes_in_cxx_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "g++ '-O2")
     reason = str(build(cache_folder=tmp_path))
     assert "CXX" in reason
@@ -205,7 +205,7 @@ def test_a_command_that_is_cut_short_is_a_reason(tmp_path, monkeypatch):
     assert "quotation" in reason
 
 
-def test_a_compiler_that_speaks_other_bytes_is_read_all_the_same(compiler, tmp_path):
+def test_compiler_output_with_other_bytes_is_read(compiler, tmp_path):
     """Messages of a compiler in Latin-1, where this process takes all text for UTF-8."""
     compiler(action="printf 'error: Fehler f\\374r dich' >&2; exit 1", version="stand-in $(printf '\\374') 1")
     reason = str(build(cache_folder=tmp_path / "cache"))
@@ -218,7 +218,7 @@ def test_no_compiler_at_all_is_a_reason(tmp_path, monkeypatch):
     assert "neither g++ nor clang++" in str(build(cache_folder=tmp_path))
 
 
-def test_what_is_no_library_does_not_load_and_says_so(compiler, tmp_path):
+def test_file_that_is_not_a_library_is_reported(compiler, tmp_path):
     compiler()
     result = build(cache_folder=tmp_path)
     assert isinstance(result, Built)
@@ -246,7 +246,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", nobody)
 
 
-def test_without_a_home_the_library_is_kept_in_the_temporary_directory(compiler, homeless, tmp_path, monkeypatch):
+def test_library_goes_to_temporary_directory_without_home(compiler, homeless, tmp_path, monkeypatch):
     compiler()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -268,7 +268,7 @@ def test_without_a_home_the_library_is_kept_in_the_temporary_directory(compiler,
     shutil.rmtree(second.path.parent)
 
 
-def test_without_any_folder_there_is_a_reason_and_no_traceback(compiler, homeless, monkeypatch):
+def test_missing_folder_is_a_reason_without_traceback(compiler, homeless, monkeypatch):
     """A read-only root: not even a temporary directory."""
     compiler()
 
@@ -296,6 +296,6 @@ def test_a_real_library_loads_from_a_private_folder(compiler, tmp_path):
 
 
 @pytest.mark.stress
-def test_the_real_compiler_builds_what_loads_from_a_private_folder(tmp_path):
+def test_private_library_builds_and_loads(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     check_loads_from_a_private_folder(build(cache_folder=tmp_path / "file"))

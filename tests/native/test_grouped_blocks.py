@@ -136,7 +136,7 @@ def test_no_system_prompt_parts_samples_of_a_prompt(probe):
     ]
 
 
-def test_a_small_part_in_common_is_not_worth_it(probe):
+def test_small_shared_part_is_not_grouped(probe):
     tables = [[*tiles(1, 1), *tiles(100 * number, 4), 9] for number in range(1, 3)]
     assert groups_of(probe, tables, [5, 5], most=8) == [Group((0,), 0), Group((1,), 0)]
     assert groups_of(probe, tables, [4, 5], most=8) == [Group((0, 1), 1)]
@@ -161,7 +161,7 @@ def steps(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_groups_hold_each_sequence_once_and_share_what_they_say(probe, step):
+def test_groups_have_each_sequence_once(probe, step):
     tables, whole, most, block_size = step
     found = groups_of(probe, tables, whole, most, block_size)
     assert sorted(sequence for group in found for sequence in group.sequences) == list(range(len(tables)))
@@ -195,7 +195,7 @@ def test_attention_takes_samples_together_head_by_head(probe):
     assert shared_of(bundles_of(probe, tables, [193] * 8, num_kv_heads=8, group_size=33)) == []
 
 
-def test_what_is_not_seen_whole_by_all_is_not_shared(probe):
+def test_partly_visible_tiles_are_not_shared(probe):
     tables = behind(tiles(1, 3), 8)
     # A token that stands at the end of a tile sees it whole, but it is its last.
     assert shared_of(bundles_of(probe, tables, [192] * 8)) == [(4, 2)] * 4
@@ -206,7 +206,7 @@ def test_what_is_not_seen_whole_by_all_is_not_shared(probe):
     assert shared_of(bundles_of(probe, tables, [193] * 8, window=193)) == [(4, 3)] * 4
 
 
-def test_beside_prompts_and_strangers_the_large_bundles_come_first_and_by_themselves(probe):
+def test_large_bundles_come_first(probe):
     samples, strangers = behind(tiles(1, 3), 8), [[*tiles(100 + 20 * number, 3), 9] for number in range(40)]
     prompt = [[*tiles(2000, 3), 9]]
     tables, num_tokens = [*strangers, *samples, *prompt], [1] * 48 + [130]

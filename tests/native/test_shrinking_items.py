@@ -37,7 +37,7 @@ def test_items_are_told_literally(probe):
 
 @given(st.integers(0, 5000), st.integers(1, 64), st.integers(0, 300), st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
-def test_every_unit_is_in_one_item_and_the_last_are_short(probe, num_units, num_threads, most, together):
+def test_items_cover_tiles_once_and_end_short(probe, num_units, num_threads, most, together):
     found = lengths(probe, num_units, num_threads, most, together)
     assert sum(found) == num_units
     assert all(1 <= length <= max(most, 1) for length in found)

@@ -89,7 +89,7 @@ import torch
 from native_libraries import native
 from spmd_worker.native.build import Built
 from spmd_worker.native.library import load
-from test_team import are_equal, results_of
+from test_thread_pool import are_equal, results_of
 
 planted = load(Built(Path(sys.argv[1]), is_private=False))
 torch.set_num_threads(1)
@@ -110,7 +110,7 @@ print(all(are_equal(results_of(planted, torch.bfloat16), alone) for _ in range(1
         pytest.param("seen, seen + 1, std", "seen, seen + 2, std", id="an item"),
     ],
 )
-def test_an_item_that_is_not_waited_for_is_seen(right, wrong, tmp_path, monkeypatch):
+def test_item_without_wait_is_detected(right, wrong, tmp_path, monkeypatch):
     """Negative control: a job that ends one item early, or leaves items out, has other results, or no end."""
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "native"))
     text = (sources / "thread_pool.cpp").read_text()
@@ -172,7 +172,7 @@ def test_the_teams_threads_take_no_signals(threads):
     assert not any(mask & violation for mask in blocked())
 
 
-def test_how_a_caller_takes_small_numbers_changes_no_bit(threads):
+def test_subnormal_mode_of_caller_changes_no_bit(threads):
     """A setting of a thread, which the team's threads have not."""
     kernels, x = CpuKernels(native()), torch.full((70, 576), 1e-22)
     packed = kernels.pack(torch.full((1536, 576), 1e-21))
@@ -190,7 +190,7 @@ def test_how_a_caller_takes_small_numbers_changes_no_bit(threads):
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not bound here")
-def test_where_openmp_is_bound_to_places_the_team_has_the_cores_of_all(tmp_path: Path):
+def test_thread_pool_uses_cores_of_all_openmp_places(tmp_path: Path):
     """OpenMP binds the thread that loads it to the first place, and with it all that it starts."""
     program = """
 import os, time, torch

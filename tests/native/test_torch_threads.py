@@ -41,7 +41,7 @@ def in_a_thread(action: Callable[[], int]) -> int:
 
 
 @pytest.mark.skipif(not threads._openmp_libraries(), reason="torch has another OpenMP than GNU's")
-def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(two):
+def test_torch_is_single_threaded_while_kernels_are_not(two):
     in_a_thread(torch.get_num_threads)  # the first question of a thread is answered with what was set for all
     with contextlib.suppress(KeyError), single_threaded_torch():
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
@@ -61,7 +61,7 @@ def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(t
 
 
 @pytest.mark.skipif(not threads._openmp_libraries(), reason="torch has another OpenMP than GNU's")
-def test_threads_of_a_pool_compute_alone_and_others_do_not(two):
+def test_only_pool_threads_are_single_threaded(two):
     with ThreadPoolExecutor(1, initializer=use_single_threaded_torch) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
         pool.submit(torch.ones(1 << 17).sum).result()
@@ -70,7 +70,7 @@ def test_threads_of_a_pool_compute_alone_and_others_do_not(two):
     assert in_a_thread(torch.get_num_threads) == 2
 
 
-def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkeypatch: pytest.MonkeyPatch):
+def test_torch_threads_are_passive_by_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     rank_program.prepare_torch()
     assert not torch_threads_are_passive()  # too late
@@ -82,7 +82,7 @@ def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkey
     assert not torch_threads_are_passive()
 
 
-def test_a_job_tells_torch_before_it_reads_the_model(monkeypatch: pytest.MonkeyPatch):
+def test_job_configures_torch_before_reading_the_model(monkeypatch: pytest.MonkeyPatch):
     """A tokenizer that has to be converted imports torch, which then was not told any more."""
     order: list[str] = []
 

@@ -30,7 +30,7 @@ LONGEST = (
     "frontends/batch/test_fuzz.py",
     "frontends/batch/test_many_rows.py",
     "ranks/test_shared_memory.py",
-    "native/test_team.py",
+    "native/test_thread_pool.py",
 )
 """Files of tests/ whose stress tests take minutes each: those begin first, so that none is left alone at the end."""
 _FIGURE = re.compile(r"[A-Z]{3,}( [A-Z]+)* \S")

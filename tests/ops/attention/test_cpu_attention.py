@@ -76,7 +76,7 @@ def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, 
 @pytest.mark.parametrize(
     "score_cap", [3.0, pytest.param(0.5, marks=pytest.mark.matrix), pytest.param(50.0, marks=pytest.mark.matrix)]
 )
-def test_bounded_scores_agree_with_the_formula_and_chunks_change_no_bit(instruction_set, dtype, window, score_cap):
+def test_capped_scores_match_formula_in_any_chunks(instruction_set, dtype, window, score_cap):
     sizes = Sizes(dtype=dtype, group_size=3, window=window, score_cap=score_cap)
     one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
     whole = run(backend, one, WHOLE)
@@ -92,7 +92,7 @@ def test_bounded_scores_agree_with_the_formula_and_chunks_change_no_bit(instruct
 
 @each_library
 @each_dtype
-def test_sinks_agree_with_the_formula_and_chunks_change_no_bit(instruction_set, dtype):
+def test_sinks_match_formula_in_any_chunks(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, group_size=3, window=50, has_sinks=True)
     one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
     whole = run(backend, one, WHOLE)
@@ -155,7 +155,7 @@ def test_plain_torch_writes_few_scores_down_at_once(window, more, monkeypatch):
 @each_dtype
 @pytest.mark.parametrize("group_size", [1, 3, 4, 7])
 @pytest.mark.parametrize("window", [0, 50])
-def test_chunks_of_any_length_give_the_bits_of_the_whole_prompt(instruction_set, dtype, group_size, window):
+def test_chunks_have_the_bits_of_the_complete_prompt(instruction_set, dtype, group_size, window):
     sizes = Sizes(dtype=dtype, group_size=group_size, window=window)
     one = sequence(331, sizes)
     backend = backend_for(instruction_set, sizes)
@@ -175,7 +175,7 @@ def test_the_chunk_test_can_fail():
 
 @each_library
 @each_dtype
-def test_a_row_has_the_same_bits_alone_and_among_others(instruction_set, dtype):
+def test_row_bits_independent_of_the_batch(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, group_size=3)
     lengths, last_chunks = [1, 64, 65, 130, 331, 17, 200], [1, 64, 1, 66, 1, 3, 200]
     sequences = [sequence(length, sizes, seed) for seed, length in enumerate(lengths)]
@@ -218,7 +218,7 @@ def test_threads_change_no_bit(instruction_set, dtype):
 
 @each_library
 @each_dtype
-def test_a_rank_with_some_of_the_heads_has_their_bits(instruction_set, dtype):
+def test_heads_of_a_rank_have_the_same_bits(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, num_kv_heads=4, group_size=3)
     one = sequence(203, sizes)
     whole = run(backend_for(instruction_set, sizes), one, WHOLE)
@@ -234,7 +234,7 @@ def test_a_rank_with_some_of_the_heads_has_their_bits(instruction_set, dtype):
 @each_dtype
 @pytest.mark.parametrize("last", [70, 77, 95])
 @pytest.mark.parametrize("trouble", [math.nan, math.inf, -math.inf])
-def test_a_token_that_overflowed_leaves_the_rows_before_it_alone(instruction_set, dtype, last, trouble):
+def test_overflowed_token_leaves_earlier_rows_unchanged(instruction_set, dtype, last, trouble):
     """Its key and value are in the tile that earlier rows of the same chunk read, with probability zero."""
     sizes = Sizes(dtype=dtype, group_size=3)
     healthy = sequence(130, sizes)
@@ -248,7 +248,7 @@ def test_a_token_that_overflowed_leaves_the_rows_before_it_alone(instruction_set
 
 @each_library
 @each_dtype
-def test_tokens_before_a_window_leave_the_rows_after_it_alone(instruction_set, dtype):
+def test_tokens_before_the_window_do_not_matter(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, window=20)
     healthy = sequence(130, sizes)
     broken = replace(healthy, merged=healthy.merged.clone())
@@ -271,7 +271,7 @@ def test_large_scores_neither_overflow_nor_lose_the_largest(instruction_set, dty
     assert error(result, formula(one)) < (1e-4 if dtype == FLOAT32 else 1e-2)
 
 
-def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
+def test_block_layout_of_bfloat16_and_float32():
     """The packing that DESIGN.md gives; what swaps and copies blocks does not know it."""
     for dtype, pair in ((BFLOAT16, 2), (FLOAT32, 1)):
         sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=1, head_size=16, block_size=4)
@@ -293,7 +293,7 @@ def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
 @each_library
 @each_dtype
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-def test_tokens_are_written_the_same_all_at_once_and_one_by_one(instruction_set, dtype, block_size):
+def test_tokens_written_together_or_one_by_one(instruction_set, dtype, block_size):
     """Beginnings and ends at odd places, blocks of one token, and a sequence that goes on in a block behind its own."""
     sizes = Sizes(dtype=dtype, num_kv_heads=3, group_size=1, head_size=48, block_size=block_size)
     backend = backend_for(instruction_set, sizes)
@@ -330,7 +330,7 @@ def _written(blocks, offsets) -> AttentionMetadata:
 
 @each_library
 @each_dtype
-def test_from_the_projections_on_is_the_same_as_step_by_step(instruction_set, dtype):
+def test_attend_projected_equals_separate_calls(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=64)
     backend, kernels = backend_for(instruction_set, sizes), CpuKernels(library_for(instruction_set))
     metadata = AttentionMetadata(
@@ -367,7 +367,7 @@ def test_from_the_projections_on_is_the_same_as_step_by_step(instruction_set, dt
         ("context_lengths", (0,), "0"),
     ],
 )
-def test_metadata_that_would_read_or_write_out_of_bounds_is_refused(field, value, words):
+def test_metadata_out_of_bounds_is_rejected(field, value, words):
     sizes = Sizes()
     backend = backend_for(NATIVE, sizes)
     cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
@@ -398,7 +398,7 @@ BOTH_WAYS = [
 @each_library
 @each_dtype
 @pytest.mark.parametrize("window", BOTH_WAYS)
-def test_attention_both_ways_agrees_with_the_formula_and_a_row_hangs_on_its_own_length(instruction_set, dtype, window):
+def test_bidirectional_attention_matches_formula(instruction_set, dtype, window):
     sizes = Sizes(dtype=dtype, num_kv_heads=1, group_size=3, head_size=48, window=window, sees_later=True)
     lengths = (7, 64, 131)
     rows, backend = [sequence(length, sizes, seed=length) for length in lengths], backend_for(instruction_set, sizes)

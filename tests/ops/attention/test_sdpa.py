@@ -22,7 +22,7 @@ def attended(num_queries: int, num_keys: int, window: int, *, in_full: bool, see
 @pytest.mark.parametrize("size", [1, 7, 32, 70])
 @pytest.mark.parametrize("in_full", [False, True])
 @pytest.mark.parametrize(("window", "sees_later"), [(0, False), (50, False), (50, True)])
-def test_slices_of_queries_see_what_the_whole_chunk_sees(
+def test_query_slices_see_the_keys_of_the_chunk(
     monkeypatch: pytest.MonkeyPatch, size: int, in_full: bool, window: int, sees_later: bool
 ):
     whole = attended(70, 300, window, in_full=in_full, sees_later=sees_later)
@@ -43,7 +43,7 @@ def test_slices_of_queries_see_what_the_whole_chunk_sees(
         assert not torch.allclose(moved, whole, rtol=1e-5, atol=1e-5), "negative control: other queries"
 
 
-def test_the_scores_of_a_slice_are_bounded_but_on_the_cpu():
+def test_scores_of_a_slice_are_bounded_off_cpu():
     """A chunk of 8192 tokens at 131072 of 32 heads had 2^35 scores at once."""
     keys = torch.empty(131072, 8, 128, device="meta")
     slices = list(sdpa._query_slices(8192, 32, keys))

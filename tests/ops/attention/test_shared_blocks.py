@@ -159,7 +159,7 @@ def test_threads_change_no_bit(instruction_set, dtype):
 
 @each_library
 @each_dtype
-def test_a_block_of_ones_own_amid_common_ones_is_read(instruction_set, dtype):
+def test_private_block_between_shared_ones_is_read(instruction_set, dtype):
     """Blocks that begin alike and differ further on: in the first tile, in the second, in the last block of it."""
     sizes = Sizes(dtype=dtype, group_size=3)
     backend = backend_for(instruction_set, sizes)
@@ -176,7 +176,7 @@ def test_a_block_of_ones_own_amid_common_ones_is_read(instruction_set, dtype):
 
 @each_library
 @each_dtype
-def test_a_sequence_that_overflowed_leaves_those_beside_it_alone(instruction_set, dtype):
+def test_overflowed_sequence_leaves_other_sequences_unchanged(instruction_set, dtype):
     sizes = Sizes(dtype=dtype, group_size=3)
     backend = backend_for(instruction_set, sizes)
     sequences, tables = grow(samples(150, 129, 193, 131, num_shared=128), sizes)

@@ -240,7 +240,7 @@ class CountingKernels:
         return self.num_computed
 
 
-def test_prefilter_refills_after_writes_and_is_bypassed_when_useless():
+def test_prefilter_refills_after_writes_and_bypasses_when_useless():
     kernels = CountingKernels()
     prefilter = ArgmaxPrefilter(kernels, kernels.fill, kernels.find, 16)
     x, weight = torch.zeros(2, 32).bfloat16(), torch.zeros(7, 16, 16, 2).bfloat16()

@@ -62,7 +62,7 @@ def kernels(request):
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_the_emulated_unit_gives_the_bits_of_the_processors(dtype, num_inputs, num_outputs, is_gated):
+def test_emulated_amx_has_the_bits_of_the_processor(dtype, num_inputs, num_outputs, is_gated):
     num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
     weight, x = numbers(num_outputs, num_inputs, dtype=dtype), numbers(NUM_ROWS, num_inputs, dtype=dtype)
     results = []
@@ -76,7 +76,7 @@ def test_the_emulated_unit_gives_the_bits_of_the_processors(dtype, num_inputs, n
 @needs_avx512
 @pytest.mark.stress
 @pytest.mark.parametrize("num_rows", [1, 20])
-def test_the_emulated_unit_is_used_and_a_mistake_in_it_is_seen(num_rows, tmp_path, monkeypatch):
+def test_mistake_in_emulated_amx_is_detected(num_rows, tmp_path, monkeypatch):
     """Negative control: with the second of each pair taken for the first, results are others."""
     weight, x = numbers(64, 96, dtype=torch.bfloat16), numbers(num_rows, 96, dtype=torch.bfloat16)
     expected = x.float() @ weight.float().T
@@ -100,7 +100,7 @@ def error_of(kernels, x, weight, expected):
 
 @each_dtype
 @each_shape
-def test_a_row_has_the_same_bits_whatever_the_batch(kernels, dtype, num_inputs, num_outputs):
+def test_linear_row_bits_independent_of_the_batch(kernels, dtype, num_inputs, num_outputs):
     packed = kernels.pack(numbers(num_outputs, num_inputs, dtype=dtype))
     x, bias = numbers(NUM_ROWS, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
     whole = kernels.linear(x, packed, bias)
@@ -136,7 +136,7 @@ def threads(number: int):
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_a_row_has_the_same_bits_however_a_product_is_cut(kernels, dtype, num_inputs, num_outputs, is_gated):
+def test_linear_row_bits_independent_of_tiling(kernels, dtype, num_inputs, num_outputs, is_gated):
     """By one thread and by two; rows in their place and in another."""
     num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
     weight = numbers(num_outputs, num_inputs, dtype=dtype)
@@ -170,7 +170,7 @@ def rows_and_weight_with_ties(num_rows: int, num_inputs: int, num_outputs: int, 
 
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), *CUTS, (64, 50)])
-def test_the_largest_of_a_product_is_found_without_writing_it_down(kernels, dtype, num_inputs, num_outputs):
+def test_linear_argmax_equals_argmax_of_linear(kernels, dtype, num_inputs, num_outputs):
     """By one thread and by two, which share the columns among them."""
     all_counts = (1, 15, num_outputs - 17, num_outputs)
     packed = None
@@ -189,7 +189,7 @@ def test_the_largest_of_a_product_is_found_without_writing_it_down(kernels, dtyp
     assert (values.shape, places.shape) == ((0,), (0,))
 
 
-def test_in_the_product_where_the_largest_is_sought_are_equal_ones(kernels):
+def test_linear_argmax_test_has_ties(kernels):
     """Negative control: whoever takes the last of equal numbers, or the wrong one of a row of NaN, is found out."""
     x, weight = rows_and_weight_with_ties(33, 576, 960, torch.bfloat16)
     product = kernels.linear(x, kernels.pack(weight), None).float()
@@ -232,9 +232,7 @@ def test_a_step_that_is_left_out_is_seen(dtype, is_of_one_row, tmp_path, monkeyp
     planted = CpuKernels(compiled_with(LEAVE_OUT))
     compiled_with.cache_clear()
     check = (
-        test_a_row_has_the_same_bits_whatever_the_batch
-        if is_of_one_row
-        else test_products_are_close_to_double_precision
+        test_linear_row_bits_independent_of_the_batch if is_of_one_row else test_products_are_close_to_double_precision
     )
     with pytest.raises(AssertionError):
         check(planted, dtype, 576, 960)
@@ -277,7 +275,7 @@ def float32_error(kernels: PackedKernels, num_inputs: int, num_outputs: int) -> 
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_float32_by_amx_is_as_exact_as_by_float32_instructions(kernels, num_inputs, num_outputs):
+def test_amx_float32_is_as_exact_as_float32_instructions(kernels, num_inputs, num_outputs):
     """A chain of steps as long as the inputs, against one that oneDNN cuts as it likes: within twice of each other."""
     ours, onednns = (float32_error(each, num_inputs, num_outputs) for each in (kernels, PackedKernels()))
     assert ours < 2 * onednns
@@ -286,7 +284,7 @@ def test_float32_by_amx_is_as_exact_as_by_float32_instructions(kernels, num_inpu
 
 @pytest.mark.stress
 @needs_avx512
-def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
+def test_missing_float32_piece_is_detected(tmp_path, monkeypatch):
     """Negative control: without the products of first and third pieces, errors are those of 16 bits."""
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
     text = (sources / "gemm_amx.h").read_text()
@@ -301,7 +299,7 @@ def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
 
 
 @each_dtype
-def test_outputs_of_a_shard_are_those_of_the_whole(kernels, dtype):
+def test_outputs_of_a_shard_equal_the_complete_weight(kernels, dtype):
     weight, x = numbers(960, 576, dtype=dtype), numbers(7, 576, dtype=dtype)
     whole = kernels.linear(x, kernels.pack(weight), None)
     for start in (0, 320, 640):
@@ -310,14 +308,14 @@ def test_outputs_of_a_shard_are_those_of_the_whole(kernels, dtype):
 
 
 @each_dtype
-def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
+def test_input_rows_may_be_strided_or_empty(kernels, dtype):
     weight, merged = numbers(64, 96, dtype=dtype), numbers(9, 200, dtype=dtype)
     packed, x = kernels.pack(weight), merged[:, 50:146]
     assert torch.equal(kernels.linear(x, packed, None), kernels.linear(x.contiguous(), packed, None))
     assert kernels.linear(x[:0], packed, None).shape == (0, 64)
 
 
-def test_without_products_of_its_own_the_librarys_are_onednns(kernels):
+def test_library_without_gemms_uses_onednn(kernels):
     packed = CpuKernels(library_for(ONEDNN)).pack(numbers(64, 64, dtype=torch.bfloat16))
     assert packed.is_mkldnn == ONEDNN_PACKS_BFLOAT16
     assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn
@@ -341,7 +339,7 @@ def packs_only(monkeypatch):
 
 
 @each_dtype
-def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, packs_only, dtype, caplog):
+def test_unpackable_weight_is_multiplied_unpacked(kernels, packs_only, dtype, caplog):
     """Said once, as is what rows are then like."""
     half = numbers(64, 64, dtype=torch.float16)
     assert kernels.pack(half) is half
@@ -371,7 +369,7 @@ def converting(packs_only) -> PackedKernels:
 @pytest.mark.matrix
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), CONVERTED)
-def test_weights_that_are_converted_multiply_each_row_by_itself(converting, num_inputs, num_outputs, has_bias):
+def test_converted_weights_multiply_rows_independently(converting, num_inputs, num_outputs, has_bias):
     """In any batch, at any place in it, by one thread and by two; past the rows that share a block; to the last bit."""
     weight = converting.pack(numbers(num_outputs, num_inputs, dtype=torch.bfloat16))
     bias = numbers(num_outputs, dtype=torch.bfloat16) if has_bias else None
@@ -390,7 +388,7 @@ def test_weights_that_are_converted_multiply_each_row_by_itself(converting, num_
     assert converting.linear(x[:0], weight, bias).shape == (0, num_outputs)
 
 
-def test_the_comparison_sees_a_row_that_is_multiplied_in_another_way_alone(converting, monkeypatch):
+def test_other_gemm_of_a_single_row_is_detected(converting, monkeypatch):
     """Negative control: what looks at the rows of products says so, and does not raise, where bfloat16 is converted."""
     assert linear.rows_are_invariant(torch.bfloat16)
     linear.rows_are_invariant.cache_clear()
@@ -398,7 +396,7 @@ def test_the_comparison_sees_a_row_that_is_multiplied_in_another_way_alone(conve
     assert not linear.rows_are_invariant(torch.bfloat16)
 
 
-def test_that_weights_are_converted_is_said_once_and_takes_no_second_copy(converting, caplog):
+def test_weight_conversion_is_logged_once_without_second_copy(converting, caplog):
     weight = numbers(50, 64, dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO):
         assert converting.pack(weight) is weight
@@ -415,7 +413,7 @@ def test_float16_gets_plain_operations_and_a_reason():
     assert "not in float16" in str(reason)
 
 
-def test_products_that_depend_on_the_batch_are_seen_and_said_once(packs_only, monkeypatch, caplog):
+def test_batch_dependent_gemms_are_logged_once(packs_only, monkeypatch, caplog):
     """A product that adds the number of rows stands for oneDNN on a processor where its rows differ."""
     packs_only(torch.float32)
     monkeypatch.setattr(linear, "_gemm", lambda x, packed, bias: x.new_full((len(x), 1), len(x)))
@@ -448,7 +446,7 @@ def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatc
 @pytest.mark.parametrize(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 33, 100, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_gates_in_the_products_epilogue_are_bit_for_bit_gates_after_it(dtype, num_rows, num_inputs, size, has_bias):
+def test_gated_epilogue_equals_activation_after_the_gemm(dtype, num_rows, num_inputs, size, has_bias):
     kernels, reason = cpu_kernels(dtype)
     assert reason is None
     generator = torch.Generator().manual_seed(size)

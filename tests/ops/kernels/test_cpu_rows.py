@@ -67,7 +67,7 @@ def test_full_norms_agree_with_plain_torch(instruction_set, dtype, size, is_cent
 @each_library
 @each_dtype
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128])
-def test_heads_of_a_merged_projection_are_normed_and_turned_where_they_lie(instruction_set, dtype, head_size):
+def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size):
     kernels = kernels_for(instruction_set)
     merged = numbers(37, 9 * head_size, dtype=dtype)
     heads = merged[:, 2 * head_size : 7 * head_size].unflatten(1, (5, head_size))
@@ -105,7 +105,7 @@ def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activa
 
 @each_library
 @each_dtype
-def test_activations_of_the_largest_and_smallest_numbers_and_of_no_number_are_torchs(instruction_set, dtype):
+def test_activations_of_extreme_numbers_and_nan_equal_torch(instruction_set, dtype):
     x = torch.tensor([[-3e38, -90.0, -1e-30, -0.0, 0.0, 1e-30, 6.0, 90.0, 1e19, math.nan]]).to(dtype)
     for activation in ("gelu", "relu", "relu2"):
         ways = [one.activate(x, activation) for one in (kernels_for(instruction_set), reference)]
@@ -126,7 +126,7 @@ def test_bounds_agree_with_plain_torch(instruction_set, dtype, size):
 
 @each_library
 @each_dtype
-def test_silu_of_the_largest_and_smallest_numbers_is_torchs(instruction_set, dtype):
+def test_silu_of_extreme_numbers_equals_torch(instruction_set, dtype):
     gate = [-math.inf, -3e38, -1e30, -200.0, -90.0, -0.0, 0.0, 1e-30, 90.0, 3e38, math.inf, math.nan]
     gate_up = torch.tensor([gate + [1.0] * len(gate)]).to(dtype)
     result, expected = kernels_for(instruction_set).silu_and_mul(gate_up), reference.silu_and_mul(gate_up)
@@ -135,7 +135,7 @@ def test_silu_of_the_largest_and_smallest_numbers_is_torchs(instruction_set, dty
 
 @each_library
 @each_dtype
-def test_a_row_has_the_same_bits_alone_and_among_others(instruction_set, dtype):
+def test_row_bits_independent_of_the_batch(instruction_set, dtype):
     """With one thread and with two, which share out the rows of the larger batches."""
     kernels = kernels_for(instruction_set)
     x, residual, weight = (numbers(*shape, dtype=dtype) for shape in ((200, 576), (200, 576), (576,)))
@@ -201,7 +201,7 @@ def test_what_the_compiled_code_cannot_read_is_refused():
 @each_library
 @each_dtype
 @pytest.mark.parametrize("count", [1, 5, 16, 17, 255, 4096, 49153])
-def test_the_largest_of_each_row_and_its_first_place(instruction_set, dtype, count):
+def test_argmax_of_rows_and_its_first_index(instruction_set, dtype, count):
     kernels = kernels_for(instruction_set)
     rows = numbers(9, count + 3, dtype=dtype, seed=count)[:, :count]
     # Rounded to few values, so that many are equal.
@@ -248,7 +248,7 @@ def test_logits_above_a_value_are_counted(instruction_set, dtype, count):
 @each_library
 @each_dtype
 @pytest.mark.parametrize("count", [1, 15, 64, 1024, 2500])
-def test_masses_are_those_of_plain_torch_and_exact_in_any_pieces(instruction_set, dtype, count):
+def test_prob_sums_equal_reference_in_any_pieces(instruction_set, dtype, count):
     kernels = kernels_for(instruction_set)
     logits = numbers(9, count + 5, dtype=dtype, seed=count)[:, :count]
     logits[2] = 1.0

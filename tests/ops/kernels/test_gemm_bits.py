@@ -102,7 +102,7 @@ def test_gemms_have_the_bits_that_were_recorded(instruction_set: str, dtype: tor
 
 @each_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_int8_gemms_have_the_bits_that_were_recorded_on_every_instruction_set(instruction_set: str, dtype: torch.dtype):
+def test_int8_gemms_have_recorded_bits_everywhere(instruction_set: str, dtype: torch.dtype):
     assert int8_digest(instruction_set, dtype) == INT8[str(dtype).removeprefix("torch.")]
 
 

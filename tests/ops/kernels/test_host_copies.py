@@ -16,9 +16,7 @@ def test_on_the_cpu_numbers_stay_where_they_are():
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda:0", ["pinned", "cuda:0"]), ("meta", ["meta"])])
-def test_only_copies_to_a_cuda_device_go_through_pinned_memory(
-    monkeypatch: pytest.MonkeyPatch, device: str, expected: list[str]
-):
+def test_only_copies_to_cuda_use_pinned_memory(monkeypatch: pytest.MonkeyPatch, device: str, expected: list[str]):
     calls: list[str] = []
 
     def pin(numbers: torch.Tensor) -> torch.Tensor:
@@ -39,7 +37,7 @@ def test_only_copies_to_a_cuda_device_go_through_pinned_memory(
     assert (found is numbers) == (device == "meta")
 
 
-def test_what_is_on_a_device_already_is_not_pinned(monkeypatch: pytest.MonkeyPatch):
+def test_device_tensors_are_not_pinned(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda _: pytest.fail("only memory of the host can be pinned"))
     monkeypatch.setattr(torch.Tensor, "to", lambda numbers, where, *, non_blocking: numbers)
     numbers = torch.empty(3, device="meta")

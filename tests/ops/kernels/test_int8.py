@@ -37,7 +37,7 @@ def bits(tensor: Tensor) -> Tensor:
 @each_library
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_every_instruction_set_has_the_bits_of_plain_torch(
+def test_int8_bits_equal_reference_on_every_instruction_set(
     instruction_set: str, dtype: torch.dtype, num_inputs: int, num_outputs: int
 ):
     ours, plain = Int8CpuKernels(library_for(instruction_set), dtype), Int8Kernels(dtype)
@@ -63,7 +63,7 @@ def test_every_instruction_set_has_the_bits_of_plain_torch(
 @each_library
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs", "count"), [(64, 48, 48), (96, 160, 151), (90, 34, 34)])
-def test_the_argmax_in_the_product_is_that_of_the_product(
+def test_int8_linear_argmax_equals_argmax_of_linear(
     instruction_set: str, dtype: torch.dtype, num_inputs: int, num_outputs: int, count: int
 ):
     """First places of ties, of what is no number, and of what is beyond the last output; the control in it: outputs
@@ -82,7 +82,7 @@ def test_the_argmax_in_the_product_is_that_of_the_product(
 
 
 @pytest.mark.control("int8: the same bits on any number of ranks")
-def test_the_comparison_sees_a_sum_that_is_off_by_one():
+def test_int8_sum_off_by_one_is_detected():
     """Negative control."""
     kernels, (x, weight) = Int8CpuKernels(native(), torch.float32), rows_and_weight(2, 64, 64, torch.float32)
     packed = kernels.pack(weight)
@@ -110,7 +110,7 @@ def test_what_is_quantised_is_defined_number_by_number():
 
 @each_library
 @pytest.mark.parametrize("num_shares", [2, 4])
-def test_inputs_that_are_shared_out_give_the_bits_of_all_of_them(instruction_set: str, num_shares: int):
+def test_sharded_inputs_have_the_bits_of_all(instruction_set: str, num_shares: int):
     """With the largest magnitudes of whole rows; with those of the shares (the control) they do not."""
     kernels = Int8CpuKernels(library_for(instruction_set), torch.bfloat16)
     x, weight = numbers(5, 256, dtype=torch.bfloat16), numbers(48, 256, dtype=torch.bfloat16)
@@ -134,9 +134,7 @@ def test_inputs_that_are_shared_out_give_the_bits_of_all_of_them(instruction_set
 
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("kernels", [Int8CpuKernels(native(), torch.bfloat16), Int8Kernels(torch.bfloat16)])
-def test_rows_that_are_what_is_shown_stay_and_others_are_quantised_anew(
-    kernels: Int8CpuKernels | Int8Kernels, is_gated: bool
-):
+def test_repack_quantises_only_changed_rows_again(kernels: Int8CpuKernels | Int8Kernels, is_gated: bool):
     weight = numbers(64, 96, dtype=torch.bfloat16)
     packed = kernels.pack_gated(weight) if is_gated else kernels.pack(weight)
     before, address = packed.clone(), packed.data_ptr()
@@ -180,7 +178,7 @@ def test_changed_rows_are_repacked_by_the_run(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("kernels", [Int8CpuKernels(native(), torch.float32), Int8Kernels(torch.float32)])
-def test_one_row_by_itself_is_read_where_inputs_are_no_multiple_of_four(kernels: Int8CpuKernels | Int8Kernels):
+def test_single_row_with_unaligned_inputs_is_read(kernels: Int8CpuKernels | Int8Kernels):
     """Its scale begins at no fourth byte."""
     weight, x = numbers(3, 30), numbers(2, 30)
     packed = kernels.pack(weight)

@@ -52,7 +52,7 @@ def pack(kernels: Kernels, weight: Tensor, is_gated: bool) -> Tensor:
 @each_kernels
 @each_dtype
 @given(num_outputs=num_outputs_of, num_inputs=num_inputs_of, is_gated=st.booleans(), data=st.data())
-def test_packed_weights_come_back_and_take_rows_in_place(
+def test_packed_weights_unpack_and_repack_in_place(
     kernels: Kernels, dtype: torch.dtype, num_outputs: int, num_inputs: int, is_gated: bool, data: st.DataObject
 ):
     num_outputs += is_gated * (num_outputs % 2)
@@ -75,7 +75,7 @@ def test_packed_weights_come_back_and_take_rows_in_place(
 @each_dtype
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(64, 96), (96, 72), (50, 64)])
-def test_a_repacked_weight_multiplies_as_one_that_was_packed_anew(
+def test_repacked_weight_multiplies_like_newly_packed_one(
     kernels: Kernels, dtype: torch.dtype, is_gated: bool, num_outputs: int, num_inputs: int
 ):
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +95,7 @@ def test_a_repacked_weight_multiplies_as_one_that_was_packed_anew(
 @each_dtype
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("size", "num_inputs"), [(48, 64), (40, 64), (48, 40)])
-def test_a_gated_weight_multiplies_without_its_gates_with_the_bits_of_a_plain_one(
+def test_gated_weight_in_linear_equals_plain_weight(
     kernels: Kernels, dtype: torch.dtype, has_bias: bool, size: int, num_inputs: int
 ):
     generator = torch.Generator().manual_seed(1)
@@ -109,7 +109,7 @@ def test_a_gated_weight_multiplies_without_its_gates_with_the_bits_of_a_plain_on
 
 
 @pytest.mark.skipif(not PANELS.has_gemm(torch.float32), reason="the library has no products of its own here")
-def test_the_test_sees_gates_that_are_taken_for_what_they_open(monkeypatch: pytest.MonkeyPatch):
+def test_swapped_gate_and_up_rows_are_detected(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the halves of a gated weight as if they followed each other."""
     kernels, weight = PANELS, any_bits(torch.float32, 64, 32)
     packed = kernels.pack_gated(weight)

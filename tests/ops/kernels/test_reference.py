@@ -11,7 +11,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 @pytest.mark.parametrize(("device", "most"), [("cpu", 2**18), ("meta", 2**24)])
 @pytest.mark.parametrize("num_rows", [0, 1, 300])
-def test_rows_are_cut_into_blocks_of_so_many_values_on_every_device(device: str, most: int, num_rows: int):
+def test_row_blocks_have_bounded_size_on_every_device(device: str, most: int, num_rows: int):
     """Off the CPU all were one block: a step that sorted 256 rows of 150 thousand logits took gigabytes at once."""
     logits, beside = torch.empty(num_rows, 151936, device=device), torch.empty(num_rows, device=device)
     blocks = reference._row_blocks(logits, beside)
@@ -30,7 +30,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, most: int) -> list[torch.Tensor]:
     return [logits, masses, found, kernels.count_above(logits, largest - 1)]
 
 
-def test_a_row_is_the_same_whichever_rows_are_computed_with_it(monkeypatch: pytest.MonkeyPatch):
+def test_reference_row_independent_of_the_batch(monkeypatch: pytest.MonkeyPatch):
     whole = cut(monkeypatch, 2**18)
     for most in (1, 500, 1700):
         assert all(torch.equal(*each) for each in zip(cut(monkeypatch, most), whole, strict=True)), most

@@ -32,7 +32,7 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_interpreted_kernels_are_right_and_a_rows_bits_are_its_own(tmp_path: Path):
+def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path):
     found = run_alone("triton_cases.py", cache=tmp_path, interpret=True)
     assert len(found) >= LEAST_CASES
     assert {name: error for name, error in found.items() if error} == {}
@@ -40,7 +40,7 @@ def test_interpreted_kernels_are_right_and_a_rows_bits_are_its_own(tmp_path: Pat
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_kernels_compile_for_sm_90_without_spills_pipelined_on_the_tensor_cores(tmp_path: Path):
+def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
     found = run_alone("compile_gate.py", "--planted", "90", cache=tmp_path)
     assert found["wrong"] == {}
     assert len(found["resources"]) >= 8
@@ -52,21 +52,21 @@ def test_kernels_compile_for_sm_90_without_spills_pipelined_on_the_tensor_cores(
 
 @pytest.mark.stress
 @pytest.mark.timeout(600)
-def test_steps_that_are_replayed_have_the_bits_of_steps_that_are_launched(tmp_path: Path):
+def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path):
     found = run_alone("triton_graphs.py", cache=tmp_path, interpret=True)
     assert len(found) == 13
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
 @pytest.mark.stress
-def test_the_whole_engine_interpreted_answers_as_the_cpu_does_and_a_rows_bits_are_its_own(tmp_path: Path):
+def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
     found = run_alone("triton_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
     assert len(found) == 8
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_are_right_and_a_rows_bits_are_its_own(tmp_path: Path):
+def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path):
     found = run_alone("triton_cases.py", "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
 

@@ -83,7 +83,7 @@ def test_what_is_kept_of_six_tokens(sampling: dict[str, float], expected: list[i
     assert kept(LOGITS, **sampling) == expected
 
 
-def test_what_is_minus_infinity_already_stays_so_and_does_not_count():
+def test_minus_infinity_stays_and_is_not_counted():
     assert kept([-INF, 0.0, -INF, 0.0], top_p=0.6) == [1, 3]
     assert kept([-INF, 0.0, -INF, 0.0], top_k=3) == [1, 3]
     assert kept([-INF, 0.0], min_p=0.5) == [1]
@@ -108,7 +108,7 @@ def test_random_logits_are_cut_as_the_definitions_say(sampling: dict[str, float]
 
 
 @pytest.mark.parametrize("sampling", CASES)
-def test_coarse_logits_full_of_ties_are_cut_as_the_definitions_say(sampling: dict[str, float]):
+def test_filters_of_ties_match_definitions(sampling: dict[str, float]):
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
         logits = torch.randint(-6, 6, (300,), generator=generator).float()
@@ -116,7 +116,7 @@ def test_coarse_logits_full_of_ties_are_cut_as_the_definitions_say(sampling: dic
 
 
 @pytest.mark.parametrize("scale", [0.1, 1e-5, 30.0])
-def test_large_vocabularies_flat_and_steep_are_cut_as_the_definitions_say(scale: float):
+def test_filters_of_large_vocabularies_match_definitions(scale: float):
     logits = scale * torch.randn(5000, generator=torch.Generator().manual_seed(2))
     for sampling in ({"top_p": 0.9}, {"top_k": 700}, {"top_k": 4000, "top_p": 0.3}):
         assert kept(logits, **sampling) == naive_kept(logits, **sampling)
@@ -141,7 +141,7 @@ def test_the_order_of_equal_tokens_does_not_matter():
         assert sorted(order[permuted].tolist()) == kept(logits, **sampling)
 
 
-def test_the_comparison_sees_top_p_that_is_taken_before_top_k():
+def test_top_p_before_top_k_is_detected():
     """Negative control."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(4))
     first = naive_kept(logits, top_p=0.8)

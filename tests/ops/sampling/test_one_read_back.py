@@ -76,7 +76,7 @@ def waits_of(
 
 @pytest.mark.parametrize("group", GROUPS, ids=["alone", "of two"])
 @pytest.mark.parametrize("name", KINDS_OF_ROWS)
-def test_tokens_are_chosen_with_one_read_back_and_no_upload_that_waits(name: str, group: GroupHandle):
+def test_sampling_has_one_read_back_and_no_waits(name: str, group: GroupHandle):
     rows = rows_of(KINDS_OF_ROWS[name])
     for mode in LOGPROBS_MODES if name in ("reported", "all") else LOGPROBS_MODES[:1]:
         for masks in (NO_MASKS, masks_of(len(rows))):
@@ -118,7 +118,7 @@ def test_a_planted_wait_is_counted(monkeypatch: pytest.MonkeyPatch, planted: str
     assert (len(waits.read_backs), len(waits.uploads)) == (1 + (not is_upload), int(is_upload))
 
 
-def test_the_rows_that_report_no_more_than_a_piece_share_the_read_back_and_others_take_one_more(
+def test_large_reports_take_one_more_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(read_back_module, "_MAX_BYTES", 4 * 8 * VOCAB_SIZE)
@@ -143,7 +143,7 @@ def broken(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_bits_are_those_of_the_way_that_looks_at_values(monkeypatch: pytest.MonkeyPatch, size: int, mode: str):
+def test_deferred_reads_have_the_bits_of_immediate_reads(monkeypatch: pytest.MonkeyPatch, size: int, mode: str):
     rows = rows_of(ASKING * 2)
     logits = 2 * torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
     logits[::2, [0, 26, 27, 105, 106, 210]] = 3.5
@@ -164,7 +164,7 @@ def test_the_bits_are_those_of_the_way_that_looks_at_values(monkeypatch: pytest.
 @pytest.mark.usefixtures("_reads_count")
 @pytest.mark.parametrize("num_kept", [0, 3, 40, 300])
 @pytest.mark.parametrize("count", [1, 5, 299, 301])
-def test_the_likeliest_of_rows_are_those_of_each(num_kept: int, count: int):
+def test_top_k_of_rows_equals_top_k(num_kept: int, count: int):
     generator = torch.Generator().manual_seed(num_kept)
     logits = torch.full((4, 300), -torch.inf)
     for values in logits:
@@ -183,7 +183,7 @@ def test_the_likeliest_of_rows_are_those_of_each(num_kept: int, count: int):
 
 
 @pytest.mark.usefixtures("_reads_count")
-def test_what_is_not_read_yet_is_not_there():
+def test_unread_value_is_not_available():
     read_back = read_back_module.ReadBack()
     numbers = torch.tensor([[1.5, -0.0], [torch.nan, 3.0]], dtype=torch.float64)
     awaited = read_back.later(lambda *tensors: tensors, numbers, torch.tensor([2**62, -1]), numbers[:0])

@@ -64,14 +64,14 @@ def test_a_row_is_processed_by_its_formulas(index: int):
     torch.testing.assert_close(processed([ROWS[index]], logits), expected)
 
 
-def test_the_rows_of_a_batch_do_not_touch_one_another():
+def test_processors_change_no_other_row():
     logits = torch.randn(len(ROWS), VOCAB_SIZE, generator=torch.Generator().manual_seed(99))
     together = processed(ROWS, logits)
     for index, each in enumerate(ROWS):
         assert torch.equal(together[index], processed([each], logits[index : index + 1])[0])
 
 
-def test_minimum_length_forbids_every_end_and_gives_them_back_in_time():
+def test_min_tokens_forbids_end_tokens_until_reached():
     logits = torch.zeros(1, VOCAB_SIZE)
     below = processed([row([1], [2], min_tokens=2, stop_token_ids=[11])], logits)[0]
     assert torch.nonzero(below == -INF).squeeze(1).tolist() == [3, 7, 11]
@@ -85,7 +85,7 @@ def test_no_bias_brings_a_forbidden_end_back():
 
 
 @pytest.mark.parametrize("penalty", [1e-320, 1e-38, 1e38, 1e300])
-def test_no_penalty_leaves_the_numbers_that_can_be_sampled_by(penalty: float):
+def test_penalties_keep_logits_finite(penalty: float):
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     logits[0, 1] = 0.0
     values = processed([row([1, 2, 3, 5], [3], repetition_penalty=penalty, min_tokens=5)], logits)[0]

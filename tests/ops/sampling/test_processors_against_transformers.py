@@ -140,7 +140,7 @@ def test_the_comparison_of_processors_sees_another_number():
     assert not torch.allclose(processed(0, {"repetition_penalty": 1.7}), expected, rtol=1e-6)
 
 
-def test_the_comparison_of_masks_sees_a_beginning_that_is_one_token_off():
+def test_mask_prefix_off_by_one_is_detected():
     """Negative control."""
     expected = bad_words([[5, 200, 10]])(IDS, random_logits(0))
     assert torch.equal(processed(0, {"bad_words_ids": [[5, 200, 10]]}), expected)

@@ -39,13 +39,13 @@ def test_the_vectors_see_one_round_too_few(monkeypatch):
     assert all(run_philox(counter, key) != expected for counter, key, expected in KNOWN)
 
 
-def test_a_row_draws_by_the_first_53_bits_of_its_counter_and_key():
+def test_random_bits_are_the_first_53_of_philox():
     stream, sample, position = 0x299F31D0A4093822, 7, 1234
     first, second, _, _ = run_philox((position, sample, 0, 0), (0xA4093822, 0x299F31D0))
     assert int(random_bits([stream], [sample], [position])[0]) == (first << 32 | second) >> 11
 
 
-def test_every_part_of_the_name_counts_and_company_does_not():
+def test_random_bits_depend_on_every_key_alone():
     base = ([5], [0], [0])
     others = [([6], [0], [0]), ([5 + 2**32], [0], [0]), ([5], [1], [0]), ([5], [0], [1])]
     values = [int(random_bits(*each)[0]) for each in [base, *others]]
@@ -54,7 +54,7 @@ def test_every_part_of_the_name_counts_and_company_does_not():
     assert together.tolist() == values
 
 
-def test_bits_as_a_share_of_one_lie_in_the_unit_interval_and_fill_it_evenly():
+def test_random_bits_are_uniform():
     values = random_bits([2**64 - 1] * 20_000, [0] * 20_000, list(range(20_000))) / 2**53
     assert values.min() >= 0.0
     assert values.max() < 1.0

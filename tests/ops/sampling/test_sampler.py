@@ -100,7 +100,7 @@ def draws(logits: torch.Tensor, **sampling: object) -> tuple[int, ...]:
     return whole(logits.expand(DRAWS, -1).contiguous(), rows).token_ids
 
 
-def test_the_draws_follow_the_softmax_of_the_tempered_logits():
+def test_samples_follow_softmax_with_temperature():
     logits = 1.5 * torch.randn(60, generator=torch.Generator().manual_seed(1))
     ids = draws(logits, temperature=0.8)
     assert abs(chi_square(ids, torch.softmax(logits / 0.8, -1))) < 4
@@ -108,7 +108,7 @@ def test_the_draws_follow_the_softmax_of_the_tempered_logits():
     assert chi_square(ids, torch.softmax(logits / 0.84, -1)) > 4
 
 
-def test_the_draws_after_a_filter_follow_what_it_left():
+def test_samples_follow_filtered_distribution():
     logits = 1.5 * torch.randn(60, generator=torch.Generator().manual_seed(2))
     ids = draws(logits, temperature=1.3, top_k=10)
     cut = torch.where(logits >= logits.topk(10).values[-1], logits / 1.3, -torch.inf)
@@ -116,7 +116,7 @@ def test_the_draws_after_a_filter_follow_what_it_left():
     assert chi_square(ids, torch.softmax(logits / 1.3, -1)) > 4
 
 
-def test_the_draws_of_many_streams_and_samples_follow_it_too():
+def test_samples_of_many_streams_follow_softmax():
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
     first = row()
     rows = [first._replace(stream=index // 4, sample_index=index % 4) for index in range(DRAWS)]
@@ -124,7 +124,7 @@ def test_the_draws_of_many_streams_and_samples_follow_it_too():
     assert abs(chi_square(ids, torch.softmax(logits, -1))) < 4
 
 
-def test_greedy_takes_the_largest_and_of_equal_ones_the_smallest_id():
+def test_greedy_takes_argmax_and_smallest_id_of_ties():
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[0, 200], logits[1, [70, 130, 199]] = 1.0, 2.0
     assert whole(logits, [row(temperature=0)] * 3).token_ids == (200, 70, 0)
@@ -132,13 +132,13 @@ def test_greedy_takes_the_largest_and_of_equal_ones_the_smallest_id():
         assert [each.token_ids for each in sharded(logits, [row(temperature=0)] * 3, size)] == [(200, 70, 0)] * size
 
 
-def test_plainly_greedy_rows_are_those_that_the_largest_logit_decides():
+def test_plainly_greedy_rows_need_the_argmax_alone():
     plainly = [kind for kind in KINDS if row(**kind).is_plainly_greedy]
     assert plainly == [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.1}]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_the_largest_of_each_shard_gives_what_all_its_logits_give(size: int):
+def test_shard_argmax_gives_tokens_of_all_logits(size: int):
     # Few values, so that equal ones lie in one shard and in several.
     logits = (2 * torch.randn(60, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).round()
     logits[3] = -torch.inf
@@ -150,14 +150,14 @@ def test_the_largest_of_each_shard_gives_what_all_its_logits_give(size: int):
     assert tuple(last.tolist()) != expected.token_ids
 
 
-def test_a_tiny_temperature_is_greedy_and_a_small_one_nearly():
+def test_tiny_temperature_is_greedy():
     logits, _ = mixed(20)
     greedy = whole(logits, [row(stream=index, temperature=0) for index in range(20)]).token_ids
     for temperature in (1e-6, 1e-5, 2e-5, 1e-3):
         assert whole(logits, [row(stream=i, temperature=temperature) for i in range(20)]).token_ids == greedy
 
 
-def test_a_rows_token_does_not_depend_on_its_neighbours_or_their_order():
+def test_sampled_token_independent_of_the_batch():
     logits, rows = mixed()
     together = whole(logits, rows)
     order = list(range(len(rows)))
@@ -170,7 +170,7 @@ def test_a_rows_token_does_not_depend_on_its_neighbours_or_their_order():
         assert shuffled.logprobs[place] == expected == (alone.logprobs[0] if alone.logprobs else None)
 
 
-def test_the_comparison_sees_a_draw_that_is_named_by_its_place_in_the_batch(monkeypatch: pytest.MonkeyPatch):
+def test_sampling_by_batch_index_is_detected(monkeypatch: pytest.MonkeyPatch):
     """Negative control: randomness named by place gives other tokens in another order."""
     random_bits = sampler_module.random_bits
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_the_logits_given_are_not_changed():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_shards_give_the_ids_of_the_whole_on_every_rank(size: int):
+def test_shards_sample_ids_of_the_complete_vocabulary(size: int):
     logits, rows = mixed(240)
     expected = whole(logits, rows)
     assert sharded(logits, rows, size) == [expected] * size
@@ -215,7 +215,7 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.matrix)])
-def test_logprobs_of_shards_have_the_bits_of_the_whole_on_every_rank(size: int, dtype, mode: str):
+def test_shard_logprobs_have_bits_of_the_complete_vocabulary(size: int, dtype, mode: str):
     logits, rows = reporting(dtype)
     expected = whole(logits, rows, mode)
     assert sharded(logits, rows, size, mode) == [expected] * size
@@ -225,7 +225,7 @@ def test_logprobs_of_shards_have_the_bits_of_the_whole_on_every_rank(size: int, 
 
 
 @pytest.mark.parametrize("numbers", [1, 500, 3000])
-def test_how_many_rows_are_taken_at_once_changes_no_bit(numbers: int, monkeypatch: pytest.MonkeyPatch):
+def test_block_size_of_rows_changes_no_bit(numbers: int, monkeypatch: pytest.MonkeyPatch):
     logits, rows = reporting(torch.bfloat16)
     expected = sharded(logits, rows, 2)
     monkeypatch.setattr(reference, "_MAX_BLOCK_ELEMENTS", numbers)
@@ -235,7 +235,7 @@ def test_how_many_rows_are_taken_at_once_changes_no_bit(numbers: int, monkeypatc
 @pytest.mark.parametrize(
     "size", [pytest.param(1, marks=pytest.mark.matrix), 2, pytest.param(8, marks=pytest.mark.matrix)]
 )
-def test_what_is_reported_of_a_token_does_not_depend_on_how_it_was_chosen(size: int):
+def test_logprobs_independent_of_how_token_was_sampled(size: int):
     logits, _ = mixed(120)
     rows = [
         row(stream=i, **{**KINDS[i % len(KINDS)], "logprobs": (0, 3, ALL_LOGPROBS)[i // len(KINDS) % 3]})
@@ -259,7 +259,7 @@ def test_what_is_reported_of_a_token_does_not_depend_on_how_it_was_chosen(size: 
 
 
 @pytest.mark.parametrize("what", ["sums", "counts", "likeliest"])
-def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.MonkeyPatch, what: str):
+def test_missing_parts_of_shards_are_detected(monkeypatch: pytest.MonkeyPatch, what: str):
     logits, rows = reporting(torch.float32)
     expected = whole(logits, rows)
     if what == "sums":
@@ -277,7 +277,7 @@ def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_rows_that_overflowed_have_no_logprobs_and_harm_no_row_beside_them(value: float):
+def test_overflowed_rows_have_no_logprobs(value: float):
     logits, rows = reporting(torch.float32)
     broken = logits.clone()
     broken[::3, 50:] = value
@@ -291,7 +291,7 @@ def test_rows_that_overflowed_have_no_logprobs_and_harm_no_row_beside_them(value
         assert {found[0].logprobs[index] for index in range(0, len(rows), 3)} == {None}
 
 
-def test_a_forbidden_token_is_never_sampled_from_any_shard():
+def test_forbidden_token_is_never_sampled():
     logits, _ = mixed(40)
     odd = list(range(1, VOCAB_SIZE, 2))
     for temperature in (0.0, 1.0):
@@ -310,20 +310,20 @@ def test_a_forbidden_token_is_never_sampled_from_any_shard():
             assert not set(sharded(logits, plain, size)[0].token_ids) <= set(odd)
 
 
-def test_a_row_with_a_mask_is_not_plainly_greedy():
+def test_masked_row_is_not_plainly_greedy():
     """Or its step would take the largest logit before anything is forbidden."""
     assert row(temperature=0.0).is_plainly_greedy
     for masked in ({"allowed_token_ids": [1]}, {"bad_words_ids": [[1]]}):
         assert not row(temperature=0.0, **masked).is_plainly_greedy
 
 
-def test_the_comparison_sees_shards_that_do_not_know_where_they_begin(monkeypatch: pytest.MonkeyPatch):
+def test_shards_without_first_id_are_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(VocabularyShard, "start", property(lambda self: 0, lambda self, value: None), raising=False)
     logits, rows = mixed(24)
     assert sharded(logits, rows, 2)[0].token_ids != whole(logits, rows).token_ids
 
 
-def test_greedy_and_plain_temperature_exchange_pairs_and_not_logits():
+def test_greedy_and_temperature_rows_exchange_no_logits():
     def run(kind: dict[str, object]) -> int:
         def count(group) -> int:
             shard = VocabularyShard(VOCAB_SIZE, 2, group.rank)
@@ -366,7 +366,7 @@ def test_raw_logprobs_are_those_before_anything_was_changed():
 
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
-def test_a_row_whose_samples_are_ranked_gets_what_logprobs_0_gets(mode: str):
+def test_ranked_row_gets_logprobs_0(mode: str):
     logits, _ = mixed(3)
     for kind in ({}, {"temperature": 0.5, "top_k": 4}, {"temperature": 0.0}):
         ranked = [row(stream=index, n=2, best_of=3, **kind) for index in range(3)]
@@ -375,7 +375,7 @@ def test_a_row_whose_samples_are_ranked_gets_what_logprobs_0_gets(mode: str):
         assert sharded(logits, ranked, 2, mode) == sharded(logits, asked, 2, mode)
 
 
-def test_a_row_that_returns_all_its_samples_gets_no_logprobs():
+def test_row_returning_all_samples_gets_no_logprobs():
     logits, _ = mixed(1)
     assert whole(logits, [row(n=3, best_of=3)]).logprobs == ()
 
@@ -395,7 +395,7 @@ def test_processed_logprobs_are_those_that_were_drawn_from():
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_tempered_logprobs_are_those_of_the_logits_divided_by_the_temperature_alone(size: int):
+def test_tempered_logprobs_are_of_logits_over_temperature(size: int):
     """What a trainer computes of a completion, whatever the token was chosen among."""
     logits, _ = mixed(6)
     kinds = [{}, {"top_k": 4}, {"top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.5}, {"logit_bias": {8: 9.0}}]
@@ -453,9 +453,7 @@ def test_no_parameters_lead_outside_the_vocabulary(mode: str, logprobs: int | No
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", [slice(0, 1), slice(50, 53), slice(VOCAB_SIZE - 1, VOCAB_SIZE), slice(0, VOCAB_SIZE)])
-def test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
-    part: slice, value: float, size: int
-):
+def test_nonfinite_row_gets_no_id_on_any_rank(part: slice, value: float, size: int):
     logits, rows = mixed(len(KINDS))
     clean = whole(logits.clone(), rows)
     neighbours = logits.clone()
@@ -482,12 +480,10 @@ def argmax_of(group: GroupHandle, logits: torch.Tensor) -> Sampled:
     return sampler.launch_argmax(*mine.max(dim=1), ReadBack()).collect()
 
 
-def test_the_tests_see_a_sampler_that_takes_what_comes(monkeypatch: pytest.MonkeyPatch):
+def test_sampler_that_ignores_nonfinite_rows_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sampler_module, "_where_finite", lambda values, ids, otherwise=-1: ids.long())
     with pytest.raises(AssertionError):
-        test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
-            slice(0, 1), float("nan"), 1
-        )
+        test_nonfinite_row_gets_no_id_on_any_rank(slice(0, 1), float("nan"), 1)
 
 
 def test_shares_of_a_total_are_exact():
@@ -499,7 +495,7 @@ def test_shares_of_a_total_are_exact():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_draws_are_those_of_the_definition_in_plain_python(dtype: torch.dtype):
+def test_samples_match_definition_in_plain_python(dtype: torch.dtype):
     """A row draws the first id whose running mass exceeds its share of the whole; masses by the compiled kernels."""
     kernels = CpuKernels(native())
     logits = (3 * torch.randn(60, 1500, generator=torch.Generator().manual_seed(4))).to(dtype)
@@ -517,7 +513,7 @@ def test_draws_are_those_of_the_definition_in_plain_python(dtype: torch.dtype):
         assert found[index] == bisect.bisect_right(running, bits * running[-1] >> 53), index
 
 
-def test_a_row_is_uniform_where_it_is_as_hot_as_can_be():
+def test_row_is_uniform_at_maximum_temperature():
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
     assert abs(chi_square(draws(logits, temperature=1e300), torch.full((40,), 1 / 40))) < 4
 

@@ -50,7 +50,7 @@ def test_the_likeliest_are_those_of_a_stable_sort(num_kept: int, count: int):
 
 
 @pytest.mark.parametrize("rest", [-torch.inf, 0.0])
-def test_no_more_tokens_are_listed_than_were_asked_for(monkeypatch: pytest.MonkeyPatch, rest: float):
+def test_no_more_tokens_than_requested_are_listed(monkeypatch: pytest.MonkeyPatch, rest: float):
     """Where filters leave fewer tokens than are asked for, the whole vocabulary was listed and sorted for each row."""
     logprobs = torch.full((50_000,), rest)
     logprobs[[7, 40_000]] = torch.tensor([1.0, 2.0])

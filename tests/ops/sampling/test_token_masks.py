@@ -80,7 +80,7 @@ def follows(sampled: Sampled) -> bool:
     return bool(unpacked(masks.allowed, VOCAB_SIZE)[np.arange(len(chosen)), chosen].all())
 
 
-def test_every_row_takes_a_token_that_its_mask_leaves_and_rows_without_one_what_they_took():
+def test_masked_rows_sample_allowed_tokens():
     _, _, masks = step()
     sampled, free = whole(TokenMasks.of_step(masks, CPU)), whole(TokenMasks.of_step(None, CPU))
     assert follows(sampled)
@@ -103,7 +103,7 @@ def test_shards_choose_what_the_whole_vocabulary_does(size: int):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_mask_hides_no_logit_that_is_not_finite(value: float, size: int):
+def test_mask_hides_no_nonfinite_logit(value: float, size: int):
     """Where it forbids all such logits of a row, the row was answered unless log-probabilities were asked for."""
     logits, rows, step_masks = step()
     allowed = unpacked(step_masks.allowed, VOCAB_SIZE)
@@ -128,7 +128,7 @@ def test_a_mask_hides_no_logit_that_is_not_finite(value: float, size: int):
         assert [found.token_ids[index] for index in others] == [usual.token_ids[index] for index in others]
 
 
-def test_the_tests_see_a_shard_that_masks_from_its_own_first_column():
+def test_mask_without_shard_offset_is_detected():
     masks = TokenMasks.of_step(step()[2], CPU)
     apply = TokenMasks.apply
     try:
@@ -181,7 +181,7 @@ def test_rows_are_numbered_anew():
 @each_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first_id", "count"), [(0, VOCAB_SIZE), (40, 50), (37, 9), (200, 60)])
-def test_compiled_masks_are_those_of_plain_torch_and_of_the_bits(instruction_set, dtype, first_id: int, count: int):
+def test_compiled_masks_equal_reference_and_bits(instruction_set, dtype, first_id: int, count: int):
     """Of some rows, the rest as it was; columns that no bit is of are forbidden."""
     _, _, masks = step()
     generator = torch.Generator().manual_seed(4)
