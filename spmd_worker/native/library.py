@@ -4,111 +4,74 @@ import ctypes
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from spmd_worker.native.build import Built, build
 
-_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_TYPES: Final = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+"""Codes of the signatures below: pointer, integer, float. Spaces separate groups of arguments."""
 
-_CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block stride, heads, head size, block size
-_STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
-_ANGLES = (_POINTER, _POINTER)  # cosines and sines of the rotation of rows, or null
-
-# Rows, their stride and number, inputs, the weight, outputs.
-_BYTE_GEMM = (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER))
+_CACHE = "piiii"  # elements, block stride, heads, head size, block size
+_STRIDED = "pii"  # elements, stride of tokens, stride of heads
+_ANGLES = "pp"  # cosines and sines of the rotation of rows, or null
+_ROWS = "piii"  # elements, stride, rows, elements of a row
+_GEMM = f"{_ROWS} pi"  # rows, the weight, outputs
 
 _DTYPES = ("float32", "bfloat16")
 
 # One function per dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources document the arguments.
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "write": (*_CACHE, *_STRIDED, *_STRIDED, *_ANGLES, _POINTER, _POINTER, _INTEGER, _INTEGER),
-    "attend": (
-        *_CACHE,
-        *(_POINTER, _INTEGER),
-        *(*_STRIDED, _INTEGER, *_ANGLES),
-        *(_POINTER, _POINTER, _INTEGER),
-        *(_FLOAT, _FLOAT, _INTEGER, _INTEGER, _POINTER),
-        *(_POINTER, _INTEGER, _INTEGER),
-    ),
-    "full_norm": (
-        *_STRIDED,
-        _INTEGER,
-        _INTEGER,
-        _INTEGER,
-        _POINTER,
-        _POINTER,
-        _FLOAT,
-        _FLOAT,
-        *(_INTEGER, _POINTER),
-        _INTEGER,
-    ),
-    "activate": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
-    "bound": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _FLOAT, _POINTER, _INTEGER),
-    "rms_norm": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER, _INTEGER),
-    "add_rms_norm": (
-        *(_POINTER, _INTEGER, _POINTER, _INTEGER),
-        *(_INTEGER, _INTEGER, _POINTER, _FLOAT, _INTEGER),
-    ),
-    "attend_projected": (
-        *_CACHE,
-        *(_POINTER, _INTEGER),
-        *(_POINTER, _INTEGER, _INTEGER, *_ANGLES),
-        *(_POINTER, _POINTER, _INTEGER),
-        *(_POINTER, _POINTER, _INTEGER),
-        *(_FLOAT, _INTEGER),
-        *(_POINTER, _INTEGER, _INTEGER),
-    ),
-    "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
-    "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
-    "gemm": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
-    "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
-    "prob_sums": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 3, _INTEGER),
-    "invert_cdf": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5),
-    "count_above": (*(_POINTER, *(_INTEGER,) * 3), _POINTER, _POINTER, _INTEGER),
-    "forbid": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER, _POINTER), *(_INTEGER,) * 2),
-    "int8_maxima": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
-    "int8_quantise": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
-    "int8_gemm": (*_BYTE_GEMM, *(_POINTER, _POINTER, _INTEGER), *(_POINTER, _POINTER, _INTEGER)),
-    "int8_argmax": (*_BYTE_GEMM, *(_INTEGER, _POINTER, _POINTER), *(_POINTER, _POINTER, _INTEGER)),
-    "int8_scaled": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER,) * 3, _INTEGER),
+_SIGNATURES: Final = {
+    "write": f"{_CACHE} {_STRIDED} {_STRIDED} {_ANGLES} pp ii",
+    "attend": f"{_CACHE} pi {_STRIDED} i {_ANGLES} ppi ffiip pii",
+    "attend_projected": f"{_CACHE} pi pii {_ANGLES} ppi ppi fi pii",
+    "full_norm": f"{_STRIDED} iii pp ff ip i",
+    "rms_norm": f"{_STRIDED} iii pf p i",
+    "add_rms_norm": "pi pi ii pf i",
+    "rotate": f"{_STRIDED} iii pp pi i",
+    "silu_and_mul": f"{_ROWS} p i",
+    "activate": f"{_ROWS} ii p i",
+    "bound": f"{_ROWS} f p i",
+    "gemm": f"{_GEMM} pp ii",
+    "argmax": f"{_ROWS} pp i",
+    "prob_sums": f"{_ROWS} pp p i",
+    "invert_cdf": f"{_ROWS} pp pp p",
+    "count_above": f"{_ROWS} p p i",
+    "forbid": f"{_ROWS} pi pp ii",
+    "int8_maxima": f"{_ROWS} p i",
+    "int8_quantise": f"{_ROWS} p pi i",
+    "int8_gemm": f"{_GEMM} pp i pp i",
+    "int8_argmax": f"{_GEMM} i pp pp i",
+    "int8_scaled": f"{_ROWS} pi ppp i",
 }
 # Functions of one dtype or none.
-_SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
-    "gemm_argmax_bfloat16": (
-        *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
-        *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
-    ),
-    "fill_prefilter_bfloat16": (_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
-    "thread_pool_counters": (_POINTER,),
-    "filter_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
-    "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
+_SIGNATURES_OF_ONE: Final = {
+    "gemm_argmax_bfloat16": f"{_GEMM} i pp i",
+    "fill_prefilter_bfloat16": "pii p i",
+    "thread_pool_counters": "p",
+    "filter_float32": f"{_ROWS} ppppp i",
+    "int8_sums": f"{_GEMM} p i",
 }
-_LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
-_GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
-_SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
+_LAYERS = "ppp ii"
+_GROUP = "piiiiipi"
+_SUM_AND_NORM = f"{_GROUP} pp ii pf p"
 # Functions that return a number or an address, which may be null; those of shared memory exist on Linux alone.
-_COUNTING: dict[str, tuple[type, ...]] = {
-    "has_argmax_prefilter": (),
-    "filtered_argmax_bfloat16": (
-        *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
-        *(_POINTER, _INTEGER, _INTEGER),
-        *(_POINTER,) * 5,
-        _INTEGER,
-    ),
+_RETURNING: Final = {
+    "has_argmax_prefilter": "",
+    "filtered_argmax_bfloat16": f"{_GEMM} i ppppp i",
     "run_layers_float32": _LAYERS,
     "run_layers_bfloat16": _LAYERS,
-    "shared_header_bytes": (_INTEGER,),
+    "shared_header_bytes": "i",
     "shared_leave": _GROUP,
-    "shared_next_part": (*_GROUP, _INTEGER),
-    "shared_common_norms": (*_GROUP, _INTEGER, _INTEGER),
-    "shared_sum_float32": (*_GROUP, _POINTER, _INTEGER),
-    "shared_sum_bfloat16": (*_GROUP, _POINTER, _INTEGER),
+    "shared_next_part": f"{_GROUP} i",
+    "shared_common_norms": f"{_GROUP} ii",
+    "shared_sum_float32": f"{_GROUP} pi",
+    "shared_sum_bfloat16": f"{_GROUP} pi",
     "shared_sum_add_rms_norm_float32": _SUM_AND_NORM,
     "shared_sum_add_rms_norm_bfloat16": _SUM_AND_NORM,
-    "shared_gather": (*_GROUP, _POINTER, _INTEGER, _POINTER),
-    "shared_send": (*_GROUP, _POINTER, _INTEGER),
-    "shared_receive": (*_GROUP, _POINTER, _INTEGER),
-    "shared_broadcast": (*_GROUP, _INTEGER, _POINTER, _INTEGER),
+    "shared_gather": f"{_GROUP} pip",
+    "shared_send": f"{_GROUP} pi",
+    "shared_receive": f"{_GROUP} pi",
+    "shared_broadcast": f"{_GROUP} ipi",
 }
 
 Function = Callable[..., Any]
@@ -179,10 +142,10 @@ def load(built: Built) -> NativeLibrary | str:
             shutil.rmtree(built.path.parent, ignore_errors=True)
     library.spmd_instruction_set.restype = ctypes.c_char_p
     library.spmd_int8_instructions.restype = ctypes.c_char_p
-    library.spmd_has_amx.restype = _INTEGER
+    library.spmd_has_amx.restype = ctypes.c_int64
     packs = [getattr(library, f"spmd_packs_{dtype}") for dtype in _DTYPES]
     for each in packs:
-        each.restype = _INTEGER
+        each.restype = ctypes.c_int64
     return NativeLibrary(
         instruction_set=library.spmd_instruction_set().decode(),
         has_amx=bool(library.spmd_has_amx()),
@@ -195,14 +158,10 @@ def load(built: Built) -> NativeLibrary | str:
 def _functions(library: ctypes.CDLL) -> dict[str, Function]:
     signatures = {f"{name}_{dtype}": types for name, types in _SIGNATURES.items() for dtype in _DTYPES}
     signatures |= _SIGNATURES_OF_ONE
+    signatures |= {name: types for name, types in _RETURNING.items() if hasattr(library, f"spmd_{name}")}
     functions: dict[str, Function] = {}
     for name, types in signatures.items():
-        function = getattr(library, f"spmd_{name}")
-        function.argtypes, function.restype = types, None
-        functions[name] = function
-    for name, types in _COUNTING.items():
-        if hasattr(library, f"spmd_{name}"):
-            function = getattr(library, f"spmd_{name}")
-            function.argtypes, function.restype = types, _INTEGER
-            functions[name] = function
+        function = functions[name] = getattr(library, f"spmd_{name}")
+        function.argtypes = [_TYPES[each] for each in types.replace(" ", "")]
+        function.restype = ctypes.c_int64 if name in _RETURNING else None
     return functions

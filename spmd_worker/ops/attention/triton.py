@@ -183,8 +183,10 @@ class TritonBackend(AttentionBackend):
         """The previous step's plan if it has the same items: `BatchState` then passes on the same `query_starts`."""
         if self._before is None or self._before.source.query_starts is not metadata.query_starts:
             return None
-        lengths = (self._before.source.context_lengths, metadata.context_lengths)
-        return self._before.plans.get((window, num_heads)) if attention.see_same_segments(*lengths, window) else None
+        before, now = self._before.source.context_lengths, metadata.context_lengths
+        if attention.segments_seen(before, window) != attention.segments_seen(now, window):
+            return None
+        return self._before.plans.get((window, num_heads))
 
     def _new_plan(
         self, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int

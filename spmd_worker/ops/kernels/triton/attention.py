@@ -117,11 +117,6 @@ class PlannedAttention:
         return replace(self, lengths=lengths, tables=tables.to(torch.int32).contiguous())
 
 
-def see_same_segments(before: Sequence[int], lengths: Sequence[int], window: int) -> bool:
-    """Whether single queries at the end of `lengths` keys see the segments that those at the end of `before` saw."""
-    return len(before) == len(lengths) and segments_seen(before, window) == segments_seen(lengths, window)
-
-
 def segments_seen(lengths: Sequence[int], window: int) -> bytes:
     """A key of the segments that single queries at the end of `lengths` keys see."""
     positions = np.array(lengths) - 1
