@@ -15,8 +15,9 @@ def attended(num_queries: int, num_keys: int, window: int, *, in_full: bool, see
         torch.randn(count, heads, 16, generator=generator)
         for count, heads in ((num_queries, 4), (num_keys, 2), (num_keys, 2))
     )
-    arguments = (query, keys, values, 0, num_keys, 0.25, window, sees_later)
-    return sdpa._attend_in_full(*arguments, 30.0, torch.zeros(4)) if in_full else sdpa._attend_one(*arguments)
+    num_later = (window - 1 if window else num_keys) if sees_later else 0
+    arguments = (query, keys, values, 0, num_keys, 0.25, window, num_later)
+    return sdpa._attend_unfused(*arguments, 30.0, torch.zeros(4)) if in_full else sdpa._attend_fused(*arguments)
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 70])

@@ -194,7 +194,7 @@ def test_sums_are_made_block_by_block(monkeypatch: pytest.MonkeyPatch):
     x, weight = (torch.randint(-127, 128, (size, 24), dtype=torch.int8) for size in (7, 11))
     expected = x.int() @ weight.int().t()
     assert torch.equal(exact_sums(x, weight), expected)
-    monkeypatch.setattr(int8, "_TOKENS_AT_ONCE", 3)
+    monkeypatch.setattr(int8, "_BLOCK_TOKENS", 3)
     monkeypatch.setattr(int8, "_BLOCK_ROWS", 4)
     widened, double = [], Tensor.double
     monkeypatch.setattr(Tensor, "double", lambda self: (widened.append(len(self)), double(self))[1])

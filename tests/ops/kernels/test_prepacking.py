@@ -113,8 +113,8 @@ def test_swapped_gate_and_up_rows_are_detected(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the halves of a gated weight as if they followed each other."""
     kernels, weight = PANELS, any_bits(torch.float32, 64, 32)
     packed = kernels.pack_gated(weight)
-    right = native._rows_of_panels(packed, 0, 64)
-    monkeypatch.setattr(native, "_rows_of_panels", lambda *_: (right[0], (right[1][1], right[1][1], right[1][2])))
+    right = native.rows_of_panels(packed, 0, 64)
+    monkeypatch.setattr(native, "rows_of_panels", lambda *_: (right[0], (right[1][1], right[1][1], right[1][2])))
     assert not are_same_bits(kernels.unpack(packed, 0, 64), weight)
 
 
