@@ -124,8 +124,8 @@ MODELS = {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64), "llama-135m": (9, 
 _POINTERS = dict.fromkeys(("items", "num_items", "starts", "lengths", "tables", "joins", "num_joins", "slots"), "*i32")
 _FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_denoms", "sinks"), "*fp32")
 _OF_ROWS = {
-    **dict.fromkeys(("largest", "factors", "lowest", "values"), "*fp32"),
-    **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "places", "top_k"), "*i64"),
+    **dict.fromkeys(("maxima", "factors", "min_logits", "values"), "*fp32"),
+    **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "mask_rows", "top_k"), "*i64"),
     "top_p": "*fp64",
     "allowed": "*i32",
 }
