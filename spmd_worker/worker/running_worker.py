@@ -28,7 +28,7 @@ class RunningWorker:
     clock: StageClock
     sleep: WorkerSleep
     event_handlers: tuple[object, ...]
-    waits_before: TeamCounters | None
+    waits_before: ThreadPoolCounters | None
 
     def warm_up(self) -> None:
         engine = self.caches.engine
@@ -79,5 +79,5 @@ class RunningWorker:
 
     def _threads(self) -> contextlib.AbstractContextManager[None]:
         """Context of a step's computation: torch's threads must not spin alongside the kernels'."""
-        is_alone = self.loaded.operations.is_native and not torchs_threads_sleep()
-        return torch_alone() if is_alone else contextlib.nullcontext()
+        is_alone = self.loaded.operations.is_native and not torch_threads_are_passive()
+        return single_threaded_torch() if is_alone else contextlib.nullcontext()

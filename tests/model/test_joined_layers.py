@@ -96,7 +96,7 @@ def test_unfused_step_calls_no_fused_kernel(monkeypatch: pytest.MonkeyPatch, fus
 @needs_products
 @pytest.mark.parametrize("tokens_a_call", [1, 300])
 def test_consecutive_calls_continue_the_sequence(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
-    monkeypatch.setattr(layers, "_TOKENS_A_CALL", tokens_a_call)
+    monkeypatch.setattr(layers, "_MAX_CALL_TOKENS", tokens_a_call)
     assert are_equal(*joined_and_one_by_one(new_model(PLAIN, torch.bfloat16), PROMPTS))
 
 

@@ -14,8 +14,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """`layer` is the index, in the full model, of the layer being built. `expert_layout` None: tensor parallelism
-    within each expert. `quantised` is `kernels`, if they are quantised. `screens_head`: the head may have an int8
-    pre-filter (`head_screen.py`).
+    within each expert. `quantised` is `kernels`, if they are quantised.
     """
 
     tensor_group: GroupHandle

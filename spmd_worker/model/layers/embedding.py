@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.head_screen import HeadScreen
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ranks.topology import vocabulary_rows

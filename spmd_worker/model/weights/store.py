@@ -48,7 +48,7 @@ from spmd_worker.model.weights.tensor_checks import check_data, check_finite, ch
 from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.model_config.weight_format import Quantization
-from spmd_worker.native.threads import keep_alone
+from spmd_worker.native.threads import use_single_threaded_torch
 from spmd_worker.ranks.topology import Stage
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
@@ -127,7 +127,7 @@ class WeightStore:
     @torch.no_grad()
     def fill(self, source: WeightSource, num_threads: int = 1) -> LoadReport:
         """Fill all parameters, not packed yet, from the source. Idempotent. Threads, which must not start others
-        (`keep_alone`), share the blocks of each tensor; files are read by one.
+        (`use_single_threaded_torch`), share the blocks of each tensor; files are read by one.
 
         Raises CheckpointError: before anything is written, for wrong names, shapes, dtypes or coverage; later, for a
         file that cannot be read, a tied head that differs and an element that is not finite.

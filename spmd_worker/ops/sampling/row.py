@@ -41,7 +41,7 @@ class SampleRow(NamedTuple):
     @property
     def is_plainly_greedy(self) -> bool:
         """Whether the argmax is all that is needed."""
-        return self.sampling.needs_largest_alone and not self.must_not_stop
+        return self.sampling.needs_argmax_only and not self.must_not_stop
 
     @property
     def needs_all_logits(self) -> bool:

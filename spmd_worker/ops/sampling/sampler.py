@@ -7,8 +7,8 @@ the same weights (`shard_logprobs.py`). Only rows that need the complete vocabul
 logits gathered.
 A row's token depends on its own logits, parameters and key alone. A row with a NaN or infinite logit, or with none
 above minus infinity, gets `NON_FINITE` as its id, on every rank alike, because each sees the maxima of all shards. A
-row whose grammar allows no token gets `FORM_FAILED`; other grammars mask logits in each shard, before everything else;
-raw log-probabilities are of the logits before the mask.
+row whose grammar allows no token gets `GRAMMAR_FAILED`; other grammars mask logits in each shard, before everything
+else; raw log-probabilities are of the logits before the mask.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -71,7 +71,7 @@ class LaunchedSample:
 
     def collect(self) -> Sampled:
         """The result, after the read-back. Rows that are in no part have no token to sample."""
-        token_ids = [FORM_FAILED] * len(self.chosen)
+        token_ids = [GRAMMAR_FAILED] * len(self.chosen)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         for part in self.parts:
             for index, token_id in zip(part.indices, part.token_ids.value, strict=True):

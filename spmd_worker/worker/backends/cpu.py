@@ -25,13 +25,14 @@ class CpuDevice(DeviceBackend):
         dtype, model_config = getattr(torch, self.resolved.dtype), self.resolved.model_config
         block_size = self.resolved.config.cache.block_size
         attention = cpu_backend_or_reason(dtype, model_config.head_size, block_size)
-        quantised, (kernels, slow_reason) = None, cpu_kernels(dtype)
+        has_prefilter = self.resolved.config.executor.argmax_screen
+        quantised, (kernels, slow_reason) = None, cpu_kernels(dtype, has_argmax_prefilter=has_prefilter)
         if self.resolved.config.model.quantization is not None:
             kernels = quantised = int8_kernels(dtype)[0]
-        has_products = isinstance(kernels, CpuKernels) and kernels.has_products(dtype)
+        has_gemm = isinstance(kernels, CpuKernels) and kernels.has_gemm(dtype)
         if isinstance(attention, CpuBackend):
             _warn_once(slow_reason)
-            return Operations(kernels, attention, quantised, is_native=has_products)
+            return Operations(kernels, attention, quantised, is_native=has_gemm)
         _warn_once(attention)
         return Operations(kernels, SdpaBackend(), quantised)
 

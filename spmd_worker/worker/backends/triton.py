@@ -102,8 +102,8 @@ class TritonDevice(DeviceBackend):
         max_tokens, max_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         max_blocks = num_blocks_for(self.resolved.max_model_len, block_size)
         fixed = TritonFixedAttention(max_tokens, max_seqs, max_blocks, block_size, self.device)
-        start_anew = tensor.fast.start_anew if isinstance(tensor.fast, PeerSums) else None
-        return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, start_anew)
+        reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
+        return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums)
 
     def graph_maker(self) -> Callable[[], StepGraph] | None:
         """A factory of empty graphs; None if kernels are interpreted."""

@@ -185,7 +185,7 @@ class ModelRunner:
             argmax = graphs.argmax(hidden, batch.sample_rows)
         else:
             argmax = self.model.argmax_logits(hidden[batch.sample_rows])
-        with torch_together():
+        with multi_threaded_torch():
             read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)

@@ -69,8 +69,8 @@ def graph_sizes(max_tokens: int) -> tuple[int, ...]:
 
 class StepGraphs:
     """The graphs of one model and cache, for steps of at most `max_tokens` and `max_seqs`. `new_graph` makes an empty
-    graph. `start_anew`, called at the start and the end of a graph, resets exchanges between ranks to the state that
-    every replay expects (`PeerSums.start_anew`).
+    graph. `reset_sums`, called at the start and the end of a graph, resets exchanges between ranks to the state that
+    every replay expects (`PeerSums.reset_sums`).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepGraphs:
     ) -> None:
         self.sizes, self._max_seqs = graph_sizes(max_tokens), max_seqs
         self._model, self._attention, self._new_graph = model, attention, new_graph
-        self._start_anew = start_anew or (lambda: None)
+        self._reset_sums = reset_sums or (lambda: None)
         self._device = next(model.parameters()).device
         self._token_ids, self._positions, self._regimes = (
             torch.zeros(max_tokens, dtype=torch.int64, device=self._device) for _ in range(3)
@@ -155,12 +155,12 @@ class StepGraphs:
         self._reset_sums()
 
     def _compute_argmax(self, size: int) -> None:
-        self._start_anew()
+        self._reset_sums()
         values, columns = self._model.argmax_logits(self._sampled[:size])
         self._values = _allocated(self._values, values, self._max_seqs)
         self._columns = _allocated(self._columns, columns, self._max_seqs)
         self._values[:size], self._columns[:size] = values, columns
-        self._start_anew()
+        self._reset_sums()
 
     def _run(self, key: tuple[str, int], launch: Callable[[], None]) -> None:
         graph = self._graphs.get(key)

@@ -150,10 +150,10 @@ class PeerSums:
         del tensor
         return False
 
-    def send_next(self, tensor: Tensor) -> Work:
+    def send_next(self, tensor: Tensor) -> None:
         raise NotImplementedError
 
-    def receive_previous(self, tensor: Tensor) -> Work:
+    def receive_previous(self, tensor: Tensor) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
