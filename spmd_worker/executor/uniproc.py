@@ -55,7 +55,7 @@ class UniProcExecutor(Executor):
         return [future.result()]
 
     def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
-        """With async scheduling, a future reads the step when its result is requested, in the order of the calls."""
+        """A future, with async scheduling, reads the step when its result is requested, in the order of the calls."""
         if not (non_block and self.resolved.num_steps_ahead):
             return super().execute_model(plan, non_block)
         self._call_or_fail("launch_step", plan)

@@ -78,7 +78,7 @@ class WorkerHandle:
             self._process.send_signal(number)
 
     def ending(self) -> str:
-        """How the process ended, in words, once `exited` is set."""
+        """A description of the process's end, once `exited` is set."""
         code = self._process.returncode if self._process is not None else None
         if code is None:
             return "ended"

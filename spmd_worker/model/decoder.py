@@ -300,13 +300,11 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """See `DecoderStack.forward`."""
         hidden: Tensor = self.model(*inputs, **options)
         return hidden
 
     @property
     def supports_wanted(self) -> bool:
-        """See `DecoderStack.supports_wanted`."""
         return not self.model_config.is_encoder and self.model.supports_wanted
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def layer(self) -> str:
-        """See `Family.layer`."""
+        """Kind of layer (`Family.layer`)."""
         return self._family.layer
 
     @property

@@ -112,7 +112,7 @@ def _key(sources: Sequence[Path], parts: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: model and instruction sets of the first processor."""
+    """Inputs of -march=native: model and instruction sets of the first processor."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     except OSError:

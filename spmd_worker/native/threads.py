@@ -49,7 +49,7 @@ def single_threaded_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def multi_threaded_torch() -> Iterator[None]:
-    """Within `single_threaded_torch`, all threads for large operations of torch."""
+    """All threads for large operations of torch, inside `single_threaded_torch`."""
     set_openmp_threads = None if _local.num_threads is None else _set_openmp_threads()
     if set_openmp_threads is None:
         yield

@@ -63,7 +63,7 @@ class LoadedModel:
         )
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """As in `WorkerReport`; the lists continue to count."""
+        """`WorkerReport.expert_loads`; the lists continue to count."""
         is_first = self.opened.resolved.layout.tensor_rank(self.opened.environment.rank) == 0
         return self.model.expert_loads() if is_first else {}
 

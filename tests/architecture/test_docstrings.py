@@ -8,9 +8,6 @@ import pytest
 from docstring_rules import missing_docstrings
 from planting import REPOSITORY, plant
 
-MOST_OPENINGS = 529
-"""Docstrings of the product that begin with What, Whose, Of, As, See, ...: lower it with them, never raise it."""
-
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -34,7 +31,7 @@ def test_docstring_check_detects_module_without_one(tmp_path: Path):
 
 def test_docstrings_begin_with_their_subject(figures: ModuleType):
     found = num_openings(figures, REPOSITORY)
-    assert found <= MOST_OPENINGS, f"{found} docstrings begin with a question word or a preposition: subject first"
+    assert found == 0, f"{found} docstrings begin with a question word or a preposition: subject first"
 
 
 def test_opening_count_detects_question_word(figures: ModuleType, tmp_path: Path):

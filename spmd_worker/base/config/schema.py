@@ -123,7 +123,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks divide the work: world size = data x pipeline x tensor."""
+    """Division of the work among ranks: world size = data x pipeline x tensor."""
 
     tensor_parallel_size: int = vllm_option(
         1, "ranks that share each layer; must divide the heads", least=1, is_common=True

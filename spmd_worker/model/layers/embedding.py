@@ -112,7 +112,7 @@ class PositionEmbedding(CheckpointLayer):
         self.weight = context.parameter(num_positions, hidden_size)
 
     def forward(self, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """With a `padding_token`, the step must have all tokens of a row."""
+        """The step must have all tokens of a row if there is a `padding_token`."""
         if self._padding_token >= 0:
             positions = self._without_padding(positions, token_ids == self._padding_token)
         return F.embedding(positions + self._offset if self._offset else positions, self.weight)
@@ -210,7 +210,7 @@ class VocabularyParallelHead(PackedLayer):
             self.argmax_module = self._kernels.argmax_module(self._gemm_weight)
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """See `CheckpointLayer.write_region`. The int8 pre-filter is rebuilt at its next use."""
+        """`CheckpointLayer.write_region`; the argmax module is rebuilt at its next use."""
         super().write_region(parameter, region, values)
         self._num_changes += 1
 

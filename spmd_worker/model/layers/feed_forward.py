@@ -27,7 +27,7 @@ class Xielu(CheckpointLayer):
         self.beta, self.eps = context.parameter(), context.parameter()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Below 0: alpha_n * (e^x - 1 - x) + beta * x; above: alpha_p * x^2 + beta * x."""
+        """alpha_n * (e^x - 1 - x) + beta * x below 0, alpha_p * x^2 + beta * x above."""
         rows, beta = x.float(), self.beta.float()
         above, below = F.softplus(self.alpha_p.float()), beta + F.softplus(self.alpha_n.float())
         # e^x - 1 is 2 t / (1 - t) with t = tanh(x / 2): the kernel is row-wise, as torch's expm1 is not.

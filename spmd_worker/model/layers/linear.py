@@ -127,13 +127,13 @@ class RowParallelLinear(PackedLayer):
         return self._group.all_gather(maxima).amax(dim=0)
 
     def _packed(self) -> Tensor:
-        """With quantised kernels a collective: every rank of the group calls it."""
+        """A collective with quantised kernels: every rank of the group calls it."""
         if self._parts is None:
             return super()._packed()
         return self._parts.pack_part(self.weight, self._full_row_maxima(row_maxima(self.weight)))
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        """See `CheckpointLayer.check_changes`: other ranks have other parts of a quantised row."""
+        """`CheckpointLayer.check_changes`: other ranks have other parts of a quantised row."""
         if self._parts is None or parameter != "weight":
             return
         if self._parts.is_changed(self.weight, region[0][0], self._converted(values)):

@@ -127,11 +127,11 @@ class DequantisedCheckpoint:
         return self.weights[name].blocks(region, max_bytes // torch.float32.itemsize)
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
-        """See `Checkpoint.read`. Only the numbers and scales that the region needs are read."""
+        """`Checkpoint.read`: only the numbers and scales that the region needs are read."""
         return self.weights[name].read(region) if name in self.weights else self.files.read(name, region)
 
     def is_unused(self, name: str) -> bool:
-        """See `WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""
+        """`WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""
         module, _, leaf = name.rpartition(".")
         if leaf != "bias" or f"{module}.weight" not in self.weights:
             return False

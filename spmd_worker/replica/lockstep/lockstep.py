@@ -142,13 +142,13 @@ class Lockstep:
         return self._transfers.take_complete()
 
     def take_interrupt(self) -> tuple[int, str] | None:
-        """On rank 0: the first rank that has reported an interrupt since the last call, and its text."""
+        """Rank 0 only: the first rank that has reported an interrupt since the last call, and its text."""
         interrupts, self._interrupts = self._interrupts, []
         return next(iter(interrupts), None)
 
     @property
     def event_problem(self) -> str:
-        """On rank 0, once the step after a worker event is agreed on: the problem of the lowest rank that could not
+        """Rank 0 only, once the step after a worker event is agreed on: the problem of the lowest rank that could not
         prepare it, "" if all could.
         """
         return next(filter(None, self._event_problems), "")

@@ -5,12 +5,26 @@ grows, also across token boundaries; only sequences that have them are decoded h
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceKey
-from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 
-DecoderFactory = Callable[[Sequence], IncrementalDecoder]
+
+class TextDecoder(Protocol):
+    """Incremental detokenizer (`tokenizer.IncrementalDecoder`): schedulers do not import tokenizers."""
+
+    def append(self, token_ids: list[int]) -> str:
+        """Add tokens; returns the text that they complete."""
+
+    def held(self) -> str:
+        """Held-back text as it would be decoded now."""
+
+    def flush(self) -> str:
+        """Returns the text that was held back."""
+
+
+DecoderFactory = Callable[[Sequence], TextDecoder]
 
 
 class StopChecker:
@@ -23,7 +37,7 @@ class StopChecker:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._new_decoder = new_decoder
-        self._decoders: dict[SequenceKey, IncrementalDecoder] = {}
+        self._decoders: dict[SequenceKey, TextDecoder] = {}
 
     def max_output_tokens(self, request: Request) -> int:
         limit, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens

@@ -43,7 +43,7 @@ class ArgmaxPrefilter(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, count: int, rows: Tensor | None, version: int
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.argmax_module`: x [R, H], `weight` in panels, `rows` [V, H]."""
+        """`Kernels.argmax_module`: x [R, H], `weight` in panels, `rows` [V, H]."""
         if self._num_to_bypass > 0:
             self._num_to_bypass -= 1
             return self._kernels.linear_argmax(x, weight, count)

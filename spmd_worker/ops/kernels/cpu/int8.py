@@ -124,7 +124,7 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         return self._int8_gemm(x, weight, bias, is_gated=True)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """In panels, the logits are never stored."""
+        """The logits are computed in panels and never stored."""
         if weight.dtype != torch.int8:
             return super().linear_argmax(x, weight, count)
         if not are_byte_panels(weight) or weight.shape[1] != 1:

@@ -62,7 +62,7 @@ class SymmetricMemory:
         return _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def barrier(self) -> None:
-        """In stream order: the host does not wait."""
+        """A barrier in stream order: the host does not wait."""
         self._handle.barrier(channel=0)
 
 
@@ -89,7 +89,7 @@ class PeerSums:
         return tensor.dtype in _DTYPES and tensor.device == self._memory.addresses.device
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """In place."""
+        """The sum, in place."""
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
         for piece in _pieces(flat.view(-1), self._part_bytes // tensor.element_size()):
             self._sum_into(piece, self._write(piece))
