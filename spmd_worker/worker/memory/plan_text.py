@@ -144,7 +144,7 @@ def describe_plan(plan: MemoryPlan) -> str:
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
     lines += _grammars(plan)
     error_result = plan.error_result
-    return "\n".join([*lines, *([f"refused    {error_result}"] if error_result else [])])
+    return "\n".join([*lines, *([f"rejected   {error_result}"] if error_result else [])])
 
 
 def _share(resolved: ResolvedRun, rank: int) -> RankShare:
@@ -214,7 +214,7 @@ def _head_argmax(plan: MemoryPlan) -> list[str]:
     if num_bytes == 0:
         return []
     return [
-        f"screen     a copy of the head in int8, {format_bytes(num_bytes)} of a rank's weights, where that is "
+        f"argmax     an int8 copy of the head, {format_bytes(num_bytes)} of a rank's weights, if that is "
         f"faster (executor.argmax_screen)"
     ]
 

@@ -119,9 +119,9 @@ def test_uneven_ranks_have_a_line_each(monkeypatch: pytest.MonkeyPatch):
 
 def test_plan_reports_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 17 * 2**30)
-    assert "refused" in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
+    assert "rejected" in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
-    assert "refused" not in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
+    assert "rejected" not in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
 
 
 @pytest.mark.guarantee("A plan needs config.json only")
@@ -163,7 +163,7 @@ def test_too_large_weights_error_has_both_sizes():
     large = resolved(run(), llama_8b(hidden_size=2 * 10**9))
     with pytest.raises(ConfigError, match=r"is too large: .* this rank would hold .* bytes\), and there are 64.0 GiB"):
         check_memory(large, 0, 1, host.total_bytes())
-    assert "refused    model.path" in describe_plan(make_plan(large))
+    assert "rejected   model.path" in describe_plan(make_plan(large))
     # 16 GB a rank: three fit, five do not.
     small = resolved(run(), llama_8b())
     check_memory(small, 0, 3, host.total_bytes())

@@ -105,7 +105,7 @@ def test_plan_text_of_8b_model(model_config: ModelConfig):
     assert text_of(model_config, 2) == [
         "model      LlamaForCausalLM, 8,030,261,248 parameters, 32 layers, hidden size 4,096, 32 heads, "
         "8 key-value heads",
-        "screen     a copy of the head in int8, 251.0 MiB of a rank's weights, where that is faster "
+        "argmax     an int8 copy of the head, 251.0 MiB of a rank's weights, if that is faster "
         "(executor.argmax_screen)",
         "computes   in bfloat16 on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)",
         "ranks      2 = 1 data x 1 pipeline x 2 tensor",
@@ -177,14 +177,14 @@ def test_plan_and_run_report_same_cache_error(model_config: ModelConfig):
         "raise cache.num_blocks to at least 256 or lower max_model_len"
     )
     lines = text_of(model_config, 2, **config)
-    assert lines[-1] == f"refused    {message}"
+    assert lines[-1] == f"rejected   {message}"
     assert "sequences  0 of 4,096 tokens" in lines[-5]
     with pytest.raises(ConfigError) as refused:
         check_cache_setting(resolved(model_config, **config))
     assert str(refused.value) == message
     # One block more than too few: nothing is refused.
     enough = {**config, "cache": CacheConfig(num_blocks=256)}
-    assert not any(line.startswith("refused") for line in text_of(model_config, 2, **enough))
+    assert not any(line.startswith("rejected") for line in text_of(model_config, 2, **enough))
     check_cache_setting(resolved(model_config, **enough))
 
 
@@ -207,7 +207,7 @@ def test_plan_is_for_the_machine_that_is_named(
             monkeypatch.setattr(host, name, lambda here=here: here)
         texts.append(text_of(model_config, size, **config))
     assert texts[0] == texts[1]
-    assert texts[0][-1].startswith("refused") is not fits
+    assert texts[0][-1].startswith("rejected") is not fits
     share = gib if device == "cuda" else gib / size
     assert any(line.startswith(f"why        device memory {share:.1f} GiB") for line in texts[0])
 
@@ -227,13 +227,13 @@ def test_plan_that_refuses_exits_with_one(
     tmp_path: Path, model_config: ModelConfig, keys: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
 ):
     assert launch.main(["plan=true", "device=cpu", f"model.path={tmp_path}", *keys]) == code
-    assert ("\nrefused    " in capsys.readouterr().out) is (code == 1)
+    assert ("\nrejected   " in capsys.readouterr().out) is (code == 1)
 
 
 def test_plan_rejects_too_little_memory(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
     assert text_of(model_config, 2)[-1] == (
-        "refused    memory holds 0 cache blocks, 0 tokens, but model.max_model_len is 8192: "
+        "rejected   memory holds 0 cache blocks, 0 tokens, but model.max_model_len is 8192: "
         "raise cache.gpu_memory_utilization or lower model.max_model_len"
     )
 
@@ -247,7 +247,7 @@ def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
         "           left for the cache 15.8 GiB: 16195 blocks",
     ]
     too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
-    assert too_much[-1].startswith("refused    memory holds 0 cache blocks")
+    assert too_much[-1].startswith("rejected   memory holds 0 cache blocks")
     assert too_much[-1].endswith("or lower model.max_model_len or cache.swap_space_gib")
 
 
