@@ -176,7 +176,7 @@ def test_encoder_plan_has_no_cache_and_longest_row() -> None:
     lines = describe_plan(make_plan(resolved)).splitlines()
     # 128 tokens fill 8 blocks of 16, and each of two rows may begin one more.
     assert any(line.startswith("blocks     no cache") and "80.0 KiB" in line for line in lines), lines
-    assert not any(line.startswith(("swap", "refused")) for line in lines), lines
+    assert not any(line.startswith(("swap", "rejected")) for line in lines), lines
 
 
 def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:

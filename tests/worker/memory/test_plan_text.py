@@ -81,7 +81,7 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
     )
     assert any("7.5 GiB" in line for line in text_of(model_config, 2, executor=WITHOUT_SCREEN))
     assert not any("quantised" in line for line in plain)
-    assert [line.startswith("screen") for line in (*quantised, *plain)].count(True) == 1
+    assert [line.startswith("argmax") for line in (*quantised, *plain)].count(True) == 1
 
 
 @pytest.mark.parametrize(
