@@ -96,7 +96,7 @@ def check_cache_holds_one_sequence(
     is_profiled: bool = False,
     has_swap_space_on_device: bool = False,
 ) -> None:
-    """Raise ValueError unless the longest allowed sequence fits when it runs alone: it could never finish.
+    """Raise ValueError unless the longest allowed sequence fits when it runs alone: else it could never finish.
 
     `is_profiled`: the number was measured and is not `cache.num_blocks`; `has_swap_space_on_device`: swap space uses
     some of that memory. The error then names other ways out.

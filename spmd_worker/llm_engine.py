@@ -152,7 +152,9 @@ class LLMEngine(Engine):
         check_request_extras(trace_headers, others)
         check_extras(1, lora_request, [priority], tokenization_kwargs)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
-            raise TypeError(f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch")
+            raise TypeError(
+                f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
+            )
         if not isinstance(prompt_text, str | None):
             raise TypeError(f"prompt_text is a {type(prompt_text).__name__}: give text")
         if params is None:

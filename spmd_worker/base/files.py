@@ -177,7 +177,7 @@ def read_regular_file(path: Path, max_bytes: int = CONFIG_BYTES) -> bytes:
     with open_regular_file(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(f"{path} has more than {max_bytes:,} bytes, which is the limit")
+        raise OSError(f"{path} has more than {max_bytes:,} bytes: give a file of at most that size")
     return content
 
 

@@ -96,7 +96,8 @@ def _function_name(where: str, tool: Any) -> str:
         )
     if parameters is not None and not (isinstance(parameters, dict) and parameters.get("type", "object") == "object"):
         raise InvalidRequestError(
-            f'{where}.function.parameters={shown(parameters)} must be the JSON Schema of an object ("type": "object")'
+            f"{where}.function.parameters={shown(parameters)} must be the JSON Schema of an object "
+            f'("type": "object"), or left out if there are none'
         )
     return name
 
@@ -121,7 +122,7 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[str, str | None]:
             "unsupported_value",
         )
     if not names:
-        raise InvalidRequestError("tool_choice='required' needs tools", "conflicting_keys")
+        raise InvalidRequestError("tool_choice='required' needs tools: give some, or leave it out", "conflicting_keys")
     return REQUIRED, None
 
 

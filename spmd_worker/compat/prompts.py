@@ -53,7 +53,7 @@ class TextPair:
     second: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Encoded:
     """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
     caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised

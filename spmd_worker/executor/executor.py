@@ -80,6 +80,9 @@ class Executor(ABC):
         if backend == "auto":
             unlaunched = "uniproc" if num_ranks == 1 else "multiproc"
             backend = "external_launcher" if environment.is_launched else unlaunched
+        if backend not in BACKENDS and "." not in backend:
+            known = ", ".join(["auto", *BACKENDS])
+            raise ConfigError(f"executor.backend={backend} is not one of {known}, nor the qualified name of a class")
         try:
             executor_class: type[Executor] = resolve_class(BACKENDS.get(backend, backend), Executor)
         except ValueError as error:

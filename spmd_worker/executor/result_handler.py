@@ -142,7 +142,7 @@ class ResultHandler:
         return False
 
     def _forget(self, worker: WorkerHandle) -> None:
-        """Stop to read a worker that closed its queue, and wait for its end."""
+        """Stop reading a worker that closed its queue, and wait for its end."""
         self._selector.unregister(worker.connection)
         del self._parsers[worker]
         if not worker.exited.wait(_EXIT_S):

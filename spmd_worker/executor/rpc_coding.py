@@ -32,7 +32,9 @@ from spmd_worker.worker.worker_base import WorkerReport
 _PLAIN: Final = (type(None), bool, int, float, str)
 
 _CONFIG_RECORDS: Final[list[type]] = [
-    each for each in vars(schema).values() if isinstance(each, type) and each.__module__ == schema.__name__
+    each
+    for each in vars(schema).values()
+    if isinstance(each, type) and is_dataclass(each) and each.__module__ == schema.__name__
 ]
 _RECORDS: Final[dict[str, type]] = {
     record.__name__: record
@@ -97,7 +99,7 @@ def _to_json(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if _RECORDS.get(kind.__name__) is kind:
         return {kind.__name__: [_to_json(getattr(value, name)) for name in _field_names(kind)]}
-    way_out = "pass numbers, strings, bytes, lists, tuples or dicts"
+    way_out = "use numbers, strings, bytes, lists, tuples or dicts"
     if callable(value) and not isinstance(value, type):
         way_out = "call a worker's method by name; add your own with executor.worker_extension_cls"
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -460,7 +460,7 @@ extern "C" int64_t spmd_has_amx() { return amx::is_granted(); }
 // The instruction set that the library was compiled for.
 extern "C" const char* spmd_instruction_set() {
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__)
-  return "avx512 with bf16 dot gemms";
+  return "avx512 with bf16 dot products";
 #elif defined(SPMD_AVX512)
   return "avx512";
 #elif defined(SPMD_AVX2)

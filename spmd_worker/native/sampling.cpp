@@ -152,8 +152,8 @@ float select(const float* row, int64_t count, int64_t target, const Weight& weig
   return of_key(above);
 }
 
-// The smallest logit that is kept: not below `lowest`, of the `top_k` largest (0: all), and of the likeliest of those that
-// hold `top_p` of their mass.
+// The smallest logit that is kept: not below `min_logits`, of the `top_k` largest (0: all), and of the most probable of
+// those that hold `top_p` of their weight.
 struct Filter {
   Tempered tempered;
   float min_logits;
@@ -262,14 +262,14 @@ extern "C" void spmd_filter_float32(
       counts[row] = count_above(logits + row * stride, count, values[row]);                                            \
     });                                                                                                                \
   }                                                                                                                    \
-  /* Of each row's pieces of `kPiece` ids the sum of their weights_of: [num_rows][pieces]. */                              \
+  /* Of each row's pieces of `kPiece` ids the sum of their weights: [num_rows][pieces]. */                                 \
   extern "C" void spmd_prob_sums_##name(                                                                                  \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima,                    \
       const float* factors, int64_t* sums, int64_t num_threads) {                                                      \
     sum_pieces(logits, stride, num_rows, count, maxima, factors, sums, num_threads);                                  \
   }                                                                                                                    \
-  /* Of each row the first index at which its running mass is above its target; -1 where there is none, or the target  \
-     is below 0. `sums` are of `spmd_masses`. */                                                                       \
+  /* Of each row the first index at which its running sum is above its target; -1  where there is none, or the target  \
+     is below 0. `sums` are of `spmd_prob_sums`. */                                                                    \
   extern "C" void spmd_invert_cdf_##name(                                                                               \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* maxima,                    \
       const float* factors, const int64_t* sums, const int64_t* targets, int64_t* ids) {                               \

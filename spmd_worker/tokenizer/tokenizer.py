@@ -207,7 +207,10 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) if self._has_byte_fallback else None
         if token is None or len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
             return None
-        return bytes([int(token[3:5], 16)])
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:  # ordinary text, such as <0xyz>
+            return None
 
     def level_bytes(self, token_id: int) -> bytes | None:
         """Bytes of a byte-level tokenizer's token, which may be part of a character; None for other tokenizers."""

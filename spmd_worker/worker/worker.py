@@ -44,7 +44,6 @@ class Worker(WorkerBase):
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
         self.config, self.model_config, self.layout = resolved.config, resolved.model_config, resolved.layout
-        self.vocab_size, self.max_model_len = resolved.model_config.vocab_size, resolved.max_model_len
         self.device = torch.device("cpu")
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
@@ -52,6 +51,14 @@ class Worker(WorkerBase):
         self._opened: OpenedDevice | None = None
         self._loaded: LoadedModel | None = None
         self._running: RunningWorker | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.resolved.max_model_len
 
     @property
     def opened(self) -> OpenedDevice:

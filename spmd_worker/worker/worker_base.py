@@ -207,6 +207,16 @@ class WorkerBase(ABC):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Maximum length of a sequence, in tokens."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Free the memory and leave the groups that this worker made."""

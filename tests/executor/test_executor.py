@@ -57,6 +57,11 @@ def test_auto_backend_follows_the_launcher():
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
+        (
+            "ray",
+            "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of "
+            "a class",
+        ),
         ("no_such.Thing", "executor.backend: 'no_such.Thing' cannot be imported: No module named 'no_such'"),
         (
             "builtins.dict",

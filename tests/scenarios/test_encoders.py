@@ -208,7 +208,7 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, "max_position_embeddings=2 must be a whole number from 3"),
-        ("BertForTokenClassification", {}, "is not known"),
+        ("BertForTokenClassification", {}, "is unknown"),
         ("MPNetModel", {}, "relative positions"),
     ],
 )
@@ -379,4 +379,4 @@ def test_bert_tokenizers_normalizer_is_that_of_transformers(
     ours, theirs = Tokenizer.open(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert [ours.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
     is_other = any(ours.encode(text) != backend.encode(text).ids for text in texts)
-    assert not is_other or "the tokenizer's class and tokenizer_config.json make the normalizer's" in caplog.text
+    assert not is_other or "the tokenizer's class and tokenizer_config.json override the normalizer's" in caplog.text

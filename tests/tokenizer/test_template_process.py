@@ -187,7 +187,7 @@ def test_early_group_signal_does_not_fail_the_row(monkeypatch: pytest.MonkeyPatc
 def test_process_killed_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch, number, tries: int):
     """The control: one more try, and no more; and none for what may be the template's own doing."""
     started = end_as_they_start(monkeypatch, number, most=9)
-    with pytest.raises(ChatTemplateError, match=f"it ended its process by {number.name}"):
+    with pytest.raises(ChatTemplateError, match=f"its process was ended by {number.name}"):
         IsolatedTemplate("x", {}).render(CONVERSATIONS[0])
     assert len(started) == tries
 

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -268,6 +269,18 @@ def test_fallback_bytes_are_held_until_their_run_ends(llama):
     # One stray byte makes the library decode the whole run as invalid: a decoder that had given out the character
     # already could not agree with it.
     assert "".join(decode_in_groups(llama, llama.encode("a"), [*smiley, 3 + 0xFF], [])) == "\ufffd" * 5
+
+
+def test_text_that_resembles_a_fallback_byte_is_text(tmp_path: Path):
+    write_llama_style(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"]["<0xyz>"] = token_id = len(content["model"]["vocab"])
+    file.write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = Tokenizer.open(tmp_path)
+    b = tokenizer.encode("b", add_special_tokens=False)[-1]
+    assert "".join(decode_in_groups(tokenizer, [1], [b, token_id, b], [])) == "b<0xyz>b"
+    assert tokenizer.fallback_byte(token_id) is None
 
 
 def test_character_cut_by_the_prompt_completes_in_output(byte_level, llama):

@@ -190,7 +190,7 @@ def _parse(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_overrides([text])[0]
     except ValueError:  # a number of thousands of digits
-        raise ConfigError(f"{key}: a value of {len(value)} characters is not a value of that key") from None
+        raise ConfigError(f"{key}: a number of {len(value)} digits is too long") from None
     except OverrideParseException:
         quoted = value.strip("'\"").replace("'", "\\'")
         raise ConfigError(

@@ -118,7 +118,8 @@ def check_options(record: Any, group: str = "") -> None:
             raise ConfigError(f"{key}={value} is not one of {', '.join(rules.choices)}{but}")
         # Written so that NaN fails. Infinity could not be written into a manifest, which is JSON.
         if rules.most is not None and not (rules.least or 0) <= value <= rules.most:
-            raise ConfigError(f"{key}={command_text(value)} must be from {rules.least or 0} to {rules.most}")
+            unit = " seconds" if key.endswith("_s") else ""
+            raise ConfigError(f"{key}={command_text(value)} must be from {rules.least or 0} to {rules.most}{unit}")
         if rules.least is not None and not rules.least <= value < math.inf:
             end = "" if value != math.inf else ", and finite"
             raise ConfigError(f"{key}={value} must be {rules.least} or more{end}")

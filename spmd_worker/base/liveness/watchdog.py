@@ -291,8 +291,14 @@ class Watchdog:
         # Bounded: aborting may hang, and so may a disk.
         if self.watched.abort_groups is not None and not self._is_main_done:
             within(_ABORT_S, self.watched.abort_groups)
-        within(self._saving_s(), self.before_exit)
+        within(self._saving_s(), self._run_before_exit)
         exit_now(self._code_of(diagnosis))
+
+    def _run_before_exit(self) -> None:
+        try:
+            self.before_exit()
+        except Exception:  # the process ends nevertheless
+            logger.exception("saving before the exit failed")
 
     def _saving_s(self) -> float:
         """Time limit for saving. A signalled rank has been saving since the signal."""

@@ -95,7 +95,7 @@ def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], 
 
 def read_stage_times(path: Path) -> list[StageSpan]:
     """Read a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
-    header, *lines = read_job_file(path).decode("ascii", "replace").splitlines() or [""]
+    header, *lines = read_job_file(path).decode("ascii", "replace").removesuffix("\n").split("\n")
     if header != ",".join(StageSpan._fields):
         raise ValueError(f"{path}: line 1 does not name the columns of stage times")
     spans = []

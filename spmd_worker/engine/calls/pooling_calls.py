@@ -215,11 +215,13 @@ class PoolingCalls:
 
 
 def _listed(given: GivenParams, count: int) -> list[PoolingParams]:
-    listed = list(given) if isinstance(given, Sequence) else [PoolingParams() if given is None else given] * count
-    if len(listed) != count:
-        raise ValueError(f"{len(listed)} pooling params for {count} prompts: give one, or one for each prompt")
+    listed = list(given) if isinstance(given, Sequence) else [PoolingParams() if given is None else given]
     for each in listed:
         check_pooling(each)
+    if not isinstance(given, Sequence):
+        return listed * count
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} pooling params for {count} prompts: give one, or one for each prompt")
     return listed
 
 

@@ -71,9 +71,8 @@ class WeightCalls:
                 tensors = broadcast_weights(self._engine, self._turns, tensors, source)
             elif tensors is None:
                 raise TypeError("tensors is None: give pairs of name and tensor, or source, the rank that has them")
-            executor: Any = (
-                self._engine.executor
-            )  # one with a worker in this process; others raise an error that explains it
+            # With a worker in this process; others raise an error that explains it.
+            executor: Any = self._engine.executor
             executor.driver_worker.model_runner.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:

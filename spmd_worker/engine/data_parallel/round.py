@@ -2,7 +2,7 @@
 
     taken      number of items taken, from the front
     counted    number answered so far, for progress bars
-    beat/R     heartbeat of replica R: a growing number
+    heartbeat/R  heartbeat of replica R: a growing number
     finished   number of replicas without work left; the last one sets `over`
     interrupted  set when a signal handler raised: items not taken yet are dropped
     failed     the first replica that failed sets `failure` to its text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
-from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import Prompt, Row, TextPrompt
 from spmd_worker.frontends.openai.row_parser import encode
@@ -47,7 +47,7 @@ class PooledOutput:
         return None if self.failed is None else self.failed.error_code
 
 
-@invalid_request()
+@invalid_request(errors=RequestError)
 def encode_pooled(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits) -> EncodedPooledRow:
     """Encode a row's texts as ids within the limits of `engine`. Raises InvalidRequestError."""
     inputs = row.pooling
@@ -55,7 +55,8 @@ def encode_pooled(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, 
     engine.check_runner(inputs.params)
     config = engine.pooling
     assert config is not None, "checked by check_runner"
-    params = resolve_pooling(inputs.params, config)
+    with invalid_request():
+        params = resolve_pooling(inputs.params, config)
     are_pairs = bool(inputs.num_firsts) and config.task == "classify"
     prompts: Iterable[Prompt | TextPair] = inputs.prompts
     if are_pairs:
@@ -98,7 +99,8 @@ def _truncated(
         text, token_ids = encode(prompt, tokenizer, check_text)
         # The text of a chat template is truncated as ids: its special tokens are part of the text.
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
-    apply_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
+    with invalid_request():
+        apply_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
     if encoded.error is not None:
         raise InvalidRequestError(encoded.error)
     return encoded

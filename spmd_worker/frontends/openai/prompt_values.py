@@ -20,15 +20,15 @@ _MAX_INTEGER: Final = 2**31 - 1
 
 
 @contextlib.contextmanager
-def invalid_request(prefix: str = "") -> Iterator[None]:
-    """Convert errors of values to InvalidRequestError."""
+def invalid_request(prefix: str = "", errors: type[ValueError] = ValueError) -> Iterator[None]:
+    """Convert `errors`, and always RequestError, to InvalidRequestError."""
     try:
         yield
     except InvalidRequestError:
         raise
     except RequestError as error:
         raise InvalidRequestError(str(error), error.code) from None
-    except ValueError as error:
+    except errors as error:
         raise InvalidRequestError(f"{prefix}{error}"[:500]) from None
 
 

@@ -104,7 +104,7 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
             raise InvalidRequestError(f"{entries}{key}: {number} is more than limits.{limit}={most}", "limit_exceeded")
     for key in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, key) == ALL_LOGPROBS:
-            message = f"{key}=-1 requests the entire vocabulary: the maximum of a row is {MAX_LOGPROBS}"
+            message = f"{key}=-1 requests the entire vocabulary: give at most {MAX_LOGPROBS}"
             raise InvalidRequestError(message, "limit_exceeded")
 
 
@@ -150,7 +150,7 @@ def resolve(
         return row_error(row, error.code, str(error))
 
 
-@invalid_request()
+@invalid_request(errors=RequestError)
 def encode_row(
     row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits, chat_format: ChatFormat
 ) -> EncodedRow:
@@ -193,7 +193,8 @@ def encode_row(
     is_text = sampling.detokenize and tokenizer is not None
     sampling = replace(sampling, max_tokens=limit, detokenize=is_text).frozen()
     # The engine's conversion of bad words, before admission.
-    resolve_params(sampling, tokenizer, engine.vocab_size)
+    with invalid_request():
+        resolve_params(sampling, tokenizer, engine.vocab_size)
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(
         *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),

@@ -161,7 +161,7 @@ class ServerApp:
             return JsonResponse({"object": "list", "data": [model]})
         if name != self.model_name:
             return self.error_response(
-                InvalidRequestError(f"there is no model {name[:100]!r}: {self.model_name} is", "not_found")
+                InvalidRequestError(f"unknown model {name[:100]!r}: use {self.model_name}", "not_found")
             )
         return JsonResponse(model)
 

@@ -23,7 +23,7 @@ class JoinedLayers(Protocol):
         """The residual stream [T, hidden], which is updated up to the last layer's output; cosines and sines [T, D /
         2]; `cache` [layers, blocks, *block_shape] -> this rank's part of the last layer's output, [T, hidden].
 
-        The cache's number of layers run.
+        As many layers run as the cache has.
         """
 
 

@@ -42,12 +42,12 @@ class SdpaBackend(AttentionBackend):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        output = torch.empty_like(query)
+        output, num_later = torch.empty_like(query), metadata.num_later_keys(window)
         for index, num_keys in enumerate(metadata.context_lengths):
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
-            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, metadata.num_later_keys(window))
+            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if score_cap > 0 or sinks is not None:
                 output[rows] = _attend_unfused(*arguments, score_cap, sinks)
             else:

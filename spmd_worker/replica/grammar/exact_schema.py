@@ -249,7 +249,7 @@ def _pieces(pattern: str) -> Iterator[str]:
         if quantifier is not None:
             piece = quantifier[0]
             if was_quantifier and piece != "?":
-                raise SchemaProblem(f"pattern={pattern[:80]!r} repeats {piece} after a quantifier: use parentheses")
+                raise SchemaProblem(f"pattern={pattern[:80]!r} has {piece} after another quantifier: use parentheses")
         elif pattern[position] == "\\":
             piece = pattern[position : position + 2]
         elif pattern[position] == "[":

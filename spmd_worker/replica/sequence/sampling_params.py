@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
-from functools import partial
 from typing import Any, ClassVar, Final, cast
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
@@ -204,9 +203,9 @@ class SamplingParams(_Freezable):
         object.__setattr__(copy, "_is_frozen", True)
         return copy
 
-    def __reduce__(self) -> tuple[Callable[[], "SamplingParams"], tuple[()]]:
+    def __reduce__(self) -> "tuple[Callable[..., SamplingParams], tuple[dict[str, Any]]]":
         """Support `copy` and `pickle`; the result may be changed."""
-        return partial(SamplingParams, **{spec.name: getattr(self, spec.name) for spec in fields(self)}), ()
+        return _from_fields, ({spec.name: getattr(self, spec.name) for spec in fields(self)},)
 
     @property
     def is_greedy(self) -> bool:
@@ -308,6 +307,10 @@ class SamplingParams(_Freezable):
             # Like None, 0, False and empty values ask for nothing.
             if asks(value):
                 raise ValueError(f"{name}={shown(value)} is not supported: {reason}")
+
+
+def _from_fields(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
 
 
 def _is_num_logprobs(value: int) -> bool:

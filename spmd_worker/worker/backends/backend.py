@@ -68,7 +68,9 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def operations(self) -> Operations:
-        """Kernels and attention for the run's model. Raises ConfigError for what this device cannot compute."""
+        """Kernels and attention for the run's model; an argmax module applies `executor.argmax_screen`. Raises
+        ConfigError for a model that this device cannot compute.
+        """
 
     def arithmetic(self, attention: AttentionBackend) -> str:
         """Name of the order in which numbers are added: ranks that differ in it compute different bits. On a GPU it

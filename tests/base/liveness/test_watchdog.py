@@ -326,7 +326,7 @@ def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
     limits: dict[int, float] = {}
 
     def within(limit_s: float, action: Callable[[], object]) -> object:
-        limits.update({each.watched.rank: limit_s for each in ranks.all if action is each.before_exit})
+        limits.update({each.watched.rank: limit_s for each in ranks.all if action == each._run_before_exit})
         return action()
 
     monkeypatch.setattr(watchdog, "within", within)
@@ -338,6 +338,20 @@ def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
     # A signal of this moment: what it saves has had no time yet.
     ranks.all[2].signalled()
     assert ranks.all[2]._saving_s() > ending.LEAVE_S - 0.5
+
+
+def test_rank_logs_failed_saving_and_exits(make, caplog: pytest.LogCaptureFixture):
+    ranks = make(1)
+
+    def save() -> None:
+        raise OSError(28, "No space left on device")
+
+    ranks.all[0].before_exit = save
+    ranks.start((0,))
+    ranks.all[0].signalled()
+    assert ranks.wait_for_exits(1) == {0: 143}
+    (record,) = [each for each in caplog.records if each.message == "saving before the exit failed"]
+    assert "No space left" in str(record.exc_info)
 
 
 def test_signalled_rank_that_ends_well_exits_well(make, capsys):

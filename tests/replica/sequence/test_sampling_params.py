@@ -150,10 +150,19 @@ def test_copies_are_equal_and_assignable(copied):
         assert source.n == 1
 
 
-def test_clone_shares_no_mutable_value():
+@pytest.mark.parametrize("copied", [SamplingParams.clone, copy.deepcopy])
+def test_deep_copies_share_no_mutable_value(copied):
     params = SamplingParams(extra_args={"a": [1]})
-    params.clone().extra_args["a"].append(2)
+    copied(params).extra_args["a"].append(2)
     assert params.extra_args == {"a": [1]}
+
+
+def test_assignment_rejects_wrong_types_at_once():
+    params = SamplingParams(n=2)
+    for name, value in (("n", True), ("top_k", None), ("max_tokens", 2.0), ("skip_special_tokens", 1)):
+        with pytest.raises(ValueError, match=name):
+            setattr(params, name, value)
+    assert params == SamplingParams(n=2)
 
 
 @pytest.mark.parametrize("name", REJECTED)

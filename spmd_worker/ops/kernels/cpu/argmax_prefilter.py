@@ -18,6 +18,7 @@ from spmd_worker.model_config.int8_format import row_bytes
 from spmd_worker.native.library import Function
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ops.kernels.cpu.panels import argmax_results, check_tensor, checked_input, panel_shape
 
 _MAX_COMPUTED_SHARE: Final = 1 / 8
@@ -28,8 +29,8 @@ _MAX_BYPASSED_CALLS: Final = 4096
 
 
 class ArgmaxPrefilter(nn.Module):
-    """Implements `Kernels.argmax_module` for one weight in panels of bfloat16. `fill` and `find` are the compiled
-    functions. The int8 copy is made at the first call, and again after a change of the weight.
+    """Implements `Kernels.argmax_module` for one weight in panels of bfloat16. The arguments `fill` and `find`
+    are the compiled functions. The int8 copy is made at the first call, and again after a change of the weight.
     """
 
     def __init__(self, kernels: Kernels, fill: Function, find: Function, num_bytes: int) -> None:
@@ -60,14 +61,21 @@ class ArgmaxPrefilter(nn.Module):
 
     def fill(self, weight: Tensor) -> None:
         """Make the int8 copy and its bounds from the weight as it is now."""
-        assert weight.is_contiguous(), weight.stride()
-        num_outputs, num_inputs = panel_shape(weight)
+        num_outputs, num_inputs = self._checked_shape(weight)
         self._fill(weight.data_ptr(), num_inputs, num_outputs, self.int8_copy.data_ptr(), num_threads())
+
+    def _checked_shape(self, weight: Tensor) -> tuple[int, int]:
+        """Outputs and inputs of the weight: in panels of bfloat16, of the size that the copy was made for."""
+        assert weight.is_contiguous(), weight.stride()
+        assert weight.dtype == torch.bfloat16, weight.dtype
+        shape = panel_shape(weight)
+        num_bytes = argmax_bytes(*shape, "bfloat16", "cpu")
+        assert self.int8_copy.numel() == num_bytes > 0, (self.int8_copy.shape, weight.shape)
+        return shape
 
     def find(self, x: Tensor, weight: Tensor, count: int, rows: Tensor | None) -> tuple[Tensor, Tensor, int]:
         """The results of `Kernels.linear_argmax`, bit for bit, and the number of logits that were computed."""
-        assert weight.is_contiguous(), weight.stride()
-        num_outputs, num_inputs = panel_shape(weight)
+        num_outputs, num_inputs = self._checked_shape(weight)
         assert 0 < count <= num_outputs, (count, num_outputs)
         x = checked_input(x, weight)
         if rows is not None:

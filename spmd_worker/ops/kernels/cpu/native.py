@@ -292,6 +292,7 @@ class CpuKernels(PackedKernels):
         )
 
     def filter_(self, logits: Tensor, filters: LogitFilters) -> None:
+        assert logits.dtype == torch.float32, logits.dtype
         rows = _logit_arguments(logits, filters.maxima, filters.factors)
         others = filters.tensors()[2:]
         for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):

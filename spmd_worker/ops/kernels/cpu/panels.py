@@ -64,7 +64,7 @@ def interleaved(bias: Tensor | None) -> Tensor | None:
 
 def in_row_order(columns: Tensor) -> Tensor:
     """[T, outputs] in the order of gated panels -> gates, then the up projection."""
-    return columns.view(len(columns), -1, 2, PANEL).transpose(1, 2).flatten(1)
+    return columns.view(len(columns), columns.shape[1] // (2 * PANEL), 2, PANEL).transpose(1, 2).flatten(1)
 
 
 def checked_input(x: Tensor, panels: Tensor) -> Tensor:
