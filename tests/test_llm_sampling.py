@@ -255,7 +255,7 @@ def test_invalid_bad_word_is_rejected_before_queueing(tmp_path: Path):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with LLM(folder, num_blocks=300) as llm:
         params = [GREEDY, replace(GREEDY, bad_words=["~"]), replace(GREEDY, bad_words=["a"])]
-        with pytest.raises(PromptsRefusedError, match="bad_words: '~'"):
+        with pytest.raises(PromptsRefusedError, match=r"bad_words: .*'~'"):
             run(llm, PROMPTS[:3], params)
         assert not llm.llm_engine.has_unfinished_requests()
         rows = run(llm, PROMPTS[:3], params, on_error="row")

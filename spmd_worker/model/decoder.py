@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -259,7 +259,7 @@ def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> 
     """The model's layer of this index. Either all layers defer or none does."""
     defers = all(layer.is_plain_wiring for layer in model_config.layers)
     name = model_config.layer
-    layer_class = import_module(f"{__package__}.{name}").Layer if name else DecoderLayer
+    layer_class = resolve_name(f"{__package__}.{name}:Layer") if name else DecoderLayer
     layer: DecoderLayer = layer_class(
         replace(context, layer=index), model_config.layers[index], model_config.hidden_size, defers=defers
     )

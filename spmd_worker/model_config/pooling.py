@@ -238,7 +238,7 @@ def _classifier(
     if encoder is not None and encoder.head is None:
         raise reader.error("architectures", "is not supported: the encoder's family has no score head")
     labels = reader.get("id2label")
-    num_labels = len(labels) if isinstance(labels, Mapping) and labels else reader.get("num_labels", 2)
+    num_labels = len(labels) if isinstance(labels, Mapping) and labels else reader.config.get("num_labels", 2)
     num_labels = checked_integer(num_labels, reader.where("num_labels"), 1, MAX_SIZE)
     activation = _score_activation(reader, num_labels, sentence)
     pooling = PoolingConfig("classify", "last", hidden_size, num_labels=num_labels, activation=activation)

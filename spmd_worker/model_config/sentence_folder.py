@@ -218,9 +218,9 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
     if not is_pooled or transformer.task != "feature-extraction" or (is_scorer and not dense_names):
         raise ModelConfigError(
             f"{path}: modules {', '.join(kinds) or 'none'} are not supported for transformer_task={transformer.task} "
-            f"of a {_MODEL_TYPES[is_scorer]}, only Transformer, Pooling, any number of Dense, Normalize or not; of a "
-            f"CrossEncoder its Transformer alone, with LogitScore, or with Pooling and Dense: save the folder with one "
-            f"of these lists of modules"
+            f"of a {_MODEL_TYPES[is_scorer]}. Supported: Transformer, Pooling, any number of Dense, at most one "
+            f"Normalize; for a CrossEncoder: Transformer, alone or with LogitScore, or with Pooling and Dense. Save the "
+            f"folder with one of these lists of modules"
         )
     denses = _denses(folder, dense_names, hidden_size, scores=is_scorer)
     if tail and _is_folder_name(names[-1]):
@@ -377,7 +377,10 @@ def _read_processing(settings: ConfigReader, message_format: str) -> tuple[TextT
     restores_suffix = chat.flag("restore_suffix", True)
     chat.flag("add_generation_prompt", False)
     variables = {key: value for key, value in chat.config.items() if key != "restore_suffix"}
-    template_variables = json.dumps(variables, sort_keys=True, allow_nan=False)
+    try:
+        template_variables = json.dumps(variables, sort_keys=True, allow_nan=False)
+    except ValueError:
+        raise arguments.error("chat_template", "must not contain NaN or Infinity, which are not JSON") from None
     return TextTransform((), "", message_format, template_variables, restores_suffix), max_length
 
 

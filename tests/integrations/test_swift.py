@@ -148,7 +148,7 @@ def test_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.Capt
     module.main(["rlhf", str(MODEL)])
     assert f"sampled {[first, second]}" in capsys.readouterr().out
     assert len({tuple(each) for each in first}) > 1
-    with pytest.raises(RuntimeError, match=r"^LoRARequest .*colocate"):
+    with pytest.raises(RuntimeError, match=r"^TensorLoRARequest .*colocate"):
         engine.TensorLoRARequest(lora_name="a")
     with pytest.raises(RuntimeError, match="give --vllm_mode colocate"):
         engine.StatelessProcessGroup.create("a", 1, 0, 2)

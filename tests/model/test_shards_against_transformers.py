@@ -23,7 +23,7 @@ from reference_models import (
 from thread_groups import on_ranks
 from torch import Tensor
 
-from spmd_worker.model.layers import linear
+from spmd_worker.model.layers import attention, linear
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import read_model_files
@@ -83,8 +83,8 @@ def test_rank_without_token_ids_takes_part(tmp_path: Path):
 
 
 def test_comparison_detects_key_value_heads_on_wrong_ranks(monkeypatch: pytest.MonkeyPatch):
-    right = linear.kv_head_range
-    monkeypatch.setattr(linear, "kv_head_range", lambda heads, size, rank: right(heads, size, size - 1 - rank))
+    right = attention.kv_head_range
+    monkeypatch.setattr(attention, "kv_head_range", lambda heads, size, rank: right(heads, size, size - 1 - rank))
     assert worst_error("llama3", 4) > 1e-2
 
 

@@ -96,7 +96,7 @@ for folder, dtype, names in job["folders"]:
 found["failed"] = attempt(lambda: run(job["broken"], {"tensor_parallel_size": 4}, dtype="float32"))
 fresh, dtype = job["other"], job["folders"][0][1]
 found["fresh"] = run(fresh, {}, dtype=dtype)
-RowParallelLinear._whole_maxima = lambda self, maxima: maxima
+RowParallelLinear._full_row_maxima = lambda self, maxima: maxima
 found["control"] = run(job["folders"][1][0], {"tensor_parallel_size": 2}, dtype=job["folders"][1][1])
 Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(found))
 """

@@ -97,7 +97,7 @@ def test_engine_of_ended_world_leaves_the_next_alone():
     )
 
 
-@pytest.mark.parametrize("place", ["groups._join_one", "backend.share_memory"])
+@pytest.mark.parametrize("place", ["groups.in_every_engine", "backend.share_memory"])
 @pytest.mark.parametrize("whose", ["ours", "the caller's"])
 def test_failed_start_leaves_no_group(whose: str, place: str):
     """The start fails between two groups."""

@@ -58,7 +58,7 @@ def hash_of(name: str) -> int:
 def test_salt_test_detects_ignored_salts(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     root_hash = allocator.root_hash
-    monkeypatch.setattr(allocator, "root_hash", lambda cache_salt, **root: root_hash(**root))
+    monkeypatch.setattr(allocator, "root_hash", lambda *args, cache_salt, **root: root_hash(*args, **root))
     with pytest.raises(AssertionError):
         test_prompts_find_what_their_own_salt_left(llm, lambda *arguments: asked_by_parameter(*arguments))
 

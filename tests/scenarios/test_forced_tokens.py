@@ -101,13 +101,13 @@ def test_answers_are_independent_of_forms_compiled_per_step(
 @pytest.mark.parametrize("fault", ["doubled", "another"])
 def test_row_test_detects_wrong_forced_tokens(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str):
     """Negative control."""
-    taken = StepMasks.taken
+    taken = StepMasks.appended
 
     def wrong(self: StepMasks, token_ids: Any) -> Any:
         found = taken(self, token_ids)
         return [(*each, each[-1] if fault == "doubled" else 9) if len(each) > 1 else each for each in found]
 
-    monkeypatch.setattr(StepMasks, "taken", wrong)
+    monkeypatch.setattr(StepMasks, "appended", wrong)
     assert answers(run(llm)) != plain
 
 
@@ -252,7 +252,7 @@ def test_row_history_lists_all_blocks_of_forced_step(tmp_path: Path, capsys: pyt
     code = replay.main([str(tmp_path / "out.jsonl.run" / "steps.log"), "--row", "index:0"])
     shown, said = capsys.readouterr()
     assert code == 0, said
-    num_blocks = [len(found.split(",")) for found in re.findall(r"takes blocks? (\d+(?:, \d+)*)", shown)]
+    num_blocks = [len(found.split(",")) for found in re.findall(r"gets blocks? (\d+(?:, \d+)*)", shown)]
     num_tokens = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
     assert max(num_blocks) > 1
     # The first comes with the prompt; the last token is computed by nobody.

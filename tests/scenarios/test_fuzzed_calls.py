@@ -75,7 +75,7 @@ def llm() -> Iterator[LLM]:
 
 
 def test_worker_event_must_carry_events(llm: LLM):
-    with pytest.raises(TypeError, match="then has 'x': give ResetPrefixCache, SetWeightVersion or Commit"):
+    with pytest.raises(TypeError, match="then contains 'x': give ResetPrefixCache, SetWeightVersion or Commit"):
         llm.llm_engine.worker_event("start_profile", "folder", "xy")
     assert llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 

@@ -380,9 +380,12 @@ def test_settings_that_are_not_run_are_refused(
     ("kinds", "words"),
     [
         ([f"{BASE}.Transformer", "mine.Pooling"], "module 'mine.Pooling' is code of the folder"),
-        ([f"{BASE}.Router"], "modules Router are not run"),
-        ([f"{BASE}.Transformer", "sentence_transformers.models.WordWeights"], "Transformer, WordWeights are not run"),
-        (["sentence_transformers.models.StaticEmbedding"], "modules StaticEmbedding are not run"),
+        ([f"{BASE}.Router"], "modules Router are not supported"),
+        (
+            [f"{BASE}.Transformer", "sentence_transformers.models.WordWeights"],
+            "Transformer, WordWeights are not supported",
+        ),
+        (["sentence_transformers.models.StaticEmbedding"], "modules StaticEmbedding are not supported"),
     ],
 )
 def test_modules_of_other_kinds_are_refused(kinds: list[str], words: str, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class History:
 
     def _compare(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
         """Check that the mirror has exactly the unfinished sequences with blocks, complete."""
-        held = self.mirror.state()
+        held = mirror_state(self.mirror)
         scheduler = self.schedulers[1]
         alive = {each.key: each for group in scheduler.queues.groups.values() for each in group.sequences}
         for each in scheduled:

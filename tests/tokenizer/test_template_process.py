@@ -222,7 +222,7 @@ def test_forked_owner_starts_its_own_template_process(monkeypatch: pytest.Monkey
     template = IsolatedTemplate("x", {})
     template.render(CONVERSATIONS[0])
     first = template._process._children[0]
-    pid, own = first.pid, os.getpid()
+    pid, own = first.process.pid, os.getpid()
     with monkeypatch.context() as forked:
         forked.setattr(bounded_process.os, "getpid", lambda: own + 1)
         assert template.render(CONVERSATIONS[0]) == "x"

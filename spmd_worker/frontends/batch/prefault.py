@@ -23,7 +23,7 @@ _PROMPT: Final = re.compile(rb'"(prompt|messages)')
 _COMPRESSION_RATIO: Final = 5
 _COMPRESSED: Final = (".gz", ".zst", ".parquet")
 _FREE_MEMORY_DIVISOR: Final = 8
-"""The ranks of a node prefault at most this fraction of its free memory."""
+"""The ranks of a node prefault at most one part in this many of its free memory."""
 
 
 def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:

@@ -10,7 +10,6 @@ a line of JSON with the lengths of its parts, then the parts.
 """
 
 import json
-from dataclasses import astuple
 from typing import Any, Final
 
 from spmd_worker.engine.data_parallel.round import ReplicaRound
@@ -98,7 +97,11 @@ def unpack_rows(payload: bytes) -> list[NumberedLine]:
 
 def pack_answers(answers: list[RowAnswer]) -> bytes:
     """Encode answers."""
-    heads = [[index, *counts] for index, _, *counts in map(astuple, answers)]
+    # By hand: `astuple` copies every value.
+    heads = [
+        [each.index, each.error_code, each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens]
+        for each in answers
+    ]
     return _pack(heads, [each.line for each in answers])
 
 

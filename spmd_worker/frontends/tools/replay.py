@@ -178,7 +178,7 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are applied")
     print_block_ops(plan.block_ops)
     for event in step.events:
-        print(f"  then {EVENT_TEXTS[type(event)](event)}")
+        print(f"  then {EVENT_TEXTS.get(type(event), repr)(event)}")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free, {cache.num_cached_blocks} of them cached")
     if cache.num_host_blocks:
         print(f"  host blocks: {cache.num_used_host_blocks} of {cache.num_host_blocks} hold swapped sequences")

@@ -20,8 +20,8 @@ class CheckpointLayer(nn.Module):
     """Whether its parameters are float32 whatever the model's dtype."""
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """This rank's slices of checkpoint tensors. `prefix` is the layer's name. Replicated parameters by default, of
-        which transformers has those without dimensions as buffers.
+        """This rank's slices of checkpoint tensors. `prefix` is the layer's name. Replicated parameters by default: a
+        layer that shards must override it. transformers has parameters without dimensions as buffers.
         """
         for name, parameter in self.named_parameters(prefix, recurse=False):
             yield replicated(name, tuple(parameter.shape), name, is_buffer=parameter.ndim == 0)

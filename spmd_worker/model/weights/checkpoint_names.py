@@ -233,7 +233,8 @@ class CheckpointNames:
         for stage in (Stage(0, 0, is_first=True, is_last=False), Stage(end, end, is_first=False, is_last=True)):
             for piece in stage_slices(stage):
                 # The tensor of a tied head is the embedding's, with its shape and dtype.
-                found.setdefault(piece.checkpoint_name, piece.tensor)
+                tensor = found.setdefault(piece.checkpoint_name, piece.tensor)
+                assert tensor.shape == piece.checkpoint_shape, (piece, tensor)
         # Layers of one kind have the same tensors.
         of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, ModelTensor]] = {}
         for index, layer in enumerate(layers):

@@ -171,7 +171,7 @@ class ScaledWeight(LinearWeight):
         if found not in allowed:
             raise MisfitError(
                 f"{self.parts[role]} has the shape {list(found)}, but must have {[rows, columns]} for "
-                f"{self.parts['numbers']} in {self.format.words}"
+                f"{self.parts['numbers']} of shape {list(self._shape_of('numbers'))} in {self.format.words}"
             )
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:

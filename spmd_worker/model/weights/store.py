@@ -92,7 +92,9 @@ class WeightStore:
     @cached_property
     def tensors(self) -> dict[str, ModelTensor]:
         """All checkpoint tensors of the model by name, those of other stages too."""
-        return self.names.tensors(self._stage_slices)
+        tensors = self.names.tensors(self._stage_slices)
+        assert all(tensors[each.checkpoint_name].shape == each.checkpoint_shape for each in self.slices), "shapes"
+        return tensors
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

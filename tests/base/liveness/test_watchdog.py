@@ -341,15 +341,15 @@ def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
 
 
 def test_rank_logs_failed_saving_and_exits(make, caplog: pytest.LogCaptureFixture):
-    ranks = make(1)
+    ranks = make(2)
 
     def save() -> None:
         raise OSError(28, "No space left on device")
 
-    ranks.all[0].before_exit = save
-    ranks.start((0,))
-    ranks.all[0].signalled()
-    assert ranks.wait_for_exits(1) == {0: 143}
+    ranks.all[1].before_exit = save
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
     (record,) = [each for each in caplog.records if each.message == "saving before the exit failed"]
     assert "No space left" in str(record.exc_info)
 

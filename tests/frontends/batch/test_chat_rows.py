@@ -138,7 +138,7 @@ def test_tools_are_error_row_when_template_ignores_them(tmp_path: Path):
     chat.format = ChatFormat("hermes", "none", True)
     row = chat.row(tools=many, tool_choice="required")
     assert isinstance(row, RowError)
-    assert row.message.startswith("tools: grammar has ")
+    assert row.message.startswith("tools: grammar is ")
     row = chat.row(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
     assert isinstance(row, RowError)
     assert row.message.startswith("structured_outputs and response_format both")

@@ -537,7 +537,7 @@ def test_ending_server_gives_error_when_time_is_up():
 ALONE = [
     (["--host", "0.0.0.0"], "serve.host=0.0.0.0 is reachable from other machines"),
     (["serve.host=127.0.0.1.example.org"], "serve.host=127.0.0.1.example.org is reachable from other machines"),
-    (["--port", "70000"], "serve.port=70000 must be from 0 (any that is free) to 65535"),
+    (["--port", "70000"], "serve.port=70000 must be from 0 to 65535"),
     (["job.input=rows.jsonl"], "plan, job.input and job.output are for launch.py"),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --host HOST, --port PORT, --api-key KEY, --help"),

@@ -242,8 +242,11 @@ class CountingKernels:
 
 def test_prefilter_refills_after_writes_and_bypasses_when_useless():
     kernels = CountingKernels()
-    prefilter = ArgmaxPrefilter(kernels, kernels.fill, kernels.find, 16)
-    x, weight = torch.zeros(2, 32).bfloat16(), torch.zeros(7, 16, 16, 2).bfloat16()
+    num_bytes = argmax_bytes(16384, 128, "bfloat16", "cpu")
+    prefilter = ArgmaxPrefilter(kernels, kernels.fill, kernels.find, num_bytes)
+    x, weight = torch.zeros(2, 128).bfloat16(), torch.zeros(1024, 64, 16, 2).bfloat16()
+    with pytest.raises(AssertionError, match="512, 64, 16, 2"):
+        prefilter(x, weight[:512], 100, None, 0)
 
     def call(version: int = 0) -> list[str]:
         prefilter(x, weight, 100, None, version)

@@ -177,7 +177,7 @@ def test_configured_number_fits_64_bits():
         with pytest.raises(ConfigError, match=r"^seed=.* must fit 64 bits"):
             RunConfig(seed=number)
     assert RunConfig(seed=2**64 - 1).seed == 2**64 - 1
-    with pytest.raises(ConfigError, match=r"^seed has 5000 characters"):
+    with pytest.raises(ConfigError, match=r"^seed: a number of 5000 digits"):
         compose_run(REPOSITORY / "conf", [f"seed={'9' * 5000}"])
 
 

@@ -41,7 +41,8 @@ class InputScan:
 
     def wait(self, timeout_s: float | None = None) -> ScannedInput | None:
         """The result; None when the timeout has passed. Raises the error of reading: OSError, ConfigError."""
-        wait([self._future], timeout_s)
+        if timeout_s is None or timeout_s > 0:
+            wait([self._future], timeout_s)
         return self._future.result() if self._future.done() else None
 
     def has_changed(self) -> bool:

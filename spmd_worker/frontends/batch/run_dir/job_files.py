@@ -53,6 +53,9 @@ def run_dir_of(job: JobConfig) -> Path:
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
+    partial_name = partial_path(Path(job.output or "")).name
+    if not _is_reserved(path) and path.name != partial_name and not path.is_symlink():
+        return False
     resolved = path.resolve()
     is_in_run_dir = resolved.parent == run_dir_of(job).resolve()
     return resolved == partial_path(Path(job.output or "")).resolve() or (is_in_run_dir and _is_reserved(path))

@@ -138,7 +138,7 @@ def _compare(
         key, (earlier, later) = next(iter(overridden.items()))
         raise ConfigError(
             f"{key} is {_short(later)}, and {_short(earlier)} in the run of job.run_dir={run_dir}: answers would "
-            f"differ. Resume with that run's value, give another job.run_dir, or set job.resume=force to resume anyway"
+            f"differ. Resume with what that run had, give another job.run_dir, or set job.resume=force to resume anyway"
         )
     if overridden:
         manifest["overridden"] = [*manifest["overridden"], overridden]
