@@ -300,6 +300,7 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """`DecoderStack.forward`, whose arguments these are."""
         hidden: Tensor = self.model(*inputs, **options)
         return hidden
 

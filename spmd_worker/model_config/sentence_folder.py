@@ -219,8 +219,8 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
         raise ModelConfigError(
             f"{path}: modules {', '.join(kinds) or 'none'} are not supported for transformer_task={transformer.task} "
             f"of a {_MODEL_TYPES[is_scorer]}. Supported: Transformer, Pooling, any number of Dense, at most one "
-            f"Normalize; for a CrossEncoder: Transformer, alone or with LogitScore, or with Pooling and Dense. Save the "
-            f"folder with one of these lists of modules"
+            f"Normalize; for a CrossEncoder: Transformer, alone or with LogitScore, or with Pooling and Dense. Save "
+            f"the folder with one of these lists of modules"
         )
     denses = _denses(folder, dense_names, hidden_size, scores=is_scorer)
     if tail and _is_folder_name(names[-1]):

@@ -86,7 +86,7 @@ def test_expert_keys_require_expert_parallelism(
     """Expert parallelism has no effect on a dense model."""
     with pytest.raises(ConfigError, match=r"parallel.invariant_experts=true needs ranks that hold complete experts"):
         ParallelConfig(invariant_experts=True)
-    with pytest.raises(ConfigError, match=r"parallel.expert_placement=round_robin is about experts"):
+    with pytest.raises(ConfigError, match=r"parallel.expert_placement=round_robin needs ranks"):
         ParallelConfig(expert_placement="round_robin")
     with caplog.at_level(logging.WARNING):
         assert layout_of(config_of("LlamaForCausalLM"), 2) is None

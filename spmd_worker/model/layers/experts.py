@@ -74,6 +74,7 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
 
     Of equal scores the lower index is selected. The weights of a row with a NaN score are NaN.
     """
+    assert experts.score in ("softmax", "sigmoid", "softmax_chosen"), experts.score
     scores = logits
     if experts.score != "softmax_chosen":
         scores = _sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)

@@ -180,7 +180,7 @@ def test_unsupported_path_is_reported(client: Client, server: ServedHere):
     check_error(nothing, 404, "not_found", "POST /v1/nothing: unknown path")
     check_error(client.ask("/nothing", method="GET"), 404, "not_found", "GET /nothing: unknown path")
     check_error(client.ask(TEXT, method="GET"), 405, "method_not_allowed", "unsupported method")
-    check_error(client.ask("/v1/models/other", method="GET"), 404, "not_found", "there is no model 'other'")
+    check_error(client.ask("/v1/models/other", method="GET"), 404, "not_found", "unknown model 'other'")
     check_error(client.ask(TEXT, {"prompt": "a"}, {"X-Custom-Id": "a" * 513}), 400, "invalid_value", "X-Custom-Id")
     (model,) = client.ask("/v1/models", method="GET")[1]["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("model", "model", 256)

@@ -77,7 +77,7 @@ def open_stream(name: str) -> BinaryIO:
 
 
 def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[Path, ...]:
-    """The files of `job.input`, without the job's own (`is_own`). Raises ConfigError if no file is left."""
+    """The files of `job.input`, without the job's own (`is_own`). Raises ConfigError if there is none."""
     if Path(name).is_file():
         paths = [Path(name)]
     elif glob.has_magic(name):

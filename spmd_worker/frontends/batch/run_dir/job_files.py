@@ -147,7 +147,7 @@ def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
 
 
 def check_run_dir(run_dir: Name) -> None:
-    """Raise ConfigError if something other than a regular file has the name of one of the job's files."""
+    """Raise ConfigError if something other than a regular file with one link has the name of one of the job's files."""
     if not run_dir.path.is_dir():
         return
     for path in sorted(run_dir.path.iterdir()):
