@@ -104,7 +104,7 @@ class CacheSpecOfSomebodyElse(CacheSpec):
     [
         (
             {1, 2},
-            "a value of type set cannot cross processes, because nothing is unpickled: pass numbers, ",
+            "a value of type set cannot cross processes, because nothing is unpickled: use numbers, ",
         ),
         (Unknown(), "a value of type test_rpc_coding.Unknown cannot cross processes"),
         (CacheSpecOfSomebodyElse(1, 1, 1, 1, 1), "a value of type test_rpc_coding.CacheSpecOfSomebodyElse cannot"),

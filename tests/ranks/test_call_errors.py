@@ -115,7 +115,7 @@ WAITS = "RuntimeError: 1 requests of llm_engine.add_request are not answered yet
 NO_PROMPTS = "TypeError: prompts is a int: give a prompt or a list of prompts"
 NO_MESSAGES = "TypeError: messages is a str: give a list of messages, or a list of such lists"
 NO_PAYLOAD = (
-    "TypeError: a value of type set cannot cross processes, because nothing is unpickled: pass numbers, strings, "
+    "TypeError: a value of type set cannot cross processes, because nothing is unpickled: use numbers, strings, "
     "bytes, lists, tuples or dicts"
 )
 NO_FOLDER = "ValueError: start_profile needs the folder to write to: start_profile(folder)"

@@ -19,6 +19,8 @@ from spmd_worker.worker.worker_base import WorkerBase
 class FakeWorker(WorkerBase):
     """Notes its calls; `fails` names the method that raises."""
 
+    vocab_size, max_model_len = 96, 64
+
     def __init__(self, name: str = "fake", fails: str = "", **_: Any) -> None:
         self.name, self.fails = name, fails
         self.calls: list[tuple[Any, ...]] = []

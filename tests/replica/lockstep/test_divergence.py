@@ -252,7 +252,8 @@ def test_rank_hanging_in_collective_ends_after_launchers_signal():
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo")
         hanging = dist.new_group([0, 2])
-        EndingSignals(lambda: None, lambda number: None, 5.0).install()
+        # Rank 2 stays longer: its end would close rank 0's connection, which then raises.
+        EndingSignals(lambda: None, lambda number: None, 2.0 if rank == 0 else 6.0).install()
         dist.barrier()
         if rank == 1:
             time.sleep(1)
