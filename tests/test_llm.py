@@ -462,7 +462,7 @@ def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path)
         LLM(folder, num_blocks=4)
     with pytest.raises(ConfigError, match=r"^max_model_len=513"):
         LLM(folder, max_model_len=513)
-    with pytest.raises(ConfigError, match="float16"):
+    with pytest.raises(ConfigError, match="float16 is not supported on the CPU"):
         LLM(folder, dtype="float16", device="cpu")
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size=3 .* 1, 2 and 4"):
         LLM(folder, tensor_parallel_size=3)

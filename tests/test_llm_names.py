@@ -500,5 +500,5 @@ def test_vllm_methods_exist_or_name_alternatives(llm: LLM):
         with pytest.raises(AttributeError) as refused:
             getattr(llm, name)
         assert str(refused.value) == f"LLM has no attribute {name!r}: {words}"
-    with pytest.raises(AttributeError, match=r"'frobnicate'$"):
+    with pytest.raises(AttributeError, match=r"^LLM has no attribute 'frobnicate'$"):
         _ = llm.frobnicate

@@ -204,7 +204,7 @@ def test_model_config_has_attributes_read_by_scripts(llm: LLM, monkeypatch: pyte
 
 
 def test_profile_without_a_folder_is_rejected(llm: LLM):
-    with pytest.raises(ValueError, match="start_profile"):
+    with pytest.raises(ValueError, match="start_profile needs the folder to write to"):
         llm.start_profile()
 
 

@@ -119,7 +119,7 @@ def test_error_on_one_rank_names_it(executor: MultiprocExecutor):
 
 def test_error_on_all_ranks_names_the_lowest(executor: MultiprocExecutor):
     for _ in range(5):
-        with pytest.raises(WorkerError, match=r"rank 0.*ValueError.*fail_on"):
+        with pytest.raises(WorkerError, match=r"^rank 0 raised ValueError in fail_on: went wrong"):
             executor.collective_rpc("fail_on", args=(-1,))
 
 
@@ -134,7 +134,9 @@ def test_timeout_names_the_unanswered_ranks(executor: MultiprocExecutor, go_on: 
         executor.collective_rpc("wait_for", timeout=3, args=(str(go_on), 1))
     pid = executor.worker_pids[1]
     assert str(raised.value) == f"rank 1 (pid {pid}) has not answered wait_for within 3 s"
-    with pytest.raises(TimeoutError, match=r"rank 0.*rank 1.*wait_for"):
+    with pytest.raises(
+        TimeoutError, match=r"^rank 0 \(pid \d+\), rank 1 \(pid \d+\) have not answered wait_for within"
+    ):
         executor.collective_rpc("wait_for", timeout=0.1, args=(str(go_on),))
     go_on.touch()
     # The late answers are nobody's: the next call gets its own.
@@ -144,7 +146,7 @@ def test_timeout_names_the_unanswered_ranks(executor: MultiprocExecutor, go_on: 
 def test_unsendable_values_are_rejected_before_sending(executor: MultiprocExecutor):
     with pytest.raises(TypeError, match=r"nothing is unpickled: .* executor\.worker_extension_cls"):
         executor.collective_rpc(lambda worker: worker.rank)
-    with pytest.raises(TypeError, match=r"apply_model.*executor\.worker_extension_cls"):
+    with pytest.raises(TypeError, match=r"^apply_model: a value of type function .* executor\.worker_extension_cls"):
         executor.collective_rpc("apply_model", args=(lambda model: model,))
     with pytest.raises(TypeError, match=r"^echo: a value of type object cannot cross processes"):
         executor.collective_rpc("echo", args=(object(),))
@@ -157,7 +159,7 @@ def test_invalid_timeout_is_rejected(executor: MultiprocExecutor, timeout: Any, 
 
 
 def test_unsendable_answer_error_names_rank(executor: MultiprocExecutor):
-    with pytest.raises(WorkerError, match=r"rank 0.*TypeError.*give_object"):
+    with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in give_object: a value of type object cannot"):
         executor.collective_rpc("give_object")
 
 

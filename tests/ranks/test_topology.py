@@ -126,7 +126,7 @@ def test_incomplete_environment_error_names_missing_variables():
     half = {key: value for key, value in TORCHRUN.items() if not key.startswith("MASTER")}
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not"):
         read_rank_environment(half)
-    with pytest.raises(ConfigError, match="RANK='x'"):
+    with pytest.raises(ConfigError, match="RANK='x' must be a whole number"):
         read_rank_environment({**TORCHRUN, "RANK": "x"})
 
 

@@ -246,7 +246,7 @@ def test_named_or_empty_prompt_is_prepended_to_texts() -> None:
         assert near(ours, theirs), name
     # The control: the folder's own prompt counts.
     assert not near(ours, encoded(folder, TEXTS[:2]), 1e-3)
-    with pytest.raises(ConfigError, match="default_prompt_name=other"):
+    with pytest.raises(ConfigError, match=r"default_prompt_name=other is not one of the folder's prompts \(query, "):
         LLM(folder, default_prompt_name="other", **SETTINGS)
 
 

@@ -74,7 +74,7 @@ def test_oversized_conversation_is_named_and_next_row_runs(
     """The error claimed that jinja2 was missing."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 256 << 20)
     template = IsolatedTemplate("fine", {})
-    with pytest.raises(ChatTemplateError, match=r"256.*MiB"):
+    with pytest.raises(ChatTemplateError, match="more than 256 MiB of memory"):
         template.render(CONVERSATIONS[0], variables={"x": [{"": 0}] * 1_500_000})
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -83,7 +83,7 @@ def test_conversation_beyond_process_memory_is_named(monkeypatch: pytest.MonkeyP
     """Its process has ended before all of it is sent."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 128 << 20)
     template = IsolatedTemplate("fine", {})
-    with pytest.raises(ChatTemplateError, match=r"128.*MiB"):
+    with pytest.raises(ChatTemplateError, match="more than 128 MiB of memory"):
         template.render(CONVERSATIONS[0], variables={"x": "x" * (160 << 20)})
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -96,7 +96,7 @@ def test_conversation_beyond_process_memory_is_named(monkeypatch: pytest.MonkeyP
 def test_template_exceeding_memory_fails_and_next_row_runs(name: str):
     template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{LARGE[name]}{{% else %}}fine{{% endif %}}", {})
     assert template.render(CONVERSATIONS[0]) == "fine"
-    with pytest.raises(ChatTemplateError, match=r"512.*MiB"):
+    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
         template.render(CONVERSATIONS[1])
     assert template.render(CONVERSATIONS[0]) == "fine"
 

@@ -51,7 +51,7 @@ def chosen(
 
 def test_an_encoder_is_refused_because_attention_is_causal(monkeypatch: pytest.MonkeyPatch):
     """Its rows were computed causally, in silence."""
-    with pytest.raises(ConfigError, match=r"executor\.device_backend"):
+    with pytest.raises(ConfigError, match=r"is an encoder .*leave executor\.device_backend at auto"):
         chosen(monkeypatch, is_encoder=True)
     assert isinstance(chosen(monkeypatch).attention, TritonBackend)
     sees_later = AttentionMetadata(*(None,) * 5, sees_later=True)

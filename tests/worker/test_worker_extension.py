@@ -89,7 +89,7 @@ def test_extension_with_colliding_names_is_rejected(extension: str, names: str):
 
 
 def test_extension_with_handlers_event_is_rejected():
-    with pytest.raises(ConfigError, match=r"TakesAnEvent.*commit_sleep"):
+    with pytest.raises(ConfigError, match=r"TakesAnEvent and .*\.Worker both have commit_sleep"):
         extend_class(Worker, TakesAnEvent)
 
 
@@ -114,7 +114,7 @@ def test_invalid_class_error_names_its_key(key: str, name: str, reason: str):
 
 
 def test_no_class_is_the_default_class():
-    with pytest.raises(TypeError, match=r"Worker\.__init__\(\).*2"):
+    with pytest.raises(TypeError, match=r"Worker\.__init__\(\) missing 2 required positional arguments"):
         WorkerWrapper().init_worker([{"worker_cls": None}])
 
 

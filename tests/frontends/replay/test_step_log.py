@@ -233,7 +233,7 @@ def test_header_with_missing_or_mistyped_key_is_rejected(name: str):
 
 def test_unknown_keys_and_other_versions_are_rejected():
     value = header_to_json(HEADER)
-    with pytest.raises(StepLogError, match="shoe_size"):
+    with pytest.raises(StepLogError, match="header's shoe_size is missing, unknown"):
         header_from_json({**value, "shoe_size": 43})
     words = f"format version 2; this code reads version {FORMAT_VERSION}: replay the log with the version"
     with pytest.raises(StepLogError, match=words):

@@ -161,7 +161,7 @@ def test_tensor_in_two_files_is_rejected(tmp_path):
     files = {"x.safetensors": {"a": tensor(1)}, "y.safetensors": {"a": tensor(1), "b": tensor(1)}}
     save_indexed(tmp_path, files)
     write_index(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
-    with pytest.raises(CheckpointError, match=r"y\.safetensors.*'a'"):
+    with pytest.raises(CheckpointError, match=r"y\.safetensors: tensor 'a' .* the index says x"):
         Checkpoint.open(tmp_path)
 
 
@@ -170,7 +170,9 @@ def test_two_tensors_of_one_name_are_rejected(tmp_path):
     files = {"a.gamma": tensor(2, seed=1), "a.weight": tensor(2, seed=2), "b.gamma": tensor(2)}
     with Checkpoint.open(save_single(tmp_path, files)) as checkpoint:
         checkpoint.rename(lambda name, shape: {name.replace("b.gamma", "b.weight"): None})
-        with pytest.raises(CheckpointError, match=r"'a\.gamma'.*'a\.weight'"):
+        with pytest.raises(
+            CheckpointError, match=r"tensors 'a\.gamma' and 'a\.weight' are the same weight of the model"
+        ):
             checkpoint.rename(lambda name, shape: {name.replace("gamma", "weight"): None})
         assert checkpoint.names() == ["a.gamma", "a.weight", "b.weight"]
         assert checkpoint.stored_name("b.weight") == "b.gamma"
@@ -189,7 +191,7 @@ def test_tensor_also_inside_another_is_rejected(tmp_path):
 
     with (
         Checkpoint.open(save_single(tmp_path, files)) as checkpoint,
-        pytest.raises(CheckpointError, match=r"'experts'.*'experts\.1'"),
+        pytest.raises(CheckpointError, match=r"tensors 'experts' and 'experts\.1' are the same weight of the model"),
     ):
         checkpoint.rename(parts)
 
