@@ -201,7 +201,8 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
             f'{path}: the Transformer is in {shown(names[0])}: its files must be in {folder} itself, with path ""'
         )
     settings = _open(folder / SETTINGS_FILE, is_optional=True)
-    is_scorer = settings.choice("model_type", _MODEL_TYPES, _MODEL_TYPES[0]) == "CrossEncoder"
+    with_way_out = replace(settings, way_out=": load the folder as one of these and save it again")
+    is_scorer = with_way_out.choice("model_type", _MODEL_TYPES, _MODEL_TYPES[0]) == "CrossEncoder"
     transformer = _read_transformer(folder)
     text = _with_prompts(transformer.text, settings)
     common: dict[str, Any] = {"text": text, "max_tokens": transformer.max_tokens}
@@ -347,6 +348,9 @@ def _message_format(settings: ConfigReader, task: str) -> str:
     if settings.get("modality_config") is None:
         return ""
     modalities = settings.object("modality_config")
+    for kind, value in modalities.config.items():
+        if value is None:
+            raise modalities.error(kind, "must be an object")
     readers = {kind: modalities.object(kind) for kind in modalities.config}
     output, name = _TASKS[task]
     settings.choice("module_output_name", (name,))

@@ -339,7 +339,7 @@ BASE = "sentence_transformers.base.modules"
     ("name", "file", "changes", "words"),
     [
         ("identity", TOP, {"activation_fn": "mine.Identity"}, "activation_fn='mine.Identity' is not supported"),
-        ("identity", TOP, {"model_type": "SparseEncoder"}, "model_type='SparseEncoder' is not supported"),
+        ("identity", TOP, {"model_type": "SparseEncoder"}, "model_type='SparseEncoder' .* save it again"),
         ("identity", TOP, {"model_type": "SentenceTransformer"}, "modules Transformer are not supported"),
         ("plain", TOP, {"similarity_fn_name": "maxsim"}, "similarity_fn_name='maxsim' is not supported"),
         ("plain", TOP, {"default_prompt_name": "mine"}, "default_prompt_name='mine'"),
@@ -354,6 +354,7 @@ BASE = "sentence_transformers.base.modules"
         ),
         ("plain", SENTENCE, {"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens=False"),
         ("plain", SENTENCE, {"modality_config": {"image": {}}}, "modality_config=.* has no text"),
+        ("plain", SENTENCE, {"modality_config": {"image": None}}, "modality_config.image=None must be an object"),
         ("plain", SENTENCE, {"new_setting": 3}, "new_setting=3 is unknown"),
         ("plain", SENTENCE, {"do_lower_case": True}, "do_lower_case=True"),
         ("plain", "1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "pooling mode .* is not supported"),
