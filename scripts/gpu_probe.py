@@ -4,8 +4,9 @@
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry
                                       the same code on CPU tensors, tiny, nothing timed
 
-Needs torch, triton and numpy only. What a finding decides stands beside it; docs/decisions.md has the list. A part that
-fails is said, and the others go on. What the contract rests on has a value that it must have: any other is in `wrong`.
+Needs torch, triton and numpy only. What a finding decides stands beside it; docs/internals/gpu.md has the list. A part
+that fails is said, and the others go on. What the contract rests on has a value that it must have: any other is in
+`wrong`.
 Exits with 1 where a part failed or something is wrong.
 """
 

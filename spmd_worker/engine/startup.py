@@ -46,7 +46,7 @@ from spmd_worker.worker.memory.estimate import block_copy_tokens
 from spmd_worker.worker.memory.plan import check_cache_setting
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
-"""Free blocks that admission leaves for each running sequence (`docs/decisions.md`)."""
+"""Free blocks that admission leaves for each running sequence (`docs/internals/cache.md`)."""
 
 _Engine = TypeVar("_Engine", bound=Engine)
 

@@ -1,7 +1,7 @@
 """Attention in plain torch: gathers each sequence's blocks for torch's fused attention, on the CPU and on CUDA.
 
 The layout of a block is [2, block size, Hkv, D]: keys, then values, in the order of tokens. Torch's fused attention may
-round a row differently in another chunk; see docs/decisions.md.
+round a row differently in another chunk; see docs/internals/determinism.md.
 
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """

@@ -1,7 +1,7 @@
 """Triton backend for NVIDIA GPUs: our kernels, steps recorded as CUDA graphs, all-reduce in rank order.
 
 Runs on the CPU if TRITON_INTERPRET=1 was set before Triton was imported, for tests. It is not the default on CUDA
-(docs/decisions.md).
+(docs/internals/gpu.md).
 """
 
 import logging

@@ -17,7 +17,7 @@ from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, shard_ra
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
-TFLOP/s to 50 GB/s of PCIe 5. Only the order of magnitude matters (docs/decisions.md).
+TFLOP/s to 50 GB/s of PCIe 5. Only the order of magnitude matters (docs/internals/cache.md).
 """
 
 
