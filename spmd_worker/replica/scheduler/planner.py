@@ -32,7 +32,7 @@ _SERVICE_ORDER: Final = attrgetter("sequence.key")
 class SchedulerLimits:
     """Limits of a step, and the preemption policy. Without `enable_chunked_prefill` a prompt is computed in one piece.
     A joining sequence leaves `watermark_blocks_per_sequence` free for each running one: with none, decoding sequences
-    would preempt those that have just joined (see `docs/internals/cache.md` for its size); 0 leaves only the cache's own
+    would preempt those that have just joined (docs/internals/cache.md has its size); 0 leaves only the cache's own
     watermark. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences.
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
     read, so decoding sequences go ahead of theirs.
