@@ -120,7 +120,7 @@ def resolve(
         device_type=device_type,
         dtype=_dtype(config, model_config, device_type),
         max_model_len=_max_model_len(config, model_config),
-        default_sampling=default_sampling(config.sampling, files.generation_config),
+        default_sampling=default_sampling(config.sampling, files.generation_config, config.limits.max_tokens),
         files_digest=files.digest,
         location=location,
     )

@@ -360,7 +360,7 @@ class RowLimits:
     )
     max_n: int = command_option(1024, "samples of a row, `n` or `best_of`", least=1)
     max_tokens: int | None = command_option(
-        None, "limit and default of a row's `max_tokens`; null: what the model's length leaves", least=1
+        None, "limit of a row's `max_tokens`, and of its default; null: what the model's length leaves", least=1
     )
     max_stop_strings: int = command_option(64, "entries of `stop`, and of `stop_token_ids`", least=0)
     max_logit_bias: int = command_option(

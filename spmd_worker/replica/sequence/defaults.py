@@ -10,8 +10,12 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 _ADVISED_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def default_sampling(config: SamplingConfig, generation_config: Mapping[str, Any]) -> SamplingParams:
-    """`do_sample: false` in generation_config.json means greedy. Raises ConfigError for a value out of range."""
+def default_sampling(
+    config: SamplingConfig, generation_config: Mapping[str, Any], max_tokens: int | None = None
+) -> SamplingParams:
+    """`do_sample: false` in generation_config.json means greedy. A default that `config` does not set is at most
+    `max_tokens`, the run's limit. Raises ConfigError for a value out of range.
+    """
     advised = {key: generation_config[key] for key in _ADVISED_KEYS if generation_config.get(key) is not None}
     if generation_config.get("do_sample") is False:
         # Like Hugging Face, which ignores temperature and filters then.
@@ -19,6 +23,9 @@ def default_sampling(config: SamplingConfig, generation_config: Mapping[str, Any
     if generation_config.get("max_new_tokens") is not None:
         advised["max_tokens"] = generation_config["max_new_tokens"]
     try:
-        return SamplingParams(**{**advised, **config.given()})
+        params = SamplingParams(**{**advised, **config.given()})
     except ValueError as error:
         raise ConfigError(f"sampling.{error} (or generation_config.json, where sampling does not set it)") from None
+    if config.max_tokens is None and max_tokens is not None and params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, max_tokens)
+    return params

@@ -8,6 +8,8 @@ import pickle
 
 import pytest
 
+from spmd_worker.base.config.schema import SamplingConfig
+from spmd_worker.replica.sequence.defaults import default_sampling
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.resolved_params import bad_word_ids, resolve_params, truncated_prompt
 from spmd_worker.replica.sequence.sampling_params import (
@@ -254,3 +256,15 @@ def test_prompt_keeps_its_last_tokens(length: int | None, expected: int):
     prompt = tuple(range(9))
     sampling = SamplingParams(truncate_prompt_tokens=length, max_tokens=6)
     assert truncated_prompt(prompt, sampling, 10) == prompt[9 - expected :]
+
+
+@pytest.mark.parametrize(
+    ("own", "advised", "limit", "expected"),
+    [(None, None, None, 16), (None, None, 8, 8), (None, 2048, 100, 100), (None, 5, 8, 5), (7, 2048, 8, 7)],
+)
+def test_default_of_max_tokens_is_within_the_limit(
+    own: int | None, advised: int | None, limit: int | None, expected: int
+):
+    """A row without `max_tokens` was an error row if `limits.max_tokens` was below the default."""
+    generation_config = {} if advised is None else {"max_new_tokens": advised}
+    assert default_sampling(SamplingConfig(max_tokens=own), generation_config, limit).max_tokens == expected
