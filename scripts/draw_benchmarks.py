@@ -1,4 +1,4 @@
-"""Draws measured figures as bars: docs/benchmarks.json -> docs/benchmarks.svg.
+"""Draws measured figures as bars: docs/lab/benchmarks.json -> docs/lab/benchmarks.svg.
 
     python scripts/draw_benchmarks.py [FIGURES.json [OUT.svg]]
 
@@ -13,14 +13,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "lab" / "benchmarks.json"
 WIDTH, LABELS, NUMBERS = 760, 230, 130
 BAR, GAP, TITLE, MARGIN = 18, 8, 34, 14
 PRIMARY, OTHER, INK, PAPER = "#2f6f9f", "#b9b4a7", "#222222", "#ffffff"
 
 
 def main(arguments: list[str]) -> None:
-    source = Path(arguments[0]) if arguments else DOCS / "benchmarks.json"
+    source = Path(arguments[0]) if arguments else FIGURES
     target = Path(arguments[1]) if len(arguments) > 1 else source.with_suffix(".svg")
     target.write_text(draw(json.loads(source.read_text(encoding="utf-8"))), encoding="utf-8")
 

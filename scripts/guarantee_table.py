@@ -1,4 +1,4 @@
-"""Writes docs/guarantees.md, what is promised and what holds it, from the markers of the tests.
+"""Writes docs/lab/guarantees.md, what is promised and what holds it, from the markers of the tests.
 
 python scripts/guarantee_table.py [OUT.md]
 
@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "guarantees.md"
+TARGET = ROOT / "docs" / "lab" / "guarantees.md"
 HEAD = """# Guarantees
 
-Written by `python scripts/guarantee_table.py` from the tests' markers; do not edit it. Each guarantee has a test that
-fails where it is broken, and a negative control that breaks it. Files are below `tests/`; (s) is of the stress tier.
-`pytest -m "guarantee or control"` runs them.
+<!-- Written by `python scripts/guarantee_table.py` from the tests' markers: do not edit. -->
+
+Every guarantee with the test that fails where it is broken and the negative control that breaks it, for contributors.
+Files are below `tests/`; (s) is the stress tier. `pytest -m "guarantee or control"` runs them all; see
+[Testing](../internals/testing.md).
 
 | guarantee | test | control |
 | --- | --- | --- |

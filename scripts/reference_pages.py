@@ -1,7 +1,7 @@
-"""Writes what is made of the records of the options and of vLLM's names, as the code reads them:
+"""Writes the generated pages of docs/reference, and the types of the keywords of `LLM(...)`, from the code's records:
 
-docs/reference/configuration.md, every key; docs/vllm.md, differences from vLLM; and spmd_worker/compat/llm_keywords.py,
-the types of the keywords of `LLM(...)`.
+docs/reference/configuration.md, every key; docs/reference/models.md, the supported models;
+docs/reference/vllm_names.md, vLLM's names; and spmd_worker/compat/llm_keywords.py.
 
 python scripts/reference_pages.py [FOLDER]
 """
@@ -18,36 +18,94 @@ from spmd_worker.base.config.options import Key, command_text, groups_of, keys_o
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
 from spmd_worker.compat.methods import ENGINE_ABSENT, ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
+from spmd_worker.model_config.families.listing import describe_families
+from spmd_worker.model_config.quantization import READ_METHODS
 from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS, REJECTED, SAMPLING_KEYS, WITHOUT_EFFECT
 
 ROOT = Path(__file__).resolve().parents[1]
+GENERATED = "<!-- Written by `python scripts/reference_pages.py`: do not edit. -->\n"
 
-CONFIGURATION_HEAD = """# Configuration
+CONFIGURATION_HEAD = f"""# Configuration
 
-Written by `python scripts/reference_pages.py` from the schema (`spmd_worker/base/config/schema.py`); do not edit it.
+{GENERATED}
+Every configuration key, with its default and its keyword in `LLM(...)`, for people who run jobs, scripts or the server.
 
-Keys are `GROUP.KEY=VALUE` on the command line, and keywords of `LLM(...)` where the third column names one; vLLM's
-other names for a keyword are in brackets. `--help` prints the keys in **bold**, `--help=all` every key.
+| to | write |
+| --- | --- |
+| set a key | `GROUP.KEY=VALUE` on the command line of `launch.py`, `spmd-worker` or `python -m spmd_worker.serve` |
+| set a key from Python | `LLM(model, KEYWORD=value)`, where the table has a keyword; vLLM's other names are in brackets |
+| apply a named set of values | `GROUP=NAME`, from `conf/GROUP/NAME.yaml`: `parallel=tp2`, `sampling=greedy` |
+| apply a complete named run | `experiment=NAME`, from `conf/experiment/NAME.yaml`: `experiment=demo` |
+| add sets of your own | `--config-dir DIR`, which has `GROUP/NAME.yaml` |
+| print the keys and their values | `--help` (the keys in **bold**), `--help=all` (every key), `--cfg job` (YAML) |
+| set input and output | `--input PATH` and `--output PATH`, the same as `job.input=PATH` and `job.output=PATH` |
+
+[Hydra](https://hydra.cc) composes the configuration. A misspelled key is an error that names similar keys. Paths are
+taken as the shell passes them, with any characters; `~` is the home folder.
+"""  # noqa: E501  # rows of tables
+
+MODELS_HEAD = f"""# Supported models
+
+{GENERATED}
+Architectures, checkpoint formats and quantised weights that this runtime loads, for people who choose a model.
+`spmd-worker families` (`python launch.py families`) prints the tables of this page. `plan=true` says for one model
+whether it runs and how much memory it takes, from its `config.json` alone: see [Memory](../guides/memory.md).
+
+## Model folder
+
+`model.path` is a folder in Hugging Face's format, or a name on the hub such as `Qwen/Qwen3-0.6B`. A name is looked up
+in the local cache and downloaded if it is not there (`pip install 'spmd-worker[hub]'`).
+
+| file | |
+| --- | --- |
+| `config.json` | required; its `architectures` must be in a table below |
+| `*.safetensors` | required: one file, or several with their index |
+| `tokenizer.json` | or `vocab.json` and `merges.txt`, or `tokenizer.model`. These two are converted, which needs transformers; `tokenizer.model` needs sentencepiece and protobuf too. Rows of token ids need no tokenizer |
+| `generation_config.json` | optional: defaults of sampling, and end-of-sequence tokens |
+| `tokenizer_config.json`, `chat_template.jinja`, `additional_chat_templates/` | optional: the chat template, for chat rows |
+| `modules.json`, `config_sentence_transformers.json` | optional: pooling as in sentence-transformers, see [Pooling](../guides/pooling.md) |
+
+Nothing in the folder is executed. Pickled weights (`.bin`, `.pt`, `.pth`) are rejected. `auto_map` is ignored where
+the architecture is supported; where it is not, the model is rejected, whatever `trust_remote_code` says.
+"""  # noqa: E501  # rows of tables
+
+ROPE_NOTE = """## Rotary embeddings that depend on the length
+
+A row's answer depends on the row alone with these too. With `rope_type=dynamic` the tokens of the prompt use the base
+for the prompt's length, and each later token the base for the length it reaches. With `longrope` a row uses the long
+factors for all of its tokens if prompt and `max_tokens` together exceed the original length.
 """
 
-VLLM_HEAD = """# Names of vLLM
+QUANTISED_NOTE = f"""## Quantised checkpoints
 
-Written by `python scripts/reference_pages.py` from the tables that the code reads; do not edit it. A script for vLLM
-0.32 runs here with `from spmd_worker import LLM, SamplingParams` in the place of vLLM's line, or fails with one of
-these sentences.
+Weights quantised by {", ".join(f"`{name}`" for name in READ_METHODS)}
+(`quantization_config` of `config.json`) are dequantised at load to the run's dtype (`model.dtype`), so they take that
+dtype's memory. Scales of activations and of the KV cache are not used. Modules that the checkpoint excludes are read as
+they are. Other methods (bitsandbytes, GGUF, NVFP4, torchao and others) are rejected with the way out.
 
-## `LLM(...)`, `EngineArgs(...)`
+`model.quantization=int8` quantises the weights of any checkpoint at load, on the CPU: see
+[Memory](../guides/memory.md).
+"""
 
-A keyword that neither knows is a TypeError that names the nearest one. Defaults of keywords that set a key are the
-key's: docs/reference/configuration.md.
+VLLM_HEAD = f"""# Names of vLLM
+
+{GENERATED}
+Every keyword, field, method and import of vLLM 0.32, and what it does here, for people who move a script over. Replace
+the import by `from spmd_worker import LLM, SamplingParams`: each name works as this page says, or raises an error with
+the sentence of this page.
+
+## `LLM(...)` and `EngineArgs(...)`
+
+An unknown keyword is a TypeError that names the nearest one. A keyword that sets a configuration key has the default of
+the [key](configuration.md).
 """
 
 TITLES = {
-    Effect.SAME: "Keywords that mean the same",
-    Effect.RENAMED: "Keywords that have another name here",
+    Effect.SAME: "Keywords with the same meaning",
+    Effect.RENAMED: "Keywords with another name here",
     Effect.OURS: "Keywords that exist only here",
-    Effect.REJECTED: "Keywords that are refused, unless they ask for nothing",
-    Effect.NONE: "Keywords without effect (said once, in the log, at debug level)",
+    Effect.REJECTED: "Rejected keywords (accepted with a value that has no effect)",
+    Effect.NONE: "Keywords without effect (logged once, at debug level)",
 }
 
 PYTHONIC = {"null": "None", "true": "True", "false": "False"}
@@ -76,7 +134,8 @@ def documents() -> dict[str, str]:
     """Path in the repository -> content, of every file that is written."""
     return {
         "docs/reference/configuration.md": configuration_page(),
-        "docs/vllm.md": vllm_page(),
+        "docs/reference/models.md": models_page(),
+        "docs/reference/vllm_names.md": vllm_page(),
         "spmd_worker/compat/llm_keywords.py": keyword_types(KEYWORDS),
     }
 
@@ -111,6 +170,21 @@ def keyword_cell(key: Key) -> str:
     return code(key.keyword) + (f" ({names})" if names else "") if key.keyword else ""
 
 
+def models_page() -> str:
+    """What `spmd-worker families` prints, with what a folder must have before it."""
+    generating, encoders, heads, unsupported, closing = describe_families().split("\n\n")
+    return "\n".join(
+        [
+            MODELS_HEAD,
+            f"## Models that generate text\n\n{generating}\n",
+            f"## Encoders\n\n{encoders}\n\n{heads}\n",
+            f"## Architectures that are not supported\n\n{unsupported}\n\n{wrapped(closing)}\n",
+            QUANTISED_NOTE,
+            ROPE_NOTE,
+        ]
+    )
+
+
 def keyword_types(table: Mapping[str, Keyword]) -> str:
     """A module with the TypedDict of all keywords: those with an effect by their types, the others alone by name."""
     names = [f'"{row.name}":Any' for row in table.values() if row.effect in (Effect.NONE, Effect.REJECTED)]
@@ -122,7 +196,7 @@ def keyword_types(table: Mapping[str, Keyword]) -> str:
         "}, total=False)",
     ]
     lines += ["# fmt: on", "", "", "class LLMKeywords(_Others, total=False):"]
-    lines += ['    """Keywords of `LLM(...)`; docs/vllm.md says what each means."""', ""]
+    lines += ['    """Keywords of `LLM(...)`; docs/reference/vllm_names.md says what each means."""', ""]
     lines += [f"    {row.name}: {annotation_text(row)}" for row in typed]
     return TYPES_HEAD + "\n".join([*lines, ""])
 
@@ -139,42 +213,53 @@ def vllm_page() -> str:
 
 
 def section(effect: Effect, rows: Iterable[Keyword]) -> str:
-    """One effect's rows; those with the same words share a line."""
+    """One effect's rows."""
+    words = {row.name: words_of(row) for row in rows if row.effect is effect}
+    return "\n".join([f"### {TITLES[effect]}", "", *table("keyword", words), ""])
+
+
+def table(title: str, words: Mapping[str, str]) -> list[str]:
+    """Lines of a table from name to meaning; names with the same meaning share a row."""
     names: dict[str, list[str]] = {}
-    for row in rows:
-        if row.effect is effect:
-            names.setdefault(words_of(row), []).append(f"`{row.name}`")
-    lines = [f"| {' '.join(found)} | {words} |" for words, found in names.items()]
-    return "\n".join([f"### {TITLES[effect]}", "", "| keyword | here |", "| --- | --- |", *lines, ""])
+    for name, meaning in words.items():
+        names.setdefault(meaning, []).append(code(name))
+    return [f"| {title} | here |", "| --- | --- |", *(f"| {' '.join(each)} | {key} |" for key, each in names.items())]
 
 
 def sampling_section() -> str:
     """The fields of `SamplingParams`."""
-    lines = ["## `SamplingParams`", "", "Fields with vLLM's meaning: " + ", ".join(map(code, SAMPLING_KEYS)) + ".", ""]
-    lines += ["| field | here |", "| --- | --- |"]
-    lines += [f"| {code(name)} | {words} |" for name, words in DIFFERENT_FIELDS.items()]
-    lines += [f"| {code(name)} | without effect: {words} |" for name, words in WITHOUT_EFFECT.items()]
-    lines += [f"| {code(name)} | refused: {words} |" for name, words in REJECTED.items()]
-    return "\n".join([*lines, ""])
+    same = wrapped("Fields with vLLM's meaning: " + ", ".join(map(code, SAMPLING_KEYS)) + ".")
+    words = {
+        **DIFFERENT_FIELDS,
+        **{name: f"without effect: {reason}" for name, reason in WITHOUT_EFFECT.items()},
+        **{name: f"rejected: {reason}" for name, reason in REJECTED.items()},
+    }
+    return "\n".join(["## `SamplingParams`", "", same, "", *table("field", words), ""])
 
 
 def methods() -> str:
     """The methods of `LLM` and `LLMEngine`."""
-    lines = ["## Methods", "", "| method of `LLM` | here |", "| --- | --- |"]
-    lines += [f"| {code(name)} | {words or 'the same'} |" for name, words in LLM_METHODS.items()]
-    lines += [f"| {code(name)} | not here: {words} |" for name, words in LLM_ABSENT.items()]
-    lines += ["", "| method of `LLMEngine` | here |", "| --- | --- |"]
-    lines += [f"| {code(name)} | {words or 'the same'} |" for name, words in ENGINE_METHODS.items()]
-    lines += [f"| {code(name)} | not here: {words} |" for name, words in ENGINE_ABSENT.items()]
-    return "\n".join([*lines, ""])
+    llm, engine = with_absent(LLM_METHODS, LLM_ABSENT), with_absent(ENGINE_METHODS, ENGINE_ABSENT)
+    return "\n".join(
+        ["## Methods", "", *table("method of `LLM`", llm), "", *table("method of `LLMEngine`", engine), ""]
+    )
+
+
+def with_absent(here: Mapping[str, str], absent: Mapping[str, str]) -> dict[str, str]:
+    """Name -> meaning, of vLLM's names that exist here and that do not."""
+    meanings = {name: words or "the same" for name, words in here.items()}
+    return meanings | {name: f"not here: {words}" for name, words in absent.items()}
 
 
 def offered() -> str:
     """Table of the names that `spmd_worker` offers."""
-    lines = ["## Imports", "", "`spmd_worker` offers " + ", ".join(map(code, sorted(OFFERED))) + ".", ""]
-    lines += ["| name of `vllm` | here |", "| --- | --- |"]
-    lines += [f"| {code(name)} | not here: {words} |" for name, words in ABSENT.items()]
-    return "\n".join([*lines, ""])
+    names = wrapped("`spmd_worker` offers " + ", ".join(map(code, sorted(OFFERED))) + ".")
+    return "\n".join(["## Imports", "", names, "", *table("name of `vllm`", with_absent({}, ABSENT)), ""])
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most 120 columns."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def code(name: str) -> str:

@@ -4,7 +4,7 @@
 #   bash scripts/test.sh                             what a change must pass
 #   bash scripts/test.sh --matrix                    and correctness in all layouts, sizes and instruction sets: .ci/run
 #   bash scripts/test.sh --stress                    only what is timed, repeated, fuzzed at length or killed at random,
-#                                                    drawn from TESTS_SEED (1); docs/reliability.md has its last figures.
+#                                                    drawn from TESTS_SEED (1); last figures: docs/lab/reliability.md.
 #                                                    Two runs of pytest: three tests at a time, then the timed ones alone
 #   bash scripts/test.sh tests/kv_cache -k eviction  further arguments are pytest's
 #

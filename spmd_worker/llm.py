@@ -62,9 +62,9 @@ class LLM:
 
     `model` is a folder, or a name on the hub with an optional `revision`; docs/reference/configuration.md lists
     `model.path` and all keywords. Keywords have vLLM's names and meanings; vLLM's other keywords are accepted too:
-    docs/vllm.md says what each does here, and which are rejected and why. Arguments are validated as on a command line:
-    ConfigError names the keyword, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or
-    CheckpointError before anything is computed, TypeError for an unknown keyword.
+    docs/reference/vllm_names.md says what each does here, and which are rejected and why. Arguments are validated as on
+    a command line: ConfigError names the keyword, the value and the rule. Raises ConfigError, ModelConfigError,
+    TokenizerError or CheckpointError before anything is computed, TypeError for an unknown keyword.
     """
 
     @with_keyword_signature

@@ -281,7 +281,7 @@ def resolve_keywords(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         row = KEYWORDS.get(name)
         if row is None:
             nearest = difflib.get_close_matches(name, KEYWORDS, n=1)
-            hint = f": did you mean {nearest[0]}?" if nearest else ": docs/vllm.md lists the known ones"
+            hint = f": did you mean {nearest[0]}?" if nearest else ": docs/reference/vllm_names.md lists the known ones"
             raise TypeError(f"LLM has no keyword {name}{hint}")
         plain = _plain(value)
         if row.effect is Effect.NONE:

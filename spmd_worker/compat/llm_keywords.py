@@ -93,7 +93,7 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
 
 
 class LLMKeywords(_Others, total=False):
-    """Keywords of `LLM(...)`; docs/vllm.md says what each means."""
+    """Keywords of `LLM(...)`; docs/reference/vllm_names.md says what each means."""
 
     revision: str | None
     dtype: Any

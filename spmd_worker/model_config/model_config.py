@@ -511,7 +511,7 @@ def _near(names: Sequence[Any]) -> str:
     known = [*FAMILIES, *ENCODERS]
     found = [each for name in names[:_MAX_NAMES] for each in get_close_matches(str(name)[:100], known, n=3)]
     near = f"; the nearest that run are {', '.join(dict.fromkeys(found))}" if found else ""
-    return f"{near}: `spmd-worker families` lists the {len(known)} that run, as the README does"
+    return f"{near}: `spmd-worker families` lists the {len(known)} that run"
 
 
 _MAX_NAMES: Final = 4

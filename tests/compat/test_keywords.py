@@ -208,7 +208,7 @@ def test_vllm_keyword_values_become_config_values(given: dict[str, Any], group: 
     [
         ({"max_num_seq": 3}, "LLM has no keyword max_num_seq: did you mean max_num_seqs?"),
         ({"tensor_paralel_size": 2}, "LLM has no keyword tensor_paralel_size: did you mean tensor_parallel_size?"),
-        ({"frobnicate": 1}, "LLM has no keyword frobnicate: docs/vllm.md lists the known ones"),
+        ({"frobnicate": 1}, "LLM has no keyword frobnicate: docs/reference/vllm_names.md lists the known ones"),
     ],
 )
 def test_unknown_keyword_error_names_the_nearest(given: dict[str, Any], message: str):

@@ -1,7 +1,7 @@
 """inspect_ai's provider: many samples ask at once, and each gets what `LLM.chat` gives it.
 
 inspect_ai itself is not installed here: modules with the names that the provider uses stand in for it, and
-docs/trainers.md says what was run with it.
+docs/guides/evaluation.md says what was run with it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """mteb's encoder: what it asks for is what `LLM.embed` gives, behind the prompt that belongs to it.
 
-mteb itself is not installed here: modules with the names that the encoder uses stand in for it, and docs/trainers.md
-says what `scripts/compare_mteb.py` gave with it.
+mteb itself is not installed here: modules with the names that the encoder uses stand in for it, and
+docs/guides/evaluation.md says what `scripts/compare_mteb.py` gave with it.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Modules named vllm are this package's: seen on modules that stand in for ms-swift, with its colocate mode's calls.
 
-ms-swift itself is not installed here; docs/trainers.md says what was run with it.
+ms-swift itself is not installed here; docs/guides/trainers.md says what was run with it.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """TRL's names are replaced by ours: seen on a tree of modules that stands in for TRL, of its shape and with its calls.
 
-TRL itself is not installed here; docs/trainers.md says what was run with it.
+TRL itself is not installed here; docs/guides/trainers.md says what was run with it.
 """
 
 import importlib

@@ -488,7 +488,7 @@ def _shape_or_refusal(config: dict[str, Any]) -> None:
 def test_unknown_architecture_error_names_the_nearest(tmp_path: Path, given: Any, words: str):
     message = error_result(write_folder(tmp_path, architectures=given))
     assert words in message
-    assert message.endswith(f"lists the {len(FAMILIES) + len(ENCODERS)} that run, as the README does")
+    assert message.endswith(f"lists the {len(FAMILIES) + len(ENCODERS)} that run")
     assert message.count("ForCausalLM") <= 4
     # What is shown of a value is bounded, and so are the names that are compared.
     assert len(message) < 1000 + len(str(tmp_path))

@@ -67,7 +67,7 @@ class Figures:
     victims: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> str:
-        """A row of the table of docs/reliability.md."""
+        """A row of the table of docs/lab/reliability.md."""
         late = sum(each > SOON_S for each in self.seconds)
         times = f"median {statistics.median(self.seconds):.1f} s, worst {max(self.seconds):.1f} s, {late} after 5 s"
         counts = f"{self.wrong} wrong, {self.lost} lost, {self.doubled} doubled, {len(self.left)} left"

@@ -140,10 +140,10 @@ def test_journal_compares_pairs_of_runs_with_equal_outputs(
 def test_figure_matches_the_published_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     draw = import_module("draw_benchmarks")
-    figures = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
-    assert draw.draw(figures) == (ROOT / "docs" / "benchmarks.svg").read_text()
+    figures = json.loads((ROOT / "docs" / "lab" / "benchmarks.json").read_text())
+    assert draw.draw(figures) == (ROOT / "docs" / "lab" / "benchmarks.svg").read_text()
     figures[0]["bars"][0]["values"][0] += 1
-    assert draw.draw(figures) != (ROOT / "docs" / "benchmarks.svg").read_text(), "the control"
+    assert draw.draw(figures) != (ROOT / "docs" / "lab" / "benchmarks.svg").read_text(), "the control"
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""docs/guarantees.md is what the tests' markers say, and every guarantee has a test and a negative control."""
+"""docs/lab/guarantees.md is what the tests' markers say, and every guarantee has a test and a negative control."""
 
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_every_guarantee_has_a_test_and_a_control(guarantee_table: ModuleType):
 
 
 def test_page_is_current(guarantee_table: ModuleType):
-    written = (REPOSITORY / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    written = (REPOSITORY / "docs" / "lab" / "guarantees.md").read_text(encoding="utf-8")
     assert written == guarantee_table.document(TESTS), "run python scripts/guarantee_table.py"
 
 

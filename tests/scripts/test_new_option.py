@@ -52,7 +52,8 @@ def test_new_option_is_one_edit(tmp_path: Path):
     assert done.returncode == 0, done.output
     page = (tmp_path / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert "| **`scheduler.num_spare_seqs`** | 3 | `num_spare_seqs` (`num_lookahead_seqs`) | sequences" in page
-    assert "| `num_spare_seqs` | sequences that a" in (tmp_path / "docs" / "vllm.md").read_text(encoding="utf-8")
+    names = (tmp_path / "docs" / "reference" / "vllm_names.md").read_text(encoding="utf-8")
+    assert "| `num_spare_seqs` | sequences that a" in names
     done = ranks.run_command([sys.executable, str(tmp_path / "asks.py")], timeout_s=240, env=own, cwd=tmp_path)
     assert done.returncode == 0, done.output
     assert "  scheduler.num_spare_seqs=5\n      sequences that a step leaves room for\n" in done.stdout

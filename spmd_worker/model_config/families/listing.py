@@ -1,4 +1,6 @@
-"""Supported and unsupported architectures, for people: the text of `spmd-worker families`, the table of the README."""
+"""Supported and unsupported architectures, for people: the text of `spmd-worker families`, the tables of
+docs/reference/models.md.
+"""
 
 from collections.abc import Iterator, Sequence
 
