@@ -13,9 +13,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 DOCS = "docs/"
+STACKED = {
+    "reference/configuration.md": "site-keys",
+    "reference/models.md": "site-models",
+    "reference/vllm_names.md": "site-names",
+}
+"""Pages of which each row of a table is a block on a narrow screen, with their classes (docs/assets/site.css)."""
 
 _LINK = re.compile(r"(?<!!)\[([^\]\n]*(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"(?ms)^ *```.*?^ *```[^\S\n]*$")
+_NAME = re.compile(r"(?<=<code>)[a-z0-9_.]+(?=</code>)")
 _ITEM = re.compile(r" *(?:[*+-]|\d+\.) ")
 _FIRST_ITEM = re.compile(r"(?:[*+-]|1\.) ")
 
@@ -39,9 +46,21 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """A page's Markdown for the site."""
+    """A page's Markdown for the site. Pages of no section have the room of the empty sidebar."""
     name = page.file.src_uri
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
     return for_site(markdown, name if name in ROOT_PAGES else DOCS + name)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Classes of pages whose tables the style sheet knows. Names of keys may break behind a dot or an underscore."""
+    kind = STACKED.get(page.file.src_uri)
+    if kind is None:
+        return html
+    if kind == "site-keys":
+        html = _NAME.sub(lambda name: re.sub(r"(?<=[._])(?=\w)", "<wbr>", name[0]), html)
+    return f'<div class="site-stacked {kind}">{html}</div>'
 
 
 def for_site(markdown: str, path: str) -> str:
@@ -65,7 +84,7 @@ def _link_for_site(link: re.Match[str], path: str) -> str:
         return link[0]
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
     if found == "README.md":
-        found = f"{DOCS}index.md"
+        found, anchor = f"{DOCS}index.md", ""
     if found in ROOT_PAGES or found.startswith(DOCS):
         own = posixpath.dirname(path.removeprefix(DOCS)) or "."
         shown = posixpath.relpath(found.removeprefix(DOCS), own)
