@@ -1,12 +1,16 @@
-"""The README and the reference page say what is: every key with its default, every folder, rows that parse."""
+"""README and docs match the code: every key and its default, every sampling key, every folder, rows that parse; and the
+site has every page.
+"""
 
 import dataclasses
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ranks import REPOSITORY, run_script
 
 import launch
@@ -16,8 +20,10 @@ from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 ANSWERS = REPOSITORY / "scripts" / "demo" / "answers.jsonl"
+DOCS = REPOSITORY / "docs"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-PAGE = (REPOSITORY / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
+GETTING_STARTED = (DOCS / "getting_started.md").read_text(encoding="utf-8")
 
 
 def as_typed(value: object) -> str:
@@ -29,7 +35,7 @@ def as_typed(value: object) -> str:
 @pytest.mark.guarantee("The reference page has every key and its default")
 def test_every_key_is_in_table_with_its_default():
     check_table(PAGE, RunConfig())
-    assert "(docs/reference/configuration.md)" in README.split("## Configuration")[1]
+    assert "(docs/reference/configuration.md)" in README
 
 
 def check_table(page: str, config: RunConfig) -> None:
@@ -65,18 +71,13 @@ def test_comparison_detects_another_table(row: str, broken: str, control):
         check_table(PAGE, RunConfig(seed=1))
 
 
-def test_models_equal_those_of_the_command(capsys):
-    assert launch.main(["families"]) == 0
-    assert f"prints this:\n\n{capsys.readouterr().out}\n" in README
-
-
 def test_every_sampling_key_is_named():
-    rows = README.split("## Rows")[1]
-    assert [key for key in SAMPLING_KEYS if not re.search(rf"[` \n]{key}[` \n]", rows)] == []
+    page = (DOCS / "guides" / "batch.md").read_text(encoding="utf-8")
+    assert [key for key in SAMPLING_KEYS if f"`{key}`" not in page] == []
 
 
 def test_every_folder_has_its_line_in_the_tree():
-    tree = README.split("## Layout")[1]
+    tree = (DOCS / "internals" / "architecture.md").read_text(encoding="utf-8")
     folders = [path.parent.name for path in (REPOSITORY / "spmd_worker").glob("*/__init__.py")]
     assert len(folders) > 10
     assert [folder for folder in folders if f"\n  {folder}/ " not in tree] == []
@@ -84,13 +85,30 @@ def test_every_folder_has_its_line_in_the_tree():
     assert sorted(named) == sorted(folders)
 
 
-def test_shown_rows_parse():
-    rows = [line for line in README.splitlines() if line.startswith('{"') and '"outputs":' not in line]
-    assert len(rows) == 8
+def shown_rows(page: str) -> list[str]:
+    return [line for block in re.findall(r"(?ms)^```jsonl\n(.*?)^```", page) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("README.md", 3), ("docs/getting_started.md", 3), ("docs/guides/batch.md", 8)]
+)
+def test_shown_rows_parse(name: str, least: int):
+    rows = shown_rows((REPOSITORY / name).read_text(encoding="utf-8"))
+    assert len(rows) >= least
     parsed = [parse_row(index, line.encode(), SamplingParams()) for index, line in enumerate(rows)]
     assert [row for row in parsed if not isinstance(row, Row)] == []
-    shown = json.loads(next(line for line in README.splitlines() if '"outputs"' in line))
-    assert list(shown) == ["custom_id", "index", "outputs", "usage", "error"]
+
+
+def test_shown_job_writes_the_shown_lines(tmp_path: Path):
+    rows = shown_rows(README)
+    assert rows == shown_rows(GETTING_STARTED)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    files = [f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'answers.jsonl'}"]
+    assert launch.main([f"model.path={REPOSITORY / 'scripts' / 'demo' / 'model'}", "device=cpu", *files]) == 0
+    written = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    shown = [line for line in README.splitlines() if '"outputs"' in line]
+    assert shown == written[:1]
+    assert [line for line in GETTING_STARTED.splitlines() if '"outputs"' in line] == written[:2]
 
 
 def test_shown_python_prints_what_it_says(tmp_path: Path):
@@ -104,9 +122,43 @@ def test_shown_python_prints_what_it_says(tmp_path: Path):
 
 
 def test_named_files_exist():
-    named = set(re.findall(r"(?:scripts|docs)/[a-z_]+\.(?:sh|py|md)", README))
-    assert len(named) >= 5
+    named = set(re.findall(r"(?:scripts|docs)/[a-z_/]+\.(?:sh|py|md|svg)", README))
+    assert len(named) >= 20
     assert [path for path in sorted(named) if not (REPOSITORY / path).is_file()] == []
+
+
+def test_readme_has_at_most_150_lines():
+    assert len(README.splitlines()) <= 150
+
+
+def test_site_has_every_page():
+    settings = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    entries = [entry for each in settings["nav"] for entry in each.values()]
+    shelves = [entry for entry in entries if isinstance(entry, list)]
+    named = [each for each in entries if isinstance(each, str)]
+    named += [path for shelf in shelves for page in shelf for path in page.values()]
+    root_pages = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+    assert sorted(named) == sorted([*root_pages, *(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))])
+    assert [name for name in root_pages if not (REPOSITORY / name).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "markdown", "expected"),
+    [
+        ("docs/index.md", "[a](guides/batch.md#rows)", "[a](guides/batch.md#rows)"),
+        ("docs/guides/batch.md", "[a](../index.md)", "[a](../index.md)"),
+        ("docs/guides/batch.md", "[a](../../CONTRIBUTING.md#tests)", "[a](../CONTRIBUTING.md#tests)"),
+        ("docs/guides/batch.md", "[a](../../README.md#install)", "[a](../index.md)"),
+        ("CONTRIBUTING.md", "[a](docs/guides/batch.md), [b](CHANGELOG.md)", "[a](guides/batch.md), [b](CHANGELOG.md)"),
+        ("docs/index.md", "[`launch.py`](../launch.py) and [x](../attic.py)", "`launch.py` and [x](../attic.py)"),
+        ("docs/index.md", "[a](https://a.example), [b](#b)", "[a](https://a.example), [b](#b)"),
+        ("docs/index.md", "```text\n[a](../launch.py)\n* b\n```\n", "```text\n[a](../launch.py)\n* b\n```\n"),
+        ("docs/index.md", "words:\n* a\n  b\n* c\n\nd\n| e |", "words:\n\n* a\n  b\n* c\n\nd\n\n| e |"),
+    ],
+)
+def test_site_keeps_links_and_lists(path: str, markdown: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    assert import_module("site_hooks").for_site(markdown, path) == expected
 
 
 DEMO_COMMAND = re.compile(r"`bash scripts/demo\.sh ((?:\S+=\S+ ?)+)`")
@@ -123,8 +175,8 @@ def demo_metrics(folder: Path, words: str, *more: str) -> dict[str, Any]:
 
 
 def check_preempted(folder: Path, beside: str, *more: str) -> None:
-    (words,) = DEMO_COMMAND.findall(README)
-    assert beside in README
+    (words,) = DEMO_COMMAND.findall(GETTING_STARTED)
+    assert beside in GETTING_STARTED
     metrics = demo_metrics(folder, f"{words} {beside}", *more)
     is_swapped = "recompute" not in beside
     assert metrics["preemptions"] > 0
@@ -152,5 +204,5 @@ def test_small_cache_demo_preempts_with_all_rows(tmp_path: Path, beside: str):
 
 @pytest.mark.finding(number="D7")
 def test_bigger_cache_demo_preempts_nothing(tmp_path: Path):
-    """Negative control: the numbers that the README had before."""
+    """Negative control: a cache that suffices."""
     assert demo_metrics(tmp_path, "cache.num_blocks=40", "job.max_rows=60")["preemptions"] == 0
