@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 DOCS = "docs/"
 STACKED = {
+    "lab/guarantees.md": "site-tests",
     "reference/configuration.md": "site-keys",
     "reference/models.md": "site-models",
     "reference/vllm_names.md": "site-names",
