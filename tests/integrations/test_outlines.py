@@ -1,6 +1,6 @@
 """outlines' calls of an LLM, in its order, with the classes that it imports from vLLM when it is asked.
 
-outlines itself is not installed here; docs/guides/evaluation.md says what was run with it.
+outlines itself is not installed here; docs/guides/tools_and_formats.md says what was run with it.
 """
 
 import importlib
