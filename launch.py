@@ -53,13 +53,14 @@ _OPTIONS: Final = "--help, --cfg job, --config-dir DIR, --input PATH, --output P
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
 
-usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help | --help=all] [--cfg job] [--config-dir DIR]
-                [--version] [--input PATH] [--output PATH]
-       {alone} KEY=VALUE...
+usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [OPTION...]
+       {alone} KEY=VALUE... [OPTION...]
 
-  {alone} plan=true model.path=DIR
   {alone} families
-  torchrun --nproc-per-node 2 {ranks} model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
+  {alone} plan=true model.path=DIR
+  {alone} model.path=DIR job.input=IN job.output=OUT
+  torchrun --nproc-per-node 2 {ranks} parallel.tensor_parallel_size=2 \\
+      model.path=DIR job.input=IN job.output=OUT
 
   GROUP.KEY=VALUE    sets a key
   GROUP=NAME         applies a named set of values; experiment=NAME a complete named run
@@ -70,7 +71,8 @@ usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help | --help=all] [-
   --cfg job          prints the composed configuration, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
-exit codes: 0 every row has its output row; 1 the job failed, or plan=true rejects it; 70 the ranks diverged"""
+exit codes: 0 every row has its output row; 1 the job failed, or plan=true rejects it;
+            70 the ranks diverged"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

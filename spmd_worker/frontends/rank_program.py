@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 CONF: Final = Path(__file__).resolve().parents[2] / "conf"
 
+_HELP_COLUMNS: Final = 100
+_MEANING_COLUMN: Final = 36
+
 _PATIENCE_S: Final = 5.0
 """Time that a rank that failed like rank 0 waits for it to print the error."""
 
@@ -86,9 +89,8 @@ def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
 def describe_keys(usage: str, config: RunConfig, config_dir: Path | None, shows_all: bool) -> str:
     """`usage`, the named sets, and the keys with the values of `config`: common or changed keys only, or all."""
     sets = named_sets([CONF, *([config_dir] if config_dir else [])])
-    width = max(len(group) for group in sets)
-    lines = [usage, "", "named sets of values (GROUP=NAME)", ""]
-    lines += [f"  {group:<{width}}  {', '.join(names) or '(none)'}" for group, names in sets.items()]
+    named = [f"{group}={', '.join(names)}" for group, names in sets.items() if names]
+    lines = [usage, "", "named sets of values (GROUP=NAME)", *_wrapped("; ".join(named), 2)]
     lines += ["", "keys, with the values of this command line"]
     keys, groups = keys_of(RunConfig), groups_of(RunConfig)
     num_shown, shown_group = 0, None
@@ -98,12 +100,26 @@ def describe_keys(usage: str, config: RunConfig, config_dir: Path | None, shows_
             continue
         if key.group != shown_group:
             shown_group = key.group
-            lines += ["", *([f"  # {inspect.getdoc(groups[key.group])}"] if key.group else [])]
-        meaning = textwrap.fill(key.option.meaning, 106, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        lines += [f"  {key.name}={command_text(value)}", meaning]
+            heading = inspect.getdoc(groups[key.group]) if key.group else None
+            lines += _wrapped((heading or "The device, and the seed of all rows.").removesuffix("."), 0)
+        lines += _beside(f"  {key.name}={command_text(value)}", key.option.meaning)
         num_shown += 1
     rest = "" if num_shown == len(keys) else ": --help=all prints every key"
     return "\n".join([*lines, "", f"{num_shown} of {len(keys)} keys{rest}"])
+
+
+def _beside(setting: str, meaning: str) -> list[str]:
+    """Two columns: the meaning next to the setting, or below one that is too long."""
+    lines = _wrapped(meaning, _MEANING_COLUMN)
+    if len(setting) < _MEANING_COLUMN:
+        lines[0] = setting.ljust(_MEANING_COLUMN) + lines[0].lstrip()
+        return lines
+    return [setting, *lines]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    spaces = " " * indent
+    return textwrap.wrap(text, _HELP_COLUMNS, initial_indent=spaces, subsequent_indent=spaces, break_on_hyphens=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,26 +36,27 @@ _MORE_S: Final = 10.0
 """A draining rank is ended this long after the requests' time limit."""
 
 _USAGE: Final = """\
-OpenAI-compatible API server over the engine of all ranks: rank 0 answers clients, the others follow its steps.
+OpenAI-compatible API server over the engine of all ranks: rank 0 answers clients, the others
+follow its steps.
 
-usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [--host HOST] [--port PORT] [--api-key KEY]
-                [--help | --help=all] [--cfg job] [--config-dir DIR] [--version]
-       python -m spmd_worker.serve KEY=VALUE...
+usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [OPTION...]
+       python -m spmd_worker.serve KEY=VALUE... [OPTION...]
 
   torchrun --nproc-per-node 2 -m spmd_worker.serve model.path=DIR parallel.tensor_parallel_size=2
 
   GROUP.KEY=VALUE    sets a key
   GROUP=NAME         applies a named set of values
   --host HOST        is serve.host=HOST, and --port PORT serve.port=PORT
-  --api-key KEY      the key that clients send (Authorization: Bearer KEY); other users see it in the process list, so
-                     prefer the environment variable SPMD_WORKER_API_KEY; without either a random key is printed once
+  --api-key KEY      the key that clients send (Authorization: Bearer KEY); other users see it in
+                     the process list, so prefer the environment variable SPMD_WORKER_API_KEY;
+                     without either a random key is printed once
   --help             prints this and the common keys; --help=all every key
   --cfg job          prints the composed configuration, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
-paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, and for a pooling model /v1/embeddings,
-       /v1/score, /v1/rerank (/score, /rerank, /v2/rerank); GET /v1/models, /version, /metrics, and without a key
-       /health, /ping
+paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, and for a pooling model
+       /v1/embeddings, /v1/score, /v1/rerank (/score, /rerank, /v2/rerank); GET /v1/models,
+       /version, /metrics, and without a key /health, /ping
 
 exit codes: 0 ended by request; 1 failure; 70 the ranks diverged"""
 

@@ -557,8 +557,9 @@ def test_help_lists_options_and_busy_port_is_reported(capsys: pytest.CaptureFixt
     assert command.main(["--help", "--port", "77"], {}) == 0
     text = capsys.readouterr().out
     assert "usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE..." in text
-    assert "  serve.port=77\n" in text
-    assert "# The server (`python -m spmd_worker.serve`), on rank 0" in text
+    assert "  serve.port=77 " in text
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    assert "\nThe server (`python -m spmd_worker.serve`), on rank 0" in text
     port = server.client.port
     assert command.main([f"serve.port={port}"], {}) == 1
     assert f"serve.port={port} is unavailable" in capsys.readouterr().err
