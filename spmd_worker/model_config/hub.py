@@ -149,7 +149,8 @@ def _download_once(wanted: _Wanted) -> ModelLocation:
         try:
             _download(wanted, hub)
         except Exception as error:  # any error of the hub, its transfers and the disk is every rank's
-            message = _not_found(wanted, f"the download failed: {type(error).__name__}: {error}")
+            reason = " ".join(str(error).split()).removesuffix(".")
+            message = _not_found(wanted, f"the download failed: {type(error).__name__}: {reason}")
             with contextlib.suppress(OSError):
                 write_json(note, {"launch": _launch(), "wanted": repr(wanted), "message": message})
             raise ModelConfigError(message) from error

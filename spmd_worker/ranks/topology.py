@@ -150,7 +150,8 @@ def check_world_size(layout: RankLayout, world_size: int) -> None:
         if world_size % layout.pipeline_parallel_size == 0:
             size = world_size // layout.pipeline_parallel_size
             choices.append(f"set parallel.tensor_parallel_size to {size} (and parallel.data_parallel_size to 1)")
-        raise ConfigError(f"{layout.product()} ranks, but {world_size} were started: {', or '.join(choices)}")
+        ranks = "rank" if layout.world_size == 1 else "ranks"
+        raise ConfigError(f"{layout.product()} {ranks}, but {world_size} were started: {', or '.join(choices)}")
 
 
 def check_complete_engines(layout: RankLayout, world_size: int) -> None:

@@ -420,6 +420,13 @@ def test_request_check_detects_requests_while_offline(
         test_cached_model_is_used_when_hub_is_unreachable(cache, fake_hub, monkeypatch, caplog)
 
 
+def test_download_error_is_one_line(cache: Path, fake_hub: Any):
+    """The hub's own are several."""
+    fake_hub(MODEL).fault = ConnectionError("404 Client Error.\n\nRepository Not Found for url: x.\nPlease try again.")
+    reason = "404 Client Error. Repository Not Found for url: x. Please try again: give a folder, or download it"
+    assert f"; the download failed: ConnectionError: {reason}" in error_of("org/tiny")
+
+
 def test_unfetchable_modules_are_an_error(cache: Path, fake_hub: Any):
     source = pooling_folder("dense")
     write_snapshot(cache, "org/tiny", source, is_wanted=lambda name: "/" not in name)

@@ -44,6 +44,8 @@ def test_unequal_world_size_error_names_both_numbers():
     with pytest.raises(ConfigError, match=r"is 6 ranks, but 4 were started: start 6"):
         check_world_size(RankLayout(3, 2), 4)
     check_world_size(RankLayout(3, 2), 6)
+    with pytest.raises(ConfigError, match=r"is 1 rank, but 2 were started: start 1 "):
+        check_world_size(RankLayout(1), 2)
 
 
 @pytest.mark.parametrize(
