@@ -213,19 +213,22 @@ def _check_known(override: Override, text: str) -> None:
 def _unknown_key(key: str, where: str) -> ConfigError:
     nearest = _nearest_keys(key)
     hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    is_sure = len(nearest) == 1 and "." in nearest[0]
     group = next(iter(difflib.get_close_matches(key.partition(".")[0], _GROUPS, n=1)), None)
-    if "." in key and group is not None:
+    if "." in key and group is not None and not is_sure:
         names = [each.partition(".")[2] for each in _KEYS if each.startswith(f"{group}.")]
         return ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
     return ConfigError(f"{where}: there is no key {key}; {hint}--help=all lists all")
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """Three at most: keys with the same last word in any group, then similar ones."""
+    """Three at most: keys with the same last word in any group, then similar ones; one if it is almost the key."""
     known = [*_KEYS, *_GROUPS, EXPERIMENT]
     same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
     # High enough that keys which merely share their group's name do not count.
     alike = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
+    if alike and difflib.SequenceMatcher(None, alike[0], key).ratio() > 0.9:
+        return alike[:1]
     return list(dict.fromkeys([*same_word, *alike]))[:3]
 
 

@@ -135,8 +135,12 @@ def test_config_yaml_can_be_read_again():
 MISSPELLED = [
     (
         "cache.num_block=3",
-        "cache.num_block=3: there is no key cache.num_block; did you mean cache.num_blocks? cache has block_size, "
-        "num_blocks, gpu_memory_utilization, swap_space_gib, enable_prefix_caching",
+        "cache.num_block=3: there is no key cache.num_block; did you mean cache.num_blocks? --help=all lists all",
+    ),
+    (
+        "parallel.tensor_paralel_size=2",
+        "parallel.tensor_paralel_size=2: there is no key parallel.tensor_paralel_size; did you mean "
+        "parallel.tensor_parallel_size? --help=all lists all",
     ),
     (
         "cach.x=1",
@@ -146,6 +150,10 @@ MISSPELLED = [
     (
         "temperature=0.5",
         "temperature=0.5: there is no key temperature; did you mean sampling.temperature? --help=all lists all",
+    ),
+    (
+        "parallel.tp=2",
+        "parallel.tp=2: there is no key parallel.tp; did you mean parallel? parallel has tensor_parallel",
     ),
     ("plann=true", "plann=true: there is no key plann; did you mean plan? --help=all lists all"),
     ("modle=demo", "modle=demo: there is no key modle; did you mean model? --help=all lists all"),
